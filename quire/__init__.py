@@ -1,0 +1,30 @@
+"""Quire: an LLM inference and serving engine.
+
+    from quire import LLM, SamplingParams
+    print(LLM().generate("Once upon a time", SamplingParams(max_tokens=60))[0].outputs[0].text)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quire._version import __version__
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+    from quire.messages.outputs import CompletionOutput, RequestOutput
+    from quire.messages.sampling_params import SamplingParams
+
+_HOME = {
+    "LLM": "quire.engine.llm",
+    "SamplingParams": "quire.messages.sampling_params",
+    "RequestOutput": "quire.messages.outputs",
+    "CompletionOutput": "quire.messages.outputs",
+}
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import quire` and `quire --help` need no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

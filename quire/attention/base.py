@@ -1,0 +1,81 @@
+"""What an attention backend is: the owner of the cache's layout and of everything that touches it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The attention of one model on one device: what a backend is chosen and built for."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """One KV group's view of a step's flat batch: request r has the tokens query_start_loc[r] : query_start_loc[r + 1].
+
+    Lengths count tokens; a token's slot is block_id * block_size + offset in the block.
+    """
+
+    query_start_loc: Tensor  # [requests + 1], int32
+    seq_lens: Tensor  # [requests], int32: cached tokens and this step's tokens together
+    slot_mapping: Tensor  # [tokens], int64
+    block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
+    max_query_len: int
+    max_seq_len: int
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged cache. Chosen whole, so that no two halves can disagree about the layout.
+
+    Each layer's keys and values of a step are stored before any of its queries attends, so that requests of the
+    same step may share blocks.
+    """
+
+    name: str
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls, shape: AttentionShape) -> str | None:
+        """Why this backend cannot serve the shape, or None if it can."""
+
+    @abstractmethod
+    def block_bytes(self) -> int:
+        """Bytes that one block takes in one layer's cache."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> Tensor:
+        """A layer's cache of `num_blocks` blocks, in this backend's own layout."""
+
+    @abstractmethod
+    def plan(self, layout: StepLayout) -> Any:
+        """Whatever `store` and `attend` need to know of a step, made once and used by every layer of the group."""
+
+    @abstractmethod
+    def store(self, cache: Tensor, k: Tensor, v: Tensor, plan: Any) -> None:
+        """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan."""
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, cache: Tensor, plan: Any, *, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """q: [tokens, heads, head_dim] -> out: [tokens, heads, head_dim], lse: [tokens, heads] in float32.
+
+        A query at position p sees the keys at positions max(0, p - window + 1) ... p. lse is the natural logarithm of
+        the sum of the exponentiated scaled scores, with which partial results over disjoint keys can be merged.
+        """

@@ -1,0 +1,22 @@
+"""Which attention backend serves a model."""
+
+from __future__ import annotations
+
+from quire.attention.base import AttentionBackend, AttentionShape
+from quire.attention.cpu import CpuAttention
+from quire.attention.reference import ReferenceAttention
+
+BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
+
+
+def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:
+    """The best backend that supports the shape, or the pinned one. Raises ValueError if that one cannot."""
+    if pinned is None:
+        return next(backend for backend in BACKENDS if backend.unsupported(shape) is None)(shape)
+    for backend in BACKENDS:
+        if backend.name == pinned:
+            reason = backend.unsupported(shape)
+            if reason is not None:
+                raise ValueError(f"attention_backend={pinned!r} cannot be used: {reason}")
+            return backend(shape)
+    raise ValueError(f"no attention_backend {pinned!r}; there are: {', '.join(b.name for b in BACKENDS)}")

@@ -1,0 +1,195 @@
+"""Every option, once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
+
+Names are vLLM's. An option that vLLM has and Quire does not have yet is an error that says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """An option is unknown or out of range. The message names it and says what would be accepted."""
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field with a help text. metadata: size=True lets the command line take 4G, 512M, 2k."""
+    metadata = {"help": help, **metadata}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _at_least(config: object, minimum: int, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+            raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model and its text side."""
+
+    model: str | None = option(None, "a checkpoint directory or a Hugging Face id; the bundled model if left out")
+    tokenizer: str | None = option(None, "directory or id of the tokenizer, if it is not the model's")
+    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
+    tokenizer_revision: str | None = option(None, "branch, tag or commit of the tokenizer on the hub")
+    download_dir: str | None = option(None, "where hub downloads are kept (default: huggingface_hub's cache)")
+    hf_token: str | None = option(None, "token for gated models on the hub (default: the one you logged in with)")
+    dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = option(
+        "auto", "type of weights and activations; auto is the checkpoint's own, or bfloat16 if that is float32 or float16"
+    )
+    max_model_len: int | None = option(None, "longest prompt + output in tokens (default: the model's)", size=True)
+    hf_overrides: dict[str, Any] = option({}, "values that replace those of the model's config.json", json=True)
+    load_format: Literal["auto", "safetensors", "dummy"] = option(
+        "auto", "dummy draws random weights of the right shapes instead of reading the checkpoint's"
+    )
+    generation_config: str = option(
+        "auto", "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones"
+    )
+    chat_template: str | None = option(None, "a Jinja template, or the file of one, instead of the model's")
+    seed: int = option(0, "seed from which requests without a seed draw theirs")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_model_len")
+        if self.generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {self.generation_config!r}")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int = option(16, "tokens in a KV block")
+    enable_prefix_caching: bool = option(True, "reuse the KV of equal beginnings")
+    kv_cache_memory_bytes: int | None = option(
+        None, "memory for the KV cache (default on CPU: half of what is free, at most what all rows could use)", size=True
+    )
+    num_gpu_blocks_override: int | None = option(None, "use this many KV blocks, whatever the memory")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "block_size", "kv_cache_memory_bytes")
+        _at_least(self, 2, "num_gpu_blocks_override")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What a step may hold."""
+
+    max_num_seqs: int = option(256, "requests that run at once")
+    max_num_batched_tokens: int | None = option(
+        None, "tokens that a step computes: the chunk of chunked prefill (default: 512 on CPU, 8192 on GPU)", size=True
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "order of service: first come first served, or lowest priority value first"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes share the model."""
+
+    tensor_parallel_size: int = option(1, "processes that split every layer's weights between them")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "tensor_parallel_size")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Which implementation of each operation runs."""
+
+    attention_backend: str | None = option(None, "pin the attention backend by name (default: the best that applies)")
+    kernels: dict[str, str] = option({}, "pin implementations of ops, such as {'rms_norm': 'reference'}", json=True)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All options of an engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+
+    @classmethod
+    def create(cls, **options: Any) -> EngineConfig:
+        """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
+        groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+        owner = {name: group for group, config in GROUPS.items() for name in OPTIONS[config]}
+        for name, value in options.items():
+            if name not in owner:
+                raise ConfigError(_unknown(name, list(owner)))
+            check_type(name, value, TYPES[name])
+            groups[owner[name]][name] = value
+        return cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+
+
+GROUPS: dict[str, Any] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "kernels": KernelConfig,
+}
+OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in GROUPS.values()}
+TYPES: dict[str, Any] = {name: hint for c in GROUPS.values() for name, hint in get_type_hints(c).items()}
+
+# Engine arguments of vLLM that Quire does not have yet (or, where a reason is given, never will).
+_VLLM_OPTIONS: Mapping[str, str] = {
+    "trust_remote_code": "Quire never executes code from a checkpoint",
+    **dict.fromkeys(
+        """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path quantization
+        gpu_memory_utilization swap_space cpu_offload_gb enforce_eager disable_custom_all_reduce mm_processor_kwargs
+        pooler_config structured_outputs_config compilation_config logits_processors pipeline_parallel_size
+        data_parallel_size enable_expert_parallel decode_context_parallel_size kv_cache_dtype kv_transfer_config
+        speculative_config enable_lora max_loras max_lora_rank limit_mm_per_prompt disable_sliding_window
+        disable_log_stats async_scheduling enable_chunked_prefill long_prefill_token_threshold
+        max_num_partial_prefills distributed_executor_backend max_logprobs logprobs_mode calculate_kv_scales
+        prefix_caching_hash_algo model_impl override_generation_config code_revision served_model_name config_format
+        worker_cls enable_prompt_embeds additional_config observability_config kv_sharing_fast_prefill
+        enable_sleep_mode device""".split(),
+        "",
+    ),
+}
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    if name in _VLLM_OPTIONS:
+        return f"{name} is not supported by Quire{': ' + _VLLM_OPTIONS[name] if _VLLM_OPTIONS[name] else ' yet'}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises ConfigError unless `value` is of the annotated type (unions, Literal and plain classes)."""
+    kinds = get_args(hint) if get_origin(hint) not in (Literal, dict) and get_args(hint) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
+        kind = get_origin(kind) or kind
+        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+            return
+    names = " or ".join("None" if k is type(None) else (get_origin(k) or k).__name__ for k in kinds)
+    raise ConfigError(f"{name} must be of type {names}, got {value!r}")
+
+
+def parse_size(text: str) -> int:
+    """'4G', '512M', '2k' (powers of 1024 for upper case K, M, G, T; of 1000 for lower case), or plain digits."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
+    if not match:
+        raise ConfigError(f"{text!r} is no size; write a number such as 4096, 2k or 4G")
+    number, unit = match.groups()
+    power = "kmgt".find(unit.lower()) + 1 if unit else 0
+    return int(float(number) * (1024 if unit.isupper() else 1000) ** power)

@@ -1,0 +1,42 @@
+"""The client side's way to the engine core, and how a core is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.executor.base import Executor
+from quire.executor.multiproc import MultiprocExecutor
+from quire.executor.uniproc import UniprocExecutor
+from quire.metrics.logging import logger
+from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+
+DEFAULT_CHUNK = 512  # max_num_batched_tokens on a CPU
+
+
+def scheduler_limits(config: EngineConfig, max_model_len: int, depth: int = 1) -> SchedulerLimits:
+    chunk = config.scheduler.max_num_batched_tokens or max(DEFAULT_CHUNK, config.scheduler.max_num_seqs)
+    policy = config.scheduler.scheduling_policy
+    return SchedulerLimits(config.scheduler.max_num_seqs, chunk, max_model_len, policy, depth)
+
+
+def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
+    """Start the executor, and a scheduler over the cache that it made. Raises ConfigError or ValueError."""
+    limits = scheduler_limits(config, max_model_len)
+    limits.validate()
+    multiprocess = config.parallel.tensor_parallel_size > 1
+    executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
+    kv, block_size = executor.kv_cache, config.cache.block_size
+    try:
+        scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching)
+    except ValueError:
+        executor.shutdown()
+        raise
+    tokens = (kv.num_blocks - 1) * block_size // len(kv.specs)
+    logger.info(
+        "KV cache: %s tokens (%s blocks of %d, %.2f GiB), room for %.1f requests of full length (%s tokens)",
+        f"{tokens:,}", f"{kv.num_blocks:,}", block_size, kv.num_blocks * kv.block_bytes / 2**30,
+        (kv.num_blocks - 1) / scheduler.kv.max_blocks(max_model_len), f"{max_model_len:,}",
+    )  # fmt: skip
+    return EngineCore(scheduler, executor)

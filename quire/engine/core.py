@@ -1,0 +1,81 @@
+"""The loop: schedule, submit, sample, update, with a queue of submitted steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+
+from quire.executor.base import Executor
+from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestError
+from quire.messages.step import ModelRunnerOutput
+from quire.metrics.logging import logger
+from quire.scheduler.scheduler import Scheduler
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed on the device. The engine cannot go on; its cause is the exception behind this one."""
+
+
+class EngineCore:
+    """Drives a scheduler and an executor. Up to `depth` steps are submitted ahead of the results that were read.
+
+    depth 1 is the simple loop; with 2 the next step is scheduled while the device runs the last, whose tokens it
+    feeds to itself.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.scheduler, self.executor = scheduler, executor
+        self._in_flight: deque[Future[ModelRunnerOutput]] = deque()
+        self._cause_of_death: BaseException | None = None
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Raises ValueError if it can never run."""
+        self.scheduler.add(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests; ids that are not known (any more) are passed over."""
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Fill the queue of submitted steps, then retire the oldest. Blocks until its results are there."""
+        if self._cause_of_death is not None:
+            raise EngineDeadError(f"the engine failed: {self._cause_of_death}") from self._cause_of_death
+        outputs: list[EngineCoreOutput] = []
+        try:
+            while len(self._in_flight) < self.scheduler.limits.depth and self._launch(outputs):
+                pass
+            if self._in_flight:
+                outputs += self.scheduler.update(self._in_flight.popleft().result())
+        except Exception as error:
+            self._cause_of_death = error
+            raise EngineDeadError(f"the engine failed: {error}") from error
+        return outputs
+
+    def _launch(self, outputs: list[EngineCoreOutput]) -> bool:
+        """Submit the next step. False if there is nothing to run. A request that cannot be run fails alone."""
+        while True:
+            step = self.scheduler.schedule()
+            if not step.rows:
+                return False
+            try:
+                self.executor.submit(step)
+                self._in_flight.append(self.executor.sample(step.step_id))
+                return True
+            except RequestError as error:
+                logger.error("Request %s failed: %s", error.request_id, error.reason)
+                self.scheduler.withdraw(step)
+                outputs.append(self.scheduler.fail(error.request_id, error.reason))
+            except KeyboardInterrupt:  # the step is given up; the requests can be aborted, or go on
+                self.scheduler.withdraw(step)
+                raise
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.kv.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()

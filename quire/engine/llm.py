@@ -1,0 +1,201 @@
+"""LLM: the engine as a Python object, with vLLM's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.config import ConfigError, EngineConfig
+from quire.engine.client import make_core
+from quire.engine.output_processor import OutputProcessor
+from quire.engine.processor import ProcessedRequest, Processor, Prompt
+from quire.loading.hub import read_json, resolve
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import SamplingParams
+from quire.models.load import hf_config
+from quire.models.registry import spec_of
+from quire.text.chat_template import render
+from quire.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model, its KV cache and a scheduler in this process.
+
+    model: a directory, a Hugging Face id, or nothing for the bundled model; `options`: see `quire generate --help`,
+    with underscores for dashes. Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = config = EngineConfig.create(model=None if model is None else str(model), **options)
+        m = config.model
+        weights = m.load_format != "dummy"
+        directory = resolve(m.model, m.revision, m.download_dir, m.hf_token, weights)
+        spec = spec_of(hf_config(directory, m.hf_overrides))
+        self.max_model_len = m.max_model_len or spec.max_positions
+        if self.max_model_len > spec.max_positions:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} is more than the {spec.max_positions} positions of the model"
+            )
+        tokenizer_directory = directory
+        if m.tokenizer is not None:
+            tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
+        self._tokenizer = Tokenizer.from_directory(tokenizer_directory)
+        generation_config = read_json(directory, "generation_config.json") if m.generation_config == "auto" else {}
+        self.processor = Processor(
+            self._tokenizer, self.max_model_len, spec.vocab_size, generation_config, seed=m.seed
+        )
+        self.output_processor = OutputProcessor(self._tokenizer)
+        self.core = make_core(config, directory, self.max_model_len)
+        self._num_requests = 0
+
+    # ---- vLLM's interface
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete the prompts, all at once; the outputs are in their order.
+
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
+        sampling_params: one for all, or one a prompt; None takes the model's defaults. Raises ValueError or TypeError,
+        before anything runs, for a prompt or parameters that are wrong.
+        """
+        requests = self._process(_as_list(prompts), sampling_params, priority)
+        return self._complete(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, in the form that the model's chat template gives them."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            self.render_chat(
+                conversation,  # type: ignore[arg-type]
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._complete(self._process(prompts, sampling_params, None, add_special_tokens=False), use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the output so far after each step (the same object, growing).
+
+        Leaving the loop early aborts the request.
+        """
+        yield from self._run(self._process([prompt], sampling_params, None, add_special_tokens))
+
+    def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **arguments: Any) -> str:
+        """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses."""
+        template = chat_template or self.config.model.chat_template
+        if template is not None and "{" not in template:  # a file's name
+            try:
+                template = Path(template).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"chat_template {template!r} is neither a Jinja template nor a readable file") from error
+        template = template or self._tokenizer.chat_template
+        if template is None:
+            raise ValueError("the model has no chat template; give one with chat_template, or use generate")
+        return render(template, messages, **{**self._tokenizer.special_tokens, **arguments})
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; a fresh copy."""
+        return self.processor.default_sampling_params()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.core.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """End the processes that were started. The object cannot be used afterwards."""
+        self.core.shutdown()
+
+    # ---- how
+
+    def _process(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        add_special_tokens: bool = True,
+    ) -> list[ProcessedRequest]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        several = not isinstance(sampling_params, SamplingParams)
+        params = list(sampling_params) if several else [sampling_params] * len(prompts)  # type: ignore[arg-type,list-item]
+        if len(params) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(params)} sampling_params")
+        if priority is not None and len(priority) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(priority)} priorities")
+        requests = []
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            self._num_requests += 1
+            value = 0 if priority is None else priority[i]
+            requests.append(self.processor.process(str(self._num_requests - 1), prompt, param, value, add_special_tokens))
+        return requests
+
+    def _complete(self, requests: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        num_in = num_out = 0
+        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            for output in self._run(requests):
+                if output.finished:
+                    finished[output.request_id] = output
+                    num_in += len(output.prompt_token_ids)
+                    num_out += sum(len(c.token_ids) for c in output.outputs)
+                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s", refresh=False)
+                    bar.update()
+        return [finished[request.request_id] for request in requests]
+
+    def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
+        """Queue the requests and step until they are over, yielding each RequestOutput whenever it has grown."""
+        try:
+            for request in requests:
+                self.output_processor.add(request)
+                for core_request in request.core_requests:
+                    self.core.add_request(core_request)
+            running = {request.request_id for request in requests}
+            while running:
+                changed, to_abort = self.output_processor.process(self.core.step())
+                self.core.abort_requests(to_abort)
+                for output in changed:
+                    if output.finished:
+                        running.discard(output.request_id)
+                    yield output
+        finally:  # an error, Ctrl-C, or a caller that stopped reading
+            for request in requests:
+                self.core.abort_requests(self.output_processor.abort(request))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several."""
+    if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""The pool of KV blocks: reference counts, the free list, and the map from hashes to blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+NULL_BLOCK_ID = 0  # stands in a table where nothing is kept (outside a window); padding may write to it
+
+
+class Block:
+    """A block of the cache. In the free list while ref_cnt is 0; a hash outlives its users until eviction."""
+
+    __slots__ = ("block_hash", "block_id", "next", "prev", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: tuple[int, bytes] | None = None  # (KV group, hash)
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+class FreeList:
+    """An intrusive doubly-linked list: take from the front, put at the back, remove from anywhere, all in O(1).
+
+        head <-> least recently freed <-> ... <-> most recently freed <-> tail
+    """
+
+    def __init__(self) -> None:
+        self._head, self._tail = Block(-1), Block(-1)
+        self._head.next, self._tail.prev = self._tail, self._head
+        self.length = 0
+
+    def append(self, block: Block) -> None:
+        last = self._tail.prev
+        assert last is not None
+        last.next = self._tail.prev = block
+        block.prev, block.next = last, self._tail
+        self.length += 1
+
+    def remove(self, block: Block) -> None:
+        assert block.prev is not None and block.next is not None
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self.length -= 1
+
+    def popleft(self) -> Block:
+        first = self._head.next
+        assert first is not None and first is not self._tail, "the free list is empty"
+        self.remove(first)
+        return first
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._head.next
+        while block is not self._tail:
+            assert block is not None
+            yield block
+            block = block.next
+
+
+class BlockPool:
+    """`num_blocks` blocks, of which block 0 is the null block and is never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.null_block = self.blocks[NULL_BLOCK_ID]
+        self.free_list = FreeList()
+        for block in self.blocks[1:]:
+            self.free_list.append(block)
+        self._cached: dict[tuple[int, bytes], Block] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached ones that nobody uses included."""
+        return self.free_list.length
+
+    @property
+    def num_usable(self) -> int:
+        return len(self.blocks) - 1
+
+    def lookup(self, group: int, block_hash: bytes) -> Block | None:
+        return self._cached.get((group, block_hash))
+
+    def take(self) -> Block:
+        """The least recently freed block, evicted from the cache. The caller has checked num_free."""
+        block = self.free_list.popleft()
+        self.forget(block)
+        block.ref_cnt = 1
+        return block
+
+    def share(self, block: Block) -> None:
+        """Another user of a cached block."""
+        if block.ref_cnt == 0:
+            self.free_list.remove(block)
+        block.ref_cnt += 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Drop one use of each. Give them last-first, so that tails are evicted before the heads others share."""
+        for block in blocks:
+            if block is self.null_block:
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self.free_list.append(block)
+
+    def remember(self, block: Block, group: int, block_hash: bytes) -> None:
+        """Make the block findable. The first block that has a hash stays its owner."""
+        key = (group, block_hash)
+        if block.block_hash is None and self._cached.setdefault(key, block) is block:
+            block.block_hash = key
+
+    def forget(self, block: Block) -> None:
+        if block.block_hash is not None:
+            del self._cached[block.block_hash]
+            block.block_hash = None
+
+    def forget_all(self) -> None:
+        for block in self._cached.values():
+            block.block_hash = None
+        self._cached.clear()

@@ -1,0 +1,50 @@
+"""What layers are built with, and how they say which part of which checkpoint tensor each of their parameters is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.ops import Kernels
+from quire.parallel.mesh import TensorGroup
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """A place for a checkpoint tensor: `target` takes source[start:stop] along `dim` (all of it if dim is None).
+
+    shape: what the whole tensor has in the checkpoint.
+    """
+
+    name: str
+    target: Tensor
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    stop: int = 0
+
+
+class Builder:
+    """Device, types, kernels and process group for the layers of one model; collects their weight slots."""
+
+    def __init__(self, kernels: Kernels, tensor_group: TensorGroup | None = None) -> None:
+        self.kernels = kernels
+        self.device = kernels.target.device
+        self.dtype = kernels.target.dtype
+        self.tensor_group = tensor_group or TensorGroup()
+        self.slots: list[WeightSlot] = []
+
+    def parameter(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def whole(self, name: str, *shape: int) -> Tensor:
+        """A parameter that every rank keeps whole, such as a norm's weight."""
+        target = self.parameter(*shape)
+        self.slots.append(WeightSlot(name, target, shape))
+        return target
+
+    def part(self, name: str, target: Tensor, shape: tuple[int, ...], dim: int, start: int, stop: int) -> None:
+        """Note that `target` is rows (dim 0) or columns (dim 1) [start, stop) of the tensor called `name`."""
+        self.slots.append(WeightSlot(name, target, shape, dim, start, stop))

@@ -1,0 +1,57 @@
+"""A step is data: what the scheduler decided, and what the model runner answered.
+
+Only deltas travel. A request is sent whole when it is given a row; later steps name it by its row alone. A recorded
+list of SchedulerOutput replays a run.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.messages.sampling_params import SamplingParams
+
+
+class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A request that enters the batch (for the first time, or again after a preemption), whole.
+
+    num_computed_tokens of token_ids have their keys and values in the cache already (a prefix-cache hit).
+    """
+
+    request_id: str
+    row: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    stop_token_ids: list[int] = []  # all tokens that would end it: held down until min_tokens is reached
+
+
+class BlockTableEdits(msgspec.Struct, array_like=True):
+    """Assignments block_tables[group][row, index] = block_id, as four parallel lists."""
+
+    groups: list[int] = msgspec.field(default_factory=list)
+    rows: list[int] = msgspec.field(default_factory=list)
+    indices: list[int] = msgspec.field(default_factory=list)
+    block_ids: list[int] = msgspec.field(default_factory=list)
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step: row rows[i] computes its next num_tokens[i] tokens. No rows at all is a legal step.
+
+    A row samples when, after this step, the keys and values of all its tokens (those sampled by earlier steps
+    included) are computed; scheduler and model runner both know that without saying it.
+    """
+
+    step_id: int
+    new_requests: list[NewRequest] = msgspec.field(default_factory=list)
+    rows: list[int] = msgspec.field(default_factory=list)
+    num_tokens: list[int] = msgspec.field(default_factory=list)
+    block_table_edits: BlockTableEdits = msgspec.field(default_factory=BlockTableEdits)
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """The tokens that a step sampled: one list a row, in the step's order; empty where the row did not sample."""
+
+    step_id: int
+    sampled_token_ids: list[list[int]] = msgspec.field(default_factory=list)

@@ -1,0 +1,18 @@
+"""Log lines that a person can read: `12:03:44 INFO  KV cache: ...` on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+logger = logging.getLogger("quire")
+
+
+def configure_logging(level: str = "INFO") -> None:
+    """Send Quire's log to standard error, once. For the command line; a program that imports Quire sets up its own."""
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(level.upper())

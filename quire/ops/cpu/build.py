@@ -1,0 +1,162 @@
+"""Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache.
+
+The library has a plain C interface and is loaded with ctypes: no torch headers, so that compiling takes seconds. It links
+against the OpenMP runtime that torch ships: with a second one in the process, two sets of threads would fight over
+the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+logger = logging.getLogger("quire")
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
+_ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled here; the message says why."""
+
+
+class Library:
+    """The loaded kernels."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._loaded = ctypes.CDLL(str(path))
+
+    def function(self, name: str, arguments: str) -> Callable[..., None]:
+        """A kernel; `arguments` has a letter for each: p(ointer), i(nt32), l (int64), f(loat)."""
+        function: Any = self._loaded[name]
+        function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
+        function.restype = None
+        return function  # type: ignore[no-any-return]
+
+
+@cache
+def library() -> Library | None:
+    """The kernels, compiled if need be; None where that is not possible, of which one warning tells."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return load(user_cache_path("quire") / "kernels")
+    except (BuildError, OSError) as error:
+        logger.warning("The CPU kernels cannot be compiled; slower torch operations serve instead. %s", error)
+        return None
+
+
+@cache
+def kernel(name: str, arguments: str) -> Callable[..., None]:
+    """A kernel of `library()`, which must not be None: for implementations that were chosen because it is not."""
+    loaded = library()
+    assert loaded is not None
+    return loaded.function(name, arguments)
+
+
+def load(folder: Path, flags: Sequence[str] = FLAGS) -> Library:
+    """The library from `folder`, compiled into it if it is not there or is damaged.
+
+    Raises BuildError if there is no compiler or it fails, OSError if the folder cannot be written.
+    """
+    compiler = _find_compiler()
+    path = folder / f"{_fingerprint(compiler, flags)}.so"
+    if (loaded := _open_sound(path)) is not None:
+        return loaded
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # one process compiles, others wait for what it makes
+        if (loaded := _open_sound(path)) is None:
+            _compile(compiler, flags, path)
+            loaded = Library(path)
+    return loaded
+
+
+def _find_compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:  # clang brings an OpenMP runtime of its own
+        if (found := shutil.which(name)) is not None:
+            return found
+    raise BuildError(f"There is no compiler {wanted!r} ($CXX)." if wanted else "Installing g++ makes them available.")
+
+
+def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
+    """Changes with everything that the machine code depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    digest = hashlib.sha256("\0".join([compiler, version, *flags, torch.__version__, str(_openmp()), _cpu_features()]).encode())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _cpu_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _openmp() -> Path | None:
+    """The libgomp that torch ships; its name may carry a hash."""
+    root = Path(torch.__file__).parent
+    found = [*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")]
+    return found[0] if found else None
+
+
+def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
+    started = time.monotonic()
+    print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [f"{temporary}/{source.stem}.o" for source in sources]
+        _run([[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
+        openmp = _openmp()
+        if openmp is None or "clang" in Path(compiler).name:
+            runtime = ["-fopenmp"]
+        else:
+            runtime = [str(openmp), f"-Wl,-rpath,{openmp.parent}"]
+        linked = Path(temporary, "linked.so")
+        _run([[compiler, "-shared", *objects, *runtime, "-o", str(linked)]])
+        # A digest at the end, which the loader does not mind: a file that lost a part on a full or crashed disk is
+        # recognized, where loading it could kill the process.
+        code = linked.read_bytes()
+        linked.write_bytes(code + hashlib.sha256(code).digest())
+        os.replace(linked, path)
+    print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run the commands side by side; raise BuildError with the first lines of what the first failing one says."""
+    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
+    said = [process.communicate()[0] for process in running]
+    for process, text in zip(running, said, strict=True):
+        if process.returncode != 0:
+            print("failed", file=sys.stderr, flush=True)
+            raise BuildError(f"{process.args[0]}: " + "\n".join(text.splitlines()[:8]))  # type: ignore[index]
+
+
+def _open_sound(path: Path) -> Library | None:
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
+            return Library(path)
+    except OSError:  # not there, or the loader refuses it
+        pass
+    return None

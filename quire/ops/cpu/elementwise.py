@@ -1,0 +1,79 @@
+"""Norms, activation and rotary embedding in C++: the arguments' addresses and strides, handed to elementwise.cpp.
+
+These are called hundreds of times a step, often on a few kilobytes: what is done here is kept to a few microseconds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.build import kernel, library
+from quire.ops.reference import elementwise as reference
+from quire.ops.registry import Target
+
+
+def on_cpu(target: Target) -> bool:
+    return target.device.type == "cpu" and target.dtype in (torch.float32, torch.bfloat16) and library() is not None
+
+
+@reference.rms_norm.implementation("cpu", supports=on_cpu)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    dtype, dims = x.dtype, x.dim()
+    inner, inner_stride, last = 1, 0, 0
+    if dims == 2:
+        (outer, dim), (outer_stride, last) = x.shape, x.stride()
+    elif dims == 3:
+        (outer, inner, dim), (outer_stride, inner_stride, last) = x.shape, x.stride()
+    if last != 1 or weight.dtype is not dtype:
+        return reference.rms_norm.reference(x, weight, eps)  # type: ignore[no-any-return]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    kernel("quire_rms_norm", "iplllllpfpi")(
+        dtype is torch.bfloat16, x.data_ptr(), outer, inner, outer_stride, inner_stride, dim, weight.data_ptr(), eps,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@reference.add_rms_norm.implementation("cpu", supports=on_cpu)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Overwrites both: residual with the sum, x with the norm."""
+    dtype, to, source = x.dtype, residual.data_ptr(), x.data_ptr()
+    rows, dim = x.shape
+    stride, last = x.stride()
+    to_stride, to_last = residual.stride()
+    if weight.dtype is not dtype or residual.dtype is not dtype or last != 1 or to_last != 1 or source == to:
+        return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
+    kernel("quire_add_rms_norm", "iplplllpfi")(
+        dtype is torch.bfloat16, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return x, residual
+
+
+@reference.silu_and_mul.implementation("cpu", supports=on_cpu)
+def silu_and_mul(x: Tensor) -> Tensor:
+    rows, width = x.shape
+    stride, last = x.stride()
+    if last != 1:
+        x, stride = x.contiguous(), width
+    out = x.new_empty(rows, width // 2)
+    kernel("quire_silu_and_mul", "iplllpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), stride, rows, width // 2, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+@reference.rotary_embedding.implementation("cpu", supports=on_cpu)
+def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates q and k in place."""
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    tokens, heads, _ = q.shape
+    q_stride, q_head_stride, _ = q.stride()
+    k_stride, k_head_stride, _ = k.stride()
+    kernel("quire_rotary", "iplllplllpplli")(
+        q.dtype is torch.bfloat16, q.data_ptr(), q_stride, q_head_stride, heads, k.data_ptr(), k_stride,
+        k_head_stride, k.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens, torch.get_num_threads(),
+    )  # fmt: skip
+    return q, k

@@ -1,0 +1,108 @@
+// One draw a row by the Gumbel-max trick, the noise made on the fly from Philox4x32-10 (see ops/reference/sampling.py).
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "vector.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr int GROUP = 32;  // tokens at a time: 8 counters, each good for 4 words
+
+// No noise is larger: u is at most 1 - 2^-24 as a float32, and -log(-log(u)) then 16.64.
+constexpr float MAX_NOISE = 16.7f;
+
+inline u64x8 multiply(uint32_t a, u64x8 b) {  // 32 x 32 -> 64 bits
+#ifdef __AVX512F__
+  return as<u64x8>(_mm512_mul_epu32(_mm512_set1_epi64(a), as<__m512i>(b)));
+#else
+  return b * uint64_t(a);
+#endif
+}
+
+// The words of 8 consecutive counters, in the order of the token ids: 16 in each of the two vectors.
+inline void philox(uint32_t first_counter, uint32_t position, uint64_t seed, u32x16 words[2]) {
+  const u64x8 low = u64x8{} + 0xffffffffu;
+  u64x8 c0 = (u64x8{0, 1, 2, 3, 4, 5, 6, 7} + uint64_t(first_counter)) & low;
+  u64x8 c1 = u64x8{} + uint64_t(position), c2 = {}, c3 = {};
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; round++) {
+    u64x8 p0 = multiply(0xD2511F53u, c0), p1 = multiply(0xCD9E8D57u, c2);
+    c0 = (p1 >> 32) ^ c1 ^ uint64_t(k0);
+    c2 = (p0 >> 32) ^ c3 ^ uint64_t(k1);
+    c1 = p1 & low;
+    c3 = p0 & low;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  u64x8 front = c0 | c1 << 32, back = c2 | c3 << 32;
+  words[0] = as<u32x16>(__builtin_shufflevector(front, back, 0, 8, 1, 9, 2, 10, 3, 11));
+  words[1] = as<u32x16>(__builtin_shufflevector(front, back, 4, 12, 5, 13, 6, 14, 7, 15));
+}
+
+inline f32x16 gumbel(u32x16 words) {
+  f32x16 u = (__builtin_convertvector(as<i32x16>(words >> 8), f32x16) + 0.5f) * 0x1p-24f;
+  u = u < 1.0f ? u : splat(1.0f - 0x1p-24f);  // 2^24 - 1/2 has rounded up: 1 would make the noise infinite
+  return -log(-log(u));
+}
+
+struct Best {
+  float value = -std::numeric_limits<float>::infinity();
+  int64_t token = 0;
+};
+
+// The 32 tokens from `token` on, unless none of them could win whatever its noise: after the first few, most cannot.
+inline void visit(const float* logits, int64_t token, uint32_t position, uint64_t seed, Best& best) {
+  f32x16 a = load(logits), b = load(logits + LANES);
+  if (!any(larger(a, b) + MAX_NOISE > best.value)) return;
+  u32x16 words[2];
+  philox(uint32_t(token / 4), position, seed, words);
+  a += gumbel(words[0]);
+  b += gumbel(words[1]);
+  if (!any(larger(a, b) > best.value)) return;
+  float values[GROUP];
+  store(values, a);
+  store(values + LANES, b);
+  for (int i = 0; i < GROUP; i++)
+    if (values[i] > best.value) best = {values[i], token + i};
+}
+
+Best visit_slice(const float* logits, int64_t begin, int64_t end, uint32_t position, uint64_t seed) {
+  Best best;
+  int64_t t = begin;
+  for (; t + GROUP <= end; t += GROUP) visit(logits + t, t, position, seed, best);
+  if (t < end) {
+    float tail[GROUP];
+    std::fill(tail, tail + GROUP, -std::numeric_limits<float>::infinity());
+    std::copy(logits + t, logits + end, tail);
+    visit(tail, t, position, seed, best);
+  }
+  return best;
+}
+
+}  // namespace
+
+extern "C" void quire_sample_gumbel(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                                    const int64_t* seeds, const int64_t* positions, int64_t* tokens, int threads) {
+  // Enough slices that the threads finish together, none so short that it is not worth a start.
+  const int64_t wanted = std::min((4 * threads + rows - 1) / std::max<int64_t>(rows, 1), vocab / 4096 + 1);
+  const int64_t size = ((vocab + wanted - 1) / std::max<int64_t>(wanted, 1) + GROUP - 1) / GROUP * GROUP;
+  const int64_t slices = (vocab + size - 1) / size;
+  thread_local std::vector<Best> kept;
+  kept.resize(rows * slices);
+  Best* best = kept.data();
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows * vocab > 16384)
+  for (int64_t i = 0; i < rows * slices; i++) {
+    int64_t row = i / slices, begin = i % slices * size;
+    best[i] = visit_slice(logits + row * stride, begin, std::min(begin + size, vocab), uint32_t(positions[row]),
+                          uint64_t(seeds[row]));
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    Best winner = best[row * slices];
+    for (int64_t s = 1; s < slices; s++)
+      if (best[row * slices + s].value > winner.value) winner = best[row * slices + s];
+    tokens[row] = winner.token;
+  }
+}

@@ -1,0 +1,178 @@
+// Vectors of 16 lanes, in the compiler's own vector types: one 512-bit register with AVX-512, two or four smaller ones
+// elsewhere. Only where a single instruction matters (bf16 dot products and conversions) are there intrinsics.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+constexpr int LANES = 16;
+
+// __m512bh and f32x16 are the same register: reinterpret its bits.
+template <class To, class From>
+inline To as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as<> reinterprets, it does not convert");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+inline u32x16 splat(uint32_t x) { return x - u32x16{}; }
+inline i32x16 splat(int32_t x) { return x - i32x16{}; }
+
+inline u32x16 load_words(const uint32_t* p) {
+  u32x16 v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline f32x16 load(const float* p) {
+  f32x16 v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline f32x16 load(const bf16* p) {
+  u16x16 v;
+  memcpy(&v, p, sizeof(v));
+  return as<f32x16>(__builtin_convertvector(v, u32x16) << 16);
+}
+
+inline void store(float* p, f32x16 v) { memcpy(p, &v, sizeof(v)); }
+
+// To nearest, ties to even, as torch rounds.
+inline u16x16 round_to_bf16(f32x16 v) {
+#ifdef __AVX512BF16__
+  return as<u16x16>(_mm512_cvtneps_pbh(as<__m512>(v)));
+#else
+  u32x16 bits = as<u32x16>(v);
+  u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(v == v ? rounded : splat(uint32_t(0x7fc0)), u16x16);
+#endif
+}
+
+inline void store(bf16* p, f32x16 v) {
+  u16x16 rounded = round_to_bf16(v);
+  memcpy(p, &rounded, sizeof(rounded));
+}
+
+inline f32x16 rounded_to(f32x16 v, float) { return v; }
+inline f32x16 rounded_to(f32x16 v, bf16) {
+  return as<f32x16>(__builtin_convertvector(round_to_bf16(v), u32x16) << 16);
+}
+
+// The first n < 16 elements; the others are 0.
+template <class T>
+inline f32x16 load_part(const T* p, int n) {
+  T part[LANES] = {};
+  for (int i = 0; i < n; i++) part[i] = p[i];
+  return load(part);
+}
+
+template <class T>
+inline void store_part(T* p, f32x16 v, int n) {
+  T part[LANES];
+  store(part, v);
+  for (int i = 0; i < n; i++) p[i] = part[i];
+}
+
+// f(offset, lanes) over a row in steps of 16; only the last step may have fewer lanes.
+template <class F>
+inline void for_lanes(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) f(i, LANES);
+  if (i < n) f(i, int(n - i));
+}
+
+template <class T>
+inline f32x16 load_up_to(const T* p, int n) {
+  return n == LANES ? load(p) : load_part(p, n);
+}
+
+template <class T>
+inline void store_up_to(T* p, f32x16 v, int n) {
+  if (n == LANES) store(p, v);
+  else store_part(p, v, n);
+}
+
+inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+#define QUIRE_FOLD(v, combine)                                                                                \
+  v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));        \
+  v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));        \
+  v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));        \
+  v = combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+
+inline float maximum(f32x16 v) {
+  QUIRE_FOLD(v, larger)
+  return v[0];
+}
+
+inline f32x16 plus(f32x16 a, f32x16 b) { return a + b; }
+
+inline float sum(f32x16 v) {
+  QUIRE_FOLD(v, plus)
+  return v[0];
+}
+
+inline bool any(i32x16 mask) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask(as<__m512i>(mask), as<__m512i>(mask)) != 0;
+#else
+  u64x8 m = as<u64x8>(mask);
+  return (m[0] | m[1] | m[2] | m[3] | m[4] | m[5] | m[6] | m[7]) != 0;
+#endif
+}
+
+// 2^x to a relative 1.0e-7; 0 below -126, where float32 has no normal numbers left. x must be below 128.
+inline f32x16 exp2(f32x16 x) {
+  f32x16 clamped = larger(x, splat(-126.0f));
+  const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  f32x16 shifted = clamped + shift;
+  f32x16 f = clamped - (shifted - shift);  // in [-1/2, 1/2]
+  f32x16 p = splat(0.0013276472028438645f);
+  p = p * f + 0.009675541479846317f;
+  p = p * f + 0.05550713274650802f;
+  p = p * f + 0.24022119721166582f;
+  p = p * f + 0.6931469670632635f;
+  p = p * f + 1.000000071655221f;
+  f32x16 scaled = as<f32x16>(as<u32x16>(p) + (as<u32x16>(shifted) << 23));
+  return x < -126.0f ? f32x16{} : scaled;
+}
+
+// Natural logarithm of positive normal numbers, to a relative 1e-7 also near 1 (Cephes' logf).
+inline f32x16 log(f32x16 x) {
+  u32x16 bits = as<u32x16>(x) + (0x3f800000u - 0x3f3504f3u);  // splits the exponent at sqrt(1/2)
+  f32x16 e = __builtin_convertvector(as<i32x16>(bits >> 23) - 127, f32x16);
+  f32x16 f = as<f32x16>((bits & 0x7fffff) + 0x3f3504f3) - 1.0f;
+  f32x16 p = splat(7.0376836292e-2f);
+  p = p * f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  f32x16 square = f * f;
+  f32x16 tail = p * f * square + e * -2.12194440e-4f - 0.5f * square;
+  return f + tail + e * 0.693359375f;
+}
+
+}  // namespace quire

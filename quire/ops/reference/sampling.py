@@ -1,0 +1,57 @@
+"""Drawing a token: a counter-based generator, so that randomness is a pure function of (seed, position, token id)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.registry import declare
+
+_MASK = 0xFFFFFFFF
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and low 32 bits of a * b for 32-bit values held in int64, by 16-bit halves so that nothing overflows."""
+    low = (a & 0xFFFF) * b  # at most 48 bits
+    high = (a >> 16) * b
+    total = low + ((high & 0xFFFF) << 16)
+    return ((high >> 16) + (total >> 32)) & _MASK, total & _MASK
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four 32-bit words a counter.
+
+    All tensors are int64 that hold 32-bit values and broadcast together.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        hi0, lo0 = _multiply(0xD2511F53, c0)
+        hi1, lo1 = _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [rows, vocab_size], float32.
+
+    seeds, positions: [rows], int64. Token id t of a row uses word t % 4 of Philox(counter=(t // 4, position, 0, 0),
+    key=seed), and u = (word >> 8 | 1/2) * 2**-24 lies strictly inside (0, 1), exactly representable in float32.
+    """
+    group = torch.arange((vocab_size + 3) // 4, device=seeds.device)[None, :]
+    zero = torch.zeros_like(group)
+    key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
+    words = torch.stack(philox((group, positions[:, None] & _MASK, zero, zero), key), dim=-1)  # [rows, groups, 4]
+    uniform = ((words.flatten(1)[:, :vocab_size] >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+@declare
+def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """One draw a row from softmax(logits), by the Gumbel-max trick (arg-max of logits + noise). [rows], int64.
+
+    logits: [rows, vocab], float32, -inf where a token is not allowed; seeds, positions: [rows], int64.
+    The result depends on nothing else: not on other rows, their order, or earlier draws.
+    """
+    return (logits + gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)

@@ -1,0 +1,94 @@
+"""Each operation is declared once, as a readable torch function; faster implementations register beside it.
+
+    @declare
+    def rms_norm(x, weight, eps): ...            # the definition, and the reference that every other one is tested against
+
+    @rms_norm.implementation("cpu", supports=on_cpu)
+    def rms_norm_cpu(x, weight, eps): ...
+
+`Kernels` picks the best implementation of every op once, when the engine starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an implementation is chosen for."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    function: Function
+    supports: Callable[[Target], bool]
+
+
+class Op:
+    """An operation: its reference, and the implementations that were registered beside it, best last."""
+
+    def __init__(self, reference: Function) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.implementations = [Implementation("reference", reference, lambda target: True)]
+
+    def implementation(self, name: str, supports: Callable[[Target], bool]) -> Callable[[Function], Function]:
+        """Decorator: register a faster implementation; later registrations are preferred to earlier ones."""
+
+        def register(function: Function) -> Function:
+            self.implementations.append(Implementation(name, function, supports))
+            return function
+
+        return register
+
+    def choose(self, target: Target, pinned: str | None = None) -> Implementation:
+        """The last registered implementation that supports `target`, or the one that is pinned by name.
+
+        Raises ValueError if the pinned name does not exist or does not support the target.
+        """
+        if pinned is None:
+            return next(i for i in reversed(self.implementations) if i.supports(target))
+        for candidate in self.implementations:
+            if candidate.name == pinned:
+                if not candidate.supports(target):
+                    raise ValueError(f"{self.name}: implementation {pinned!r} does not support {target}")
+                return candidate
+        names = ", ".join(i.name for i in self.implementations)
+        raise ValueError(f"{self.name} has no implementation {pinned!r}; it has: {names}")
+
+
+OPS: dict[str, Op] = {}  # every declared operation by name; filled when the modules that declare are imported
+
+
+def declare(reference: Function) -> Op:
+    """Decorator: make an operation of its reference implementation."""
+    return OPS.setdefault(reference.__name__, Op(reference))
+
+
+class Kernels:
+    """The implementation of every op for one target, as attributes: `kernels.rms_norm(x, weight, eps)`."""
+
+    def __init__(self, target: Target, pins: Mapping[str, str] | None = None) -> None:
+        pins = dict(pins or {})
+        self.target = target
+        self.chosen: dict[str, str] = {}
+        for name, op in OPS.items():
+            implementation = op.choose(target, pins.pop(name, None))
+            self.chosen[name] = implementation.name
+            setattr(self, name, implementation.function)
+        if pins:
+            raise ValueError(f"no such op: {', '.join(sorted(pins))}; there are: {', '.join(sorted(OPS))}")
+
+    def __getattr__(self, name: str) -> Function:  # reached only for names that are no op
+        raise AttributeError(f"no op is called {name!r}; there are: {', '.join(sorted(OPS))}")

@@ -1,0 +1,85 @@
+"""A request as the scheduler sees it: counters of positions, never of KV slots."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from quire.kvcache.block_pool import Block
+from quire.messages.engine import EngineCoreRequest
+
+
+class Status(Enum):
+    WAITING = auto()  # in the queue
+    RUNNING = auto()  # has a row
+    PREEMPTED = auto()  # lost its row; back in the queue when the last submitted step that names it retires
+    FINISHED = auto()  # its blocks go back when the last submitted step that names it retires
+
+
+class Request:
+    """One sequence.
+
+        token_ids     |---- prompt ----|---- sampled ----|
+        in flight                                        |- num_in_flight_samples: submitted, not known yet
+        computed      |--------------- num_computed_tokens ---|   submitted steps included
+        retired       |------- num_retired_tokens ------|         of steps that are over
+
+    A step hands out tokens until num_computed_tokens has caught up with num_known_tokens.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_tables",
+        "capacity",
+        "extra_keys",
+        "key",
+        "max_total_tokens",
+        "min_total_tokens",
+        "next_hash_at",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_in_flight_samples",
+        "num_in_flight_steps",
+        "num_prompt_tokens",
+        "num_retired_tokens",
+        "request_id",
+        "row",
+        "source",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
+        self.source = source
+        self.request_id = source.request_id
+        self.key = key  # the order of service: (priority, arrival time, arrival number)
+        self.status = Status.WAITING
+        self.row = -1
+        self.token_ids = list(source.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + source.max_tokens
+        self.min_total_tokens = self.num_prompt_tokens + source.sampling_params.min_tokens
+        eos = [] if source.eos_token_id is None else [source.eos_token_id]
+        self.stop_token_ids = frozenset([*eos, *source.stop_token_ids])
+        self.num_computed_tokens = 0
+        self.num_retired_tokens = 0
+        self.num_in_flight_samples = 0
+        self.num_in_flight_steps = 0
+        self.num_cached_tokens = 0
+        # Owned by the KV cache manager.
+        self.extra_keys = extra_keys
+        self.block_tables: list[list[Block]] = []  # one a KV group
+        self.capacity = 0  # tokens that the block tables have slots for
+        self.block_hashes: list[bytes] = []
+        self.num_hashed_blocks = 0
+        self.next_hash_at = 0  # when this many tokens are computed, another block is full
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that will be known when the submitted steps are over."""
+        return len(self.token_ids) + self.num_in_flight_samples
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_computed_tokens}/{self.num_known_tokens} computed"
+        return f"Request({self.request_id!r}, {self.status.name}, {counts})"

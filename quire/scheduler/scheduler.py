@@ -1,0 +1,300 @@
+"""Which tokens run now. Pure Python over integers: no torch, no clock, no phase."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter
+
+from quire.kvcache.hashing import encode_extra_keys
+from quire.kvcache.manager import KVCacheManager
+from quire.kvcache.specs import KVCacheSpec
+from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.messages.step import BlockTableEdits, ModelRunnerOutput, NewRequest, SchedulerOutput
+from quire.scheduler.queue import RequestQueue
+from quire.scheduler.request import Request, Status
+
+_by_key = attrgetter("key")
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step. depth: how many steps may be submitted and not retired."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str = "fcfs"
+    depth: int = 1
+
+    def validate(self) -> None:
+        """Raises ValueError for limits that contradict each other."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running request gets a token each step"
+            )
+
+
+@dataclass
+class SchedulerStats:
+    """Counted since the start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens that were looked up
+    prefix_hits: int = 0  # of those, tokens that needed no computing
+
+
+class Scheduler:
+    """Each step hands out a budget of tokens until every request's computed tokens have caught up with its known ones.
+
+    Chunked prefill, prefix caching (start with computed > 0), preemption (computed back to 0) and resumption are this
+    one rule. Running requests come first, each with at least one token; then waiting ones while there is room. When
+    a running request finds no block, the last one in the order of service loses its row and its blocks.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        num_blocks: int,
+        kv_specs: list[KVCacheSpec],
+        block_size: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        limits.validate()
+        self.limits = limits
+        chunk = limits.max_num_batched_tokens * limits.depth
+        self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching)
+        if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
+            raise ValueError(
+                f"a request of max_model_len={limits.max_model_len} tokens needs "
+                f"{self.kv.max_blocks(limits.max_model_len)} KV blocks, but there are {self.kv.pool.num_usable}; "
+                "lower max_model_len or raise kv_cache_memory_bytes"
+            )
+        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.waiting = RequestQueue()
+        self.running: list[Request] = []  # sorted in the order of service
+        self.stats = SchedulerStats()
+        self._free_rows = list(reversed(range(limits.max_num_seqs)))
+        self._submitted: deque[tuple[SchedulerOutput, list[Request]]] = deque()
+        self._num_leaving = 0  # requests that lost their row, whose blocks wait for a submitted step to retire
+        self._num_arrived = 0
+        self._num_steps = 0
+
+    # ---- requests come and go
+
+    def add(self, source: EngineCoreRequest) -> None:
+        if source.request_id in self.requests:
+            raise ValueError(f"request id {source.request_id!r} is in use")
+        if not source.prompt_token_ids or len(source.prompt_token_ids) + source.max_tokens > self.limits.max_model_len:
+            raise ValueError(
+                f"request {source.request_id}: a prompt of {len(source.prompt_token_ids)} tokens and max_tokens="
+                f"{source.max_tokens} do not fit max_model_len={self.limits.max_model_len}"
+            )
+        self._num_arrived += 1
+        priority = source.priority if self.limits.policy == "priority" else 0
+        key = (priority, source.arrival_time, self._num_arrived)
+        request = Request(source, key, encode_extra_keys(source.cache_salt))
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request from outside, in whatever state it is. False if it is not known (any more)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request)
+        return True
+
+    def fail(self, request_id: str, reason: str) -> EngineCoreOutput:
+        """End a request that cannot be run. Call after `withdraw` if a step names it."""
+        self.abort(request_id)
+        return EngineCoreOutput(request_id, [], FinishReason.ERROR, reason)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.requests) or bool(self._submitted)
+
+    # ---- a step
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step. Counters advance at once: the step is taken as submitted until `update` or `withdraw`."""
+        self._num_steps += 1
+        step = SchedulerOutput(self._num_steps)
+        requests: list[Request] = []
+        budget = self._schedule_running(step, requests, self.limits.max_num_batched_tokens)
+        self._schedule_waiting(step, requests, budget)
+        if requests:
+            self._submitted.append((step, requests))
+        return step
+
+    def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
+        running, kv = self.running, self.kv
+        rows, num_tokens, edits = step.rows, step.num_tokens, step.block_table_edits
+        position = 0
+        while position < len(running):
+            request = running[position]
+            position += 1
+            known = len(request.token_ids) + request.num_in_flight_samples
+            computed = request.num_computed_tokens
+            if known >= request.max_total_tokens or known == computed:
+                continue  # its last tokens are in flight
+            count = min(known - computed, budget - (len(running) - position))  # leaves one for each of the others
+            end = computed + count
+            if end > request.capacity:
+                while not (has_room := kv.allocate(request, end, edits)) and not self._num_leaving:
+                    self._preempt(running[-1])
+                    if request.status is not Status.RUNNING:
+                        break
+                if not has_room:
+                    continue
+            rows.append(request.row)
+            num_tokens.append(count)
+            requests.append(request)
+            budget -= count
+            request.num_computed_tokens = end
+            request.num_in_flight_steps += 1
+            if end == known:
+                request.num_in_flight_samples += 1
+            if end >= request.next_hash_at:
+                kv.hash_full_blocks(request)
+        return budget
+
+    def _schedule_waiting(self, step: SchedulerOutput, requests: list[Request], budget: int) -> None:
+        # Requests that wait for blocks come before requests that wait for a row.
+        while budget > 0 and self._free_rows and not self._num_leaving:
+            request = self.waiting.peek()
+            if request is None:
+                return
+            num_cached = self.kv.admit(request)
+            known = len(request.token_ids)
+            end = min(known, num_cached + budget)
+            if not self.kv.can_hold(request):
+                self.kv.free(request)
+                return
+            self.waiting.pop()
+            self._count_cached(request, num_cached)
+            request.num_retired_tokens = num_cached
+            allocated = self.kv.allocate(request, end, BlockTableEdits())
+            assert allocated, "there was room for more than these"
+            request.row = self._free_rows.pop()
+            request.status = Status.RUNNING
+            insort(self.running, request, key=_by_key)
+            source = request.source
+            step.new_requests.append(
+                NewRequest(
+                    request.request_id,
+                    request.row,
+                    list(request.token_ids),
+                    request.num_prompt_tokens,
+                    num_cached,
+                    source.sampling_params,
+                    source.seed,
+                    sorted(request.stop_token_ids) if source.sampling_params.min_tokens else [],
+                )
+            )
+            self.kv.write_tables(request, step.block_table_edits)
+            step.rows.append(request.row)
+            step.num_tokens.append(end - num_cached)
+            requests.append(request)
+            budget -= end - num_cached
+            request.num_computed_tokens = end
+            request.num_in_flight_steps += 1
+            request.num_in_flight_samples += end == known
+            self.kv.hash_full_blocks(request)
+
+    def _count_cached(self, request: Request, num_cached: int) -> None:
+        self.stats.prefix_queries += len(request.token_ids)
+        self.stats.prefix_hits += num_cached
+        if request.num_retired_tokens == 0 and len(request.token_ids) == request.num_prompt_tokens:
+            request.num_cached_tokens = num_cached
+
+    def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Retire the oldest submitted step: advance its requests by what they sampled, finish, free."""
+        step, requests = self._submitted.popleft()
+        if step.step_id != output.step_id or len(requests) != len(output.sampled_token_ids):
+            raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
+        outputs: list[EngineCoreOutput] = []
+        for request, count, sampled in zip(requests, step.num_tokens, output.sampled_token_ids, strict=True):
+            status = request.status
+            request.num_in_flight_steps -= 1
+            request.num_retired_tokens += count
+            if sampled:
+                request.num_in_flight_samples -= 1
+                if status is not Status.FINISHED:
+                    outputs.append(self._advance(request, sampled))
+            if status is not Status.RUNNING and not request.num_in_flight_steps:  # it was leaving already
+                self._release(request)
+        return outputs
+
+    def _advance(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
+        """Append tokens up to the first that ends the request."""
+        token_ids = request.token_ids
+        output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
+        for index, token in enumerate(sampled):
+            token_ids.append(token)
+            total = len(token_ids)
+            if token in request.stop_token_ids and total > request.min_total_tokens:
+                output.finish_reason = FinishReason.STOP
+                output.stop_reason = None if token == request.source.eos_token_id else token
+            elif total >= request.max_total_tokens:
+                output.finish_reason = FinishReason.LENGTH
+            else:
+                continue
+            output.new_token_ids = sampled[: index + 1]
+            self._finish(request)
+            break
+        return output
+
+    def withdraw(self, step: SchedulerOutput) -> None:
+        """The step that was scheduled last failed before launch: its requests go back to the queue, as if preempted.
+
+        What they computed in retired steps stays findable in the prefix cache, so little is computed again.
+        """
+        last, requests = self._submitted.pop()
+        assert last is step, "only the last step can be withdrawn"
+        for request, count in zip(requests, step.num_tokens, strict=True):
+            start = request.num_computed_tokens - count
+            if request.num_computed_tokens >= len(request.token_ids):  # the step would have sampled
+                request.num_in_flight_samples -= 1
+            request.num_in_flight_steps -= 1
+            self.kv.withdraw_hashes(request, start)
+            request.num_computed_tokens = start
+        for request in requests:
+            if request.status is Status.RUNNING:
+                self._preempt(request)
+            elif not request.num_in_flight_steps:
+                self._release(request)
+
+    # ---- leaving
+
+    def _preempt(self, request: Request) -> None:
+        self.stats.preemptions += 1
+        self._leave(request, Status.PREEMPTED)
+
+    def _finish(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        self._leave(request, Status.FINISHED)
+
+    def _leave(self, request: Request, status: Status) -> None:
+        """Give up the place in the queue or in the batch; row and blocks once no submitted step names them."""
+        previous, request.status = request.status, status
+        if previous is Status.WAITING:
+            self.waiting.discard(request)
+        elif previous is Status.RUNNING:
+            del self.running[bisect_left(self.running, request.key, key=_by_key)]
+            self._num_leaving += 1
+            if not request.num_in_flight_steps:
+                self._release(request)
+        # PREEMPTED -> FINISHED: it is leaving already.
+
+    def _release(self, request: Request) -> None:
+        self._num_leaving -= 1
+        self.kv.free(request)
+        self._free_rows.append(request.row)
+        request.row = -1
+        request.num_computed_tokens = 0
+        if request.status is Status.PREEMPTED:
+            request.status = Status.WAITING
+            self.waiting.push(request)

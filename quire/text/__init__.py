@@ -1,0 +1,1 @@
+"""Text in and out: tokenizers, chat templates, the way back from token ids. Imports neither torch nor transformers."""

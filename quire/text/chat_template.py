@@ -1,0 +1,216 @@
+"""Chat messages to a prompt, by the Jinja template of a checkpoint, in the dialect of Hugging Face's transformers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+class ChatTemplateError(ValueError):
+    """The template refused the messages, or is itself wrong; the text says why."""
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> str:
+    """The prompt for a chat; raises ChatTemplateError.
+
+    continue_final_message: the prompt ends within the last message, for the model to go on with it
+    variables: the template's own: special tokens (bos_token="<s>") and switches (enable_thinking=False)
+    """
+    if not messages:
+        raise ChatTemplateError("messages is empty: a chat has at least one message")
+    if continue_final_message and add_generation_prompt:
+        raise ChatTemplateError(
+            "add_generation_prompt and continue_final_message exclude each other: one begins a new message, the other "
+            "goes on with the last"
+        )
+    compiled = _compile(template)
+    chat = [_prepare(message, f"messages[{i}]", compiled) for i, message in enumerate(_objects(messages, "messages"))]
+    final = _tag(chat[-1]) if continue_final_message else ""
+    values = {
+        "messages": chat,
+        "tools": tools,
+        "documents": documents,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    try:
+        prompt = compiled.template.render(**{**variables, **values})
+    except Exception as error:  # a template is foreign code: None + "", 1 / 0, ... are its failures, not ours
+        raise ChatTemplateError(f"the chat template failed: {error or type(error).__name__}") from error
+    return _cut_at_tag(prompt, final) if continue_final_message else prompt
+
+
+class _Compiled(NamedTuple):
+    """A template, and which forms of a message's content it knows."""
+
+    template: jinja2.Template
+    takes_strings: bool
+    takes_lists: bool
+
+
+class _GenerationTag(Extension):
+    """{% generation %}...{% endgeneration %} marks the assistant's words, for training: here they just pass through."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+@lru_cache(maxsize=64)
+def _compile(template: str) -> _Compiled:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    try:
+        takes_strings, takes_lists = _content_forms(environment.parse(template))
+        return _Compiled(environment.from_string(template), takes_strings, takes_lists)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ChatTemplateError(f"the chat template is not valid: {error}") from error
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _content_forms(tree: nodes.Template) -> tuple[bool, bool]:
+    """(takes strings, takes lists): a template that takes lists of parts loops over a message's content, directly or
+    by a variable; one that takes strings as well asks which it has got."""
+    names = {"content"}  # the usual name for a macro's parameter, too
+
+    def is_content(node: nodes.Node | None) -> bool:
+        while isinstance(node, nodes.Filter) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
+            node = node.node
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return node.attr == "content" if isinstance(node, nodes.Getattr) else _name(node) in names
+
+    for assignment in tree.find_all(nodes.Assign):
+        if (name := _name(assignment.target)) and is_content(assignment.node):
+            names.add(name)
+    takes_lists = any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    asks = any(
+        test.name in ("string", "iterable", "sequence") and is_content(test.node) for test in tree.find_all(nodes.Test)
+    )
+    return asks or not takes_lists, takes_lists
+
+
+def _name(node: nodes.Node | None) -> str | None:
+    return node.name if isinstance(node, nodes.Name) else None
+
+
+def _prepare(message: dict[str, Any], where: str, compiled: _Compiled) -> dict[str, Any]:
+    """A copy in the form that templates are written for: no nulls, content as this template takes it, arguments of
+    tools as objects, reasoning under each name that models use for it."""
+    prepared = {key: value for key, value in message.items() if value is not None}
+    for field in _REASONING_FIELDS:
+        if field in prepared:
+            prepared = {"thinking": prepared[field], **prepared, "reasoning_content": prepared[field]}
+            break
+    content = prepared.get("content")
+    if isinstance(content, str):
+        prepared["content"] = content if compiled.takes_strings else [_text_part(content)]
+    elif content is not None:
+        if isinstance(content, list):
+            content = [_text_part(part) if isinstance(part, str) else part for part in content]
+        parts = _objects(content, f"{where}.content")
+        prepared["content"] = parts if compiled.takes_lists else _join(parts, f"{where}.content")
+    if calls := prepared.pop("tool_calls", None):
+        calls = _objects(calls, f"{where}.tool_calls")
+        prepared["tool_calls"] = [_parse_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return prepared
+
+
+def _objects(values: Any, where: str) -> list[dict[str, Any]]:
+    """A copy of what should be a list of JSON objects."""
+    if not isinstance(values, list | tuple):
+        raise ChatTemplateError(f"{where} is of type {type(values).__name__}: expected a list of objects")
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise ChatTemplateError(f"{where}[{index}] is of type {type(value).__name__}: expected an object")
+    return [dict(value) for value in values]
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _join(parts: list[dict[str, Any]], where: str) -> str:
+    for index, part in enumerate(parts):
+        if not isinstance(part.get("text"), str):
+            raise ChatTemplateError(
+                f"{where}[{index}] is of type {part.get('type')}: the model's chat template takes text only"
+            )
+    return "\n".join(part["text"] for part in parts)
+
+
+def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """OpenAI's protocol has a call's arguments as JSON text; templates iterate over them or write them with tojson."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        raise ChatTemplateError(f"{where}.function.arguments is not JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tag(message: dict[str, Any]) -> str:
+    """Marks the end of the message's content and returns that content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE_TAG
+        return content
+    for part in reversed(content or []):
+        if isinstance(text := part.get("text"), str):
+            part["text"] = text + _CONTINUE_TAG
+            return text
+    raise ChatTemplateError("continue_final_message is set, but the last message has no text to go on with")
+
+
+def _cut_at_tag(prompt: str, final: str) -> str:
+    tag = _CONTINUE_TAG.strip()
+    if tag not in prompt or final.strip() not in prompt:
+        raise ChatTemplateError(
+            "continue_final_message is set, but the chat template leaves out the last message's content"
+        )
+    prompt, rest = prompt[: (at := prompt.rindex(tag))], prompt[at:]
+    # The tag ends with a space: where the template has stripped it, it has stripped the content as well.
+    return prompt if rest.startswith(_CONTINUE_TAG) else prompt.rstrip()

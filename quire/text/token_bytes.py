@@ -1,0 +1,65 @@
+"""What each token adds to a text, as bytes: what streams, logprobs and grammars need to know of a vocabulary."""
+
+import re
+
+from tokenizers import Tokenizer as Backend
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte, reversed: printable bytes stand for themselves, the others follow U+00FF."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_alphabet()
+
+
+class TokenBytes(dict[int, bytes]):
+    """`token_bytes[token_id]`: the bytes that the token adds after other text, b"" for an id the vocabulary lacks.
+
+    What a token means depends on its neighbours in two ways only: some decoders drop the space before a text's first
+    token, and a character's bytes may be spread over tokens. So a text is `at_start(first)` and the bytes of each
+    further token, read as UTF-8 at the end. (The </w> suffix of the first GPT and CTC decoders are not like that.)
+    Entries are made on first use: the tokenizer itself decodes the token behind a plain letter; where that gives no
+    whole characters, the token's spelling tells the bytes.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._anchor, self._anchor_text = self._find_anchor()
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        for token_id in range(self._backend.get_vocab_size()):
+            text = self._backend.decode([token_id], skip_special_tokens=False)
+            if text.isascii() and text.isalnum():
+                return [token_id], text
+        return [], ""
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            piece = b""
+        else:
+            text = self._backend.decode([*self._anchor, token_id], skip_special_tokens=False)
+            piece = self._encode(text.removeprefix(self._anchor_text), token)
+        self[token_id] = piece
+        return piece
+
+    def at_start(self, token_id: int) -> bytes:
+        """The bytes of the token as the first of a text."""
+        text = self._backend.decode([token_id], skip_special_tokens=False)
+        return self[token_id] if REPLACEMENT in text else text.encode()
+
+    @staticmethod
+    def _encode(text: str, token: str) -> bytes:
+        if REPLACEMENT not in text:
+            return text.encode()
+        if match := _BYTE_TOKEN.fullmatch(token):  # byte fallback, as in SentencePiece
+            return bytes.fromhex(match[1])
+        if all(character in _BYTE_OF_CHARACTER for character in token):  # byte-level BPE
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        return text.encode()  # a token that really is U+FFFD

@@ -1,0 +1,171 @@
+"""A checkpoint's tokenizer: tokenizer.json, and what the files beside it say of special tokens and chat templates."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from quire.text.token_bytes import TokenBytes
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back, as transformers 5 does it with the same directory; but a BOS or EOS that
+    tokenizer_config.json asks for is added even where tokenizer.json forgets it, as transformers 4 did.
+
+    special_tokens: the named ones, {"bos_token": "<s>", ...}: variables of the chat template
+    all_special_ids: the ids that `decode(skip_special_tokens=True)` leaves out
+    added_tokens: id → content of the tokens matched in the text before the model splits it
+    chat_templates: name → template; most checkpoints have "default" alone, some "tool_use" too
+    """
+
+    def __init__(self, backend: Backend, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
+        # Serving neither cuts nor pads; a checkpoint may have been saved in a training set-up that does.
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = _special_tokens(config)
+        _add_missing_tokens(backend, config, self.special_tokens)
+        self._backend = backend
+        self.chat_templates = chat_templates
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
+        self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        # The clean-up was made for WordPiece; transformers 5 applies it to no BPE, whatever the configuration says.
+        self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
+        plain, framed = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
+        has_bos = framed != plain and framed[:1] == [self.bos_token_id]
+        has_eos = framed != plain and framed[-1:] == [self.eos_token_id]
+        bos, eos = self.bos_token_id, self.eos_token_id
+        self._prefix = [bos] if config.get("add_bos_token") and bos is not None and not has_bos else []
+        self._suffix = [eos] if config.get("add_eos_token") and eos is not None and not has_eos else []
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Self:
+        """Raises FileNotFoundError without a tokenizer.json, ValueError where a file cannot be understood."""
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"no tokenizer.json in {path}: Quire reads the format of Hugging Face's tokenizers library only, not "
+                "vocab.json with merges.txt, nor SentencePiece's tokenizer.model"
+            )
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(f"cannot read {file}: {error}") from error
+        config = _read_json(path / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # written since 2023, and then it has the last word
+            config |= _read_json(path / "special_tokens_map.json")
+        return cls(backend, config, _chat_templates(path, config))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError for a text that is not Unicode (a lone surrogate, from JSON's backslash-u escapes)."""
+        try:
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise ValueError(_why_not_text(text)) from error
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return _clean_up_spaces(text) if self._clean_up else text
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it ("Ġthe", "▁the"); `token_bytes` has what it means."""
+        return self._backend.id_to_token(token_id)
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._backend)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"cannot read {file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as "<s>" or as {"content": "<s>", "lstrip": false, ...}."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {name: config[name] for name in _NAMED_TOKENS if name in config}
+    named |= {name: token for name, token in config.items() if name.endswith("_token")}  # a model's own: image_token
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        named |= extra
+    return {name: content for name, token in named.items() if (content := _content(token)) is not None}
+
+
+def _add_missing_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Tokens that only tokenizer_config.json knows get ids in transformers' order. What tokenizer.json calls ordinary
+    stays so even if listed as special: decoding would lose the <tool_call> that a parser waits for."""
+    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    contents = [*named.values(), *(_content(token) for token in extra if not isinstance(extra, dict))]
+    tokens = [AddedToken(**token) for _, token in listed]
+    tokens += [AddedToken(content, special=True) for content in contents if content]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing: dict[str, AddedToken] = {}
+    for token in tokens:
+        if token.content not in known:
+            missing.setdefault(token.content, token)
+    backend.add_tokens(list(missing.values()))
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Own files come before tokenizer_config.json; the newest format first."""
+    files = {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
+    if (file := path / "chat_template.jinja").is_file():
+        files["default"] = file
+    if files:
+        return {name: file.read_text("utf-8") for name, file in files.items()}
+    template = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        return template
+    return {} if template is None else {"default": template}
+
+
+def _why_not_text(text: object) -> str:
+    if not isinstance(text, str):
+        return f"expected text, found {type(text).__name__}"
+    place, surrogate = next((at, ord(char)) for at, char in enumerate(text) if 0xD800 <= ord(char) <= 0xDFFF)
+    return f"the text is not valid Unicode: character {place} is U+{surrogate:04X}, half of a surrogate pair"
+
+
+def _clean_up_spaces(text: str) -> str:
+    for mark in (".", "?", "!", ","):
+        text = text.replace(f" {mark}", mark)
+    text = text.replace(" ' ", "'")
+    for ending in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {ending}", ending)
+    return text

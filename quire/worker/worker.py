@@ -1,0 +1,67 @@
+"""One rank: its device, its share of the model, its KV cache."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from quire.attention.base import AttentionShape
+from quire.attention.selection import choose_backend
+from quire.config import ConfigError, EngineConfig
+from quire.kvcache.specs import KVCacheSize
+from quire.layers.attention import HeadShare
+from quire.metrics.logging import logger
+from quire.models.load import load_model
+from quire.parallel.mesh import TensorGroup
+from quire.sampling.sampler import Sampler
+from quire.worker.input_batch import InputBatch
+from quire.worker.model_runner import ModelRunner
+
+_FREE_SHARE = 0.5  # of the memory that is free, unless --kv-cache-memory-bytes says how much
+
+
+class Worker:
+    """Loads the model and makes the cache; from then on its `runner` executes steps."""
+
+    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, group: TensorGroup) -> None:
+        """Raises ConfigError if the cache that was asked for does not fit."""
+        device = torch.device("cpu")
+        started = time.perf_counter()
+        model = load_model(directory, config, max_model_len, device, group, show_progress=group.rank == 0)
+        spec, dtype = model.spec, model.embedding.weight.dtype
+        share = HeadShare.of(spec.num_heads, spec.num_kv_heads, group.rank, group.size)
+        block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
+        shape = AttentionShape(share.num_heads, share.num_kv_heads, spec.head_dim, block_size, dtype, device)
+        backend = choose_backend(shape, config.kernels.attention_backend)
+        if group.rank == 0:
+            seconds = time.perf_counter() - started
+            logger.info("Model ready in %.1f s: %s, attention %s", seconds, str(dtype)[6:], backend.name)
+
+        num_tensors = max(len(kv_spec.layers) for kv_spec in model.kv_specs)
+        block_bytes = backend.block_bytes() * num_tensors
+        useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
+        num_blocks = group.minimum(_num_blocks(config, block_bytes, useful, group.size))
+        model.bind_cache(backend, [backend.allocate(num_blocks) for _ in range(num_tensors)])
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
+        self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
+        self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels))
+
+
+def _num_blocks(config: EngineConfig, block_bytes: int, useful: int, ranks: int) -> int:
+    """How many blocks to keep: as the options say, or as memory allows but no more than all rows could use."""
+    cache, free = config.cache, psutil.virtual_memory().available // ranks
+    if cache.num_gpu_blocks_override is not None:
+        name, count = "num_gpu_blocks_override", cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
+        name, count = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
+    else:
+        return min(int(free * _FREE_SHARE) // block_bytes, useful)
+    if count * block_bytes > free:
+        raise ConfigError(
+            f"{name} asks for a KV cache of {count * block_bytes / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB "
+            f"of memory are free; lower {name}"
+        )
+    return count

@@ -1,0 +1,186 @@
+"""Every backend against attention that knows nothing of pages: torch's own, with an explicit mask, a request at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.cpu import CpuAttention
+from quire.attention.reference import ReferenceAttention
+
+BACKENDS = [ReferenceAttention, CpuAttention]
+BORDERS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
+
+
+def build(backend: type[AttentionBackend], heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype) -> AttentionBackend:
+    shape = AttentionShape(heads, kv_heads, dim, block, dtype, torch.device("cpu"))
+    if reason := backend.unsupported(shape):
+        pytest.skip(reason)
+    return backend(shape)
+
+
+@dataclass
+class World:
+    """Requests of (cached tokens, new tokens) with their keys in scattered blocks of a cache full of NaN."""
+
+    backend: AttentionBackend
+    requests: list[tuple[int, int]]
+    seed: int = 0
+    shared: int = 0  # the first so many cached tokens, whole blocks, are the same blocks for all requests
+    cache: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        s, g = self.backend.shape, torch.Generator().manual_seed(self.seed)
+        draw = lambda *size: torch.randn(*size, generator=g).to(s.dtype)  # noqa: E731
+        lengths = [cached + new for cached, new in self.requests]
+        self.k = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
+        self.v = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
+        for r in range(1, len(lengths)):
+            self.k[r][: self.shared], self.v[r][: self.shared] = self.k[0][: self.shared], self.v[0][: self.shared]
+        self.q = [draw(new, s.num_heads, s.head_dim) for _, new in self.requests]
+
+        needed = [-(-length // s.block_size) for length in lengths]
+        total = sum(needed) + 3
+        order = torch.randperm(total, generator=g).tolist()
+        self.table = torch.randint(0, total, (len(lengths), max(needed) + 2), generator=g, dtype=torch.int32)
+        for r, blocks in enumerate(needed):
+            for b in range(blocks):
+                common = r > 0 and b < self.shared // s.block_size
+                self.table[r, b] = self.table[0, b] if common else order.pop()
+        self.cache = self.backend.allocate(total)
+        self.cache.fill_(float("nan"))
+        self.store([(0, cached) for cached, _ in self.requests])  # what earlier steps have stored,
+        self.store(self.requests)  # then this step
+
+    def store(self, parts: list[tuple[int, int]]) -> None:
+        k = torch.cat([k[start : start + count] for k, (start, count) in zip(self.k, parts, strict=True)])
+        v = torch.cat([v[start : start + count] for v, (start, count) in zip(self.v, parts, strict=True)])
+        self.backend.store(self.cache, k, v, self.backend.plan(self.layout(parts)))
+
+    def layout(self, requests: list[tuple[int, int]]) -> StepLayout:
+        size = self.backend.shape.block_size
+        positions = [torch.arange(c, c + n) for c, n in requests]
+        slots = [self.table[r, p // size].long() * size + p % size for r, p in enumerate(positions)]
+        starts = torch.tensor([0, *(n for _, n in requests)]).cumsum(0).int()
+        lengths = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
+        return StepLayout(starts, lengths, torch.cat(slots), self.table, max(n for _, n in requests), int(lengths.max()))
+
+    def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None) -> None:
+        s = self.backend.shape
+        scale = scale or s.head_dim**-0.5
+        plan = self.backend.plan(self.layout(self.requests))
+        out, lse = self.backend.attend(torch.cat(self.q), self.cache, plan, scale=scale, window=window)
+        tolerance = tolerance or (1e-5 if s.dtype is torch.float32 else 1e-2)
+        at = 0
+        for r, (_, new) in enumerate(self.requests):
+            wanted, wanted_lse = dense(self.q[r], self.k[r], self.v[r], scale, window)
+            torch.testing.assert_close(out[at : at + new].float(), wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(lse[at : at + new], wanted_lse, atol=1e-5, rtol=1e-5)
+            at += new
+        assert out.dtype == s.dtype and lse.dtype == torch.float32
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    length, new, group = len(k), len(q), q.shape[1] // k.shape[1]
+    position, key = torch.arange(length - new, length)[:, None], torch.arange(length)[None, :]
+    mask = (key <= position) & (key > position - (window or length + 1))
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    lse = ((q @ k.transpose(1, 2)) * scale).masked_fill(~mask, -math.inf).logsumexp(-1)
+    return out.transpose(0, 1).float(), lse.transpose(0, 1).float()
+
+
+MIXED = [(0, 1), (16, 1), (0, 40), (200, 1), (37, 20), (130, 70), (15, 2), (64, 1)]
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@dtypes
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 2), (14, 2), (8, 1), (71, 1)])
+@pytest.mark.parametrize("window", [None, 16])
+def test_every_grouping_of_heads(backend, dtype, heads, kv_heads, window):
+    World(build(backend, heads, kv_heads, 64, 16, dtype), MIXED).check(window)
+
+
+@dtypes
+@pytest.mark.parametrize("dim", [8, 24, 33, 40, 64, 80, 96, 112, 128, 256])
+def test_every_head_size(backend, dtype, dim):
+    World(build(backend, 4, 2, dim, 16, dtype), MIXED).check()
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+@pytest.mark.parametrize("block", [16, 32, 48])
+def test_windows_and_block_sizes(backend, dtype, window, block):
+    World(build(backend, 4, 2, 32, block, dtype), MIXED).check(window)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 5, 64])
+def test_lengths_around_the_borders_of_blocks_and_tiles(backend, dtype, window):
+    attention = build(backend, 2, 1, 16, 16, dtype)
+    World(attention, [(n - 1, 1) for n in BORDERS]).check(window)
+    World(attention, [(0, n) for n in BORDERS]).check(window)
+    World(attention, [(n, 19) for n in BORDERS]).check(window)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 300])
+def test_long_contexts_of_a_single_stream(backend, dtype, window):
+    attention = build(backend, 4, 1, 32, 16, dtype)
+    World(attention, [(2999, 1)]).check(window)
+    World(attention, [(1500, 33), (10, 1)]).check(window)
+
+
+def test_requests_share_blocks_and_one_stores_what_another_reads(backend):
+    World(build(backend, 4, 2, 32, 16, torch.float32), [(48, 5), (48, 1), (60, 30)], shared=32).check()
+
+
+def test_large_scores_do_not_overflow(backend):
+    World(build(backend, 4, 2, 64, 16, torch.float32), MIXED).check(scale=20.0, tolerance=1e-3)
+
+
+def test_a_step_without_tokens(backend):
+    attention = build(backend, 4, 2, 32, 16, torch.float32)
+    empty = torch.zeros(0, dtype=torch.int32)
+    plan = attention.plan(StepLayout(torch.zeros(1, dtype=torch.int32), empty, empty.long(), empty.view(0, 4), 0, 0))
+    cache = attention.allocate(2)
+    attention.store(cache, torch.zeros(0, 2, 32), torch.zeros(0, 2, 32), plan)
+    out, lse = attention.attend(torch.zeros(0, 4, 32), cache, plan, scale=1.0)
+    assert out.shape == (0, 4, 32) and lse.shape == (0, 4)
+
+
+def test_slices_of_a_fused_projection_are_taken_as_they_are(backend):
+    world = World(build(backend, 4, 2, 32, 16, torch.bfloat16), MIXED)
+    q, k, v = (torch.cat(x) for x in (world.q, world.k, world.v))
+    plan = world.backend.plan(world.layout(world.requests))
+    expected, _ = world.backend.attend(q, world.cache, plan, scale=0.2)
+    new_k = torch.cat([k[c:] for k, (c, _) in zip(world.k, world.requests, strict=True)])
+    new_v = torch.cat([v[c:] for v, (c, _) in zip(world.v, world.requests, strict=True)])
+    fused = torch.cat([x.flatten(1) for x in (q, new_k, new_v)], dim=1)
+    q, k, v = (x.unflatten(1, (-1, 32)) for x in fused.split([4 * 32, 2 * 32, 2 * 32], dim=1))
+    assert not q.is_contiguous()
+    world.backend.store(world.cache, k, v, plan)
+    out, _ = world.backend.attend(q, world.cache, plan, scale=0.2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_partial_results_over_disjoint_keys_merge_by_their_lse(backend):
+    world = World(build(backend, 4, 2, 32, 16, torch.float32), [(99, 1)])
+    whole, whole_lse = world.backend.attend(world.q[0], world.cache, world.backend.plan(world.layout([(99, 1)])), scale=0.2)
+    parts = [(63, 1, None), (99, 1, 36)]  # the first 64 keys; the last 36 through a window
+    outs, lses = [], []
+    for cached, new, window in parts:
+        plan = world.backend.plan(world.layout([(cached, new)]))
+        out, lse = world.backend.attend(world.q[0], world.cache, plan, scale=0.2, window=window)
+        outs.append(out), lses.append(lse)
+    weights = torch.stack(lses).softmax(0)[..., None]
+    torch.testing.assert_close((torch.stack(outs) * weights).sum(0), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.stack(lses).logsumexp(0), whole_lse, atol=1e-5, rtol=1e-5)

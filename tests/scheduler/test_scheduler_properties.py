@@ -1,0 +1,564 @@
+"""The scheduler against a brute-force model of a worker and of what its KV memory holds.
+
+The model executes the stream of SchedulerOutputs as a worker would, alone: rows, block tables from the edits, and an
+entry in every slot that says which token after which history was written there, for which KV group. At every step each
+row must read exactly its own history at every position that its windows see. Everything else (reference counts,
+owners of hashes, budget, order of service, nothing lost, nothing leaked) is checked after every move.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from hashlib import sha256
+from struct import pack
+from zlib import crc32
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from quire.kvcache.hashing import ROOT
+from quire.kvcache.specs import KVCacheSpec
+from quire.messages.engine import EngineCoreRequest, FinishReason
+from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler.request import Request, Status
+from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 40
+EOS, STOP_TOKEN = 0, 1
+DOCUMENTS = [[2 + (i * (k + 3) + i // 5) % 6 for i in range(28)] for k in range(3)]
+KV_GROUPS: dict[str, list[int | None]] = {
+    "full": [None],
+    "window": [6],
+    "narrow": [1],
+    "mixed": [None, 6],
+    "three": [None, 4, 9],
+}
+
+
+class Histories:
+    """A tree: one node for each (cache salt, token ids so far). What a key or value depends on is its node."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int, int], int] = {}
+        self._roots: dict[str | None, int] = {}
+        self.parent: list[int] = []
+        self.token: list[int] = []
+        self.depth: list[int] = []  # tokens so far
+        self.salt: list[str | None] = []
+
+    def _new(self, parent: int, token: int, depth: int, salt: str | None) -> int:
+        self.parent.append(parent)
+        self.token.append(token)
+        self.depth.append(depth)
+        self.salt.append(salt)
+        return len(self.parent) - 1
+
+    def root(self, salt: str | None) -> int:
+        if salt not in self._roots:
+            self._roots[salt] = self._new(-1, -1, 0, salt)
+        return self._roots[salt]
+
+    def child(self, node: int, token: int) -> int:
+        key = (node, token)
+        if key not in self._ids:
+            self._ids[key] = self._new(node, token, self.depth[node] + 1, self.salt[node])
+        return self._ids[key]
+
+    def last_tokens(self, node: int, count: int) -> tuple[int, list[int]]:
+        """The node `count` tokens before, and the tokens between."""
+        tokens = []
+        for _ in range(count):
+            tokens.append(self.token[node])
+            node = self.parent[node]
+        return node, tokens[::-1]
+
+    def block_hash(self, node: int) -> bytes:
+        """The hash of the block that ends with this node."""
+        before, tokens = self.last_tokens(node, BLOCK_SIZE)
+        parent = self.block_hash(before) if self.depth[before] else ROOT
+        salt = self.salt[node]
+        extra = b"" if salt is None else msgspec.msgpack.encode([salt])
+        return sha256(parent + pack(f"<{BLOCK_SIZE}i", *tokens) + extra).digest()
+
+
+@dataclass
+class Truth:
+    """What is known of a request from outside the scheduler."""
+
+    source: EngineCoreRequest
+    tokens: list[int]  # prompt and delivered tokens
+    request: Request
+    ended: bool = False
+
+    def deliver(self, sampled: list[int]) -> tuple[str, list[int], FinishReason | None, int | None] | None:
+        """The output that these samples must lead to."""
+        if self.ended:
+            return None
+        params = self.source.sampling_params
+        for index, token in enumerate(sampled):
+            self.tokens.append(token)
+            count = len(self.tokens) - len(self.source.prompt_token_ids)
+            stops = token in (self.source.eos_token_id, *self.source.stop_token_ids) and count > params.min_tokens
+            if stops or count == self.source.max_tokens:
+                self.ended = True
+                reason = FinishReason.STOP if stops else FinishReason.LENGTH
+                named = token if stops and token != self.source.eos_token_id else None
+                return self.source.request_id, sampled[: index + 1], reason, named
+        return self.source.request_id, sampled, None, None
+
+
+@dataclass
+class Access:
+    """The blocks that a row of a step touches."""
+
+    request_id: str
+    read: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Row:
+    request_id: str
+    nodes: list[int]
+    tokens: list[int]
+    computed: int
+
+
+class WorkerModel:
+    """Rows, tables and memory, from the stream of steps alone."""
+
+    def __init__(self, windows: list[int | None], histories: Histories, seed: int) -> None:
+        self.windows = windows
+        self.histories = histories
+        self.seed = seed
+        self.rows: dict[int, Row] = {}
+        self.tables: dict[tuple[int, int, int], int] = {}  # (group, row, index) -> block; stale entries stay
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, node)
+
+    def sample(self, node: int, style: int) -> int:
+        """A deterministic model, so that equal prompts go on alike; one token in eight or so ends a request."""
+        return crc32(pack("<iii", node, style, self.seed)) % 9
+
+    def execute(self, step: SchedulerOutput, truths: dict[str, Truth]) -> tuple[list[list[int]], list[Access]]:
+        for new in step.new_requests:
+            node = self.histories.root(truths[new.request_id].source.cache_salt)
+            nodes = [node := self.histories.child(node, token) for token in new.token_ids]
+            self.rows[new.row] = Row(new.request_id, nodes, list(new.token_ids), new.num_computed_tokens)
+        edits = step.block_table_edits
+        for group, row, index, block in zip(edits.groups, edits.rows, edits.indices, edits.block_ids, strict=True):
+            self.tables[group, row, index] = block
+        accesses = [Access(self.rows[row].request_id) for row in step.rows]
+        slots: set[tuple[int, int]] = set()
+        for row_id, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
+            row = self.rows[row_id]
+            assert row.computed + count <= len(row.tokens), f"{row} has no token to compute"
+            for position in range(row.computed, row.computed + count):
+                for group in range(len(self.windows)):
+                    block = self.tables[group, row_id, position // BLOCK_SIZE]
+                    slot = (block, position % BLOCK_SIZE)
+                    assert block > 0, f"{row} writes to the null block"
+                    assert slot not in slots, f"two tokens of step {step.step_id} are written to slot {slot}"
+                    slots.add(slot)
+                    self.memory[slot] = (group, row.nodes[position])
+                    access.written.add(block)
+        sampled: list[list[int]] = []
+        for row_id, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
+            row = self.rows[row_id]
+            for group, window in enumerate(self.windows):
+                first = 0 if window is None else max(0, row.computed - window + 1)
+                for position in range(first, row.computed + count):
+                    block = self.tables[group, row_id, position // BLOCK_SIZE]
+                    entry = self.memory.get((block, position % BLOCK_SIZE))
+                    assert entry == (group, row.nodes[position]), (
+                        f"step {step.step_id}: {row.request_id} reads another's entry at position {position}, group {group}"
+                    )
+                    access.read.add(block)
+            row.computed += count
+            sampled.append([])
+            if row.computed == len(row.tokens):
+                token = self.sample(row.nodes[-1], int(row.request_id.partition("/")[2]))
+                row.tokens.append(token)
+                row.nodes.append(self.histories.child(row.nodes[-1], token))
+                sampled[-1].append(token)
+        return sampled, accesses
+
+
+@dataclass
+class InFlight:
+    step: SchedulerOutput
+    sampled: list[list[int]]
+    accesses: list[Access]
+
+
+@dataclass(frozen=True)
+class Setting:
+    groups: str
+    depth: int
+    policy: str
+    caching: bool
+    max_num_seqs: int
+    budget: int
+    spare_blocks: int  # beyond what one request of max_model_len needs
+    seed: int = 0
+
+
+class House:
+    """A scheduler and the model side by side; every move is checked."""
+
+    def __init__(self, setting: Setting) -> None:
+        windows = KV_GROUPS[setting.groups]
+        specs = [KVCacheSpec((group,), window) for group, window in enumerate(windows)]
+        budget = max(setting.budget, setting.max_num_seqs)
+        limits = SchedulerLimits(setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth)
+        least = sum(spec.max_blocks(MAX_MODEL_LEN, budget * setting.depth, BLOCK_SIZE) for spec in specs)
+        num_blocks = 1 + least + setting.spare_blocks
+        self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching)
+        self.pool = self.scheduler.kv.pool
+        self.histories = Histories()
+        self.worker = WorkerModel(windows, self.histories, setting.seed)
+        self.in_flight: deque[InFlight] = deque()
+        self.truths: dict[str, Truth] = {}
+        self.owners: dict[tuple[int, bytes], int] = {}
+        self.num_steps = 0
+
+    # ---- moves
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        style: int = 0,
+        priority: int = 0,
+        salt: str | None = None,
+        min_tokens: int = 0,
+        stops: bool = True,
+    ) -> None:
+        prompt = prompt[: MAX_MODEL_LEN - max_tokens]
+        source = EngineCoreRequest(
+            request_id=f"{len(self.truths)}/{style}",
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens)),
+            seed=0,
+            max_tokens=max_tokens,
+            eos_token_id=EOS if stops else None,
+            stop_token_ids=[STOP_TOKEN] if stops else [],
+            arrival_time=float(len(self.truths) // 2),
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.scheduler.add(source)
+        request = self.scheduler.requests[source.request_id]
+        self.truths[source.request_id] = Truth(source, list(prompt), request)
+        self.check()
+
+    def schedule(self) -> SchedulerOutput:
+        scheduler, limits = self.scheduler, self.scheduler.limits
+        assert len(self.in_flight) < limits.depth
+        before = list(scheduler.running)
+        step = scheduler.schedule()
+        live = [truth.request for truth in self.truths.values()]
+        assert len(step.rows) == len(step.num_tokens) == len(set(step.rows))
+        assert all(0 <= row < limits.max_num_seqs for row in step.rows)
+        assert all(count >= 1 for count in step.num_tokens)
+        assert sum(step.num_tokens) <= limits.max_num_batched_tokens
+        assert len(scheduler.running) <= limits.max_num_seqs
+        assert [r.key for r in scheduler.running] == sorted(r.key for r in scheduler.running)
+        if not step.rows:
+            assert self.in_flight or not scheduler.requests, "nothing runs, and nothing will change that"
+        for new in step.new_requests:
+            truth = self.truths[new.request_id]
+            assert new.token_ids == truth.tokens, "a request entered with other tokens than it has"
+            assert new.num_prompt_tokens == len(truth.source.prompt_token_ids)
+            assert new.num_computed_tokens < len(new.token_ids)
+            assert all(new.row not in flying.step.rows for flying in self.in_flight), "the row is still in use"
+        names = {request.row: request.request_id for request in scheduler.running}
+        scheduled = {names[row] for row in step.rows}
+        leaving = {access.request_id for other in self.in_flight for access in other.accesses} - set(names.values())
+        for request in scheduler.running:
+            truth = self.truths[request.request_id]
+            flying = sum(
+                len(sampled)
+                for other in self.in_flight
+                for access, sampled in zip(other.accesses, other.sampled, strict=True)
+                if access.request_id == request.request_id
+            )
+            last = len(truth.tokens) + flying >= len(truth.source.prompt_token_ids) + truth.source.max_tokens
+            assert request.request_id in scheduled or last or leaving, f"{request} got no token"
+        entered = {new.request_id for new in step.new_requests}
+        outside = [r.key for r in live if r.status in (Status.WAITING, Status.PREEMPTED)]
+        for request in scheduler.running:
+            if request.request_id in entered:
+                assert all(request.key < key for key in outside), "a request entered before its turn"
+        stayed = [r.key for r in before if r.status is Status.RUNNING and r.request_id not in entered]
+        for request in before:
+            if request.status is not Status.RUNNING:
+                assert all(key < request.key for key in stayed), "not the last in the order of service was preempted"
+        return step
+
+    def submit(self, step: SchedulerOutput) -> None:
+        if not step.rows:
+            return
+        self.num_steps += 1
+        sampled, accesses = self.worker.execute(step, self.truths)
+        for earlier in self.in_flight:
+            for used in earlier.accesses:
+                for access in accesses:
+                    assert access.request_id == used.request_id or not access.written & (used.read | used.written), (
+                        f"{access.request_id} overwrites a block of {used.request_id} that step "
+                        f"{earlier.step.step_id} still needs"
+                    )
+        self.in_flight.append(InFlight(step, sampled, accesses))
+
+    def step(self) -> None:
+        step = self.schedule()
+        taken = set(step.block_table_edits.block_ids)
+        self.submit(step)
+        self.check(taken)
+
+    def retire(self) -> None:
+        flying = self.in_flight.popleft()
+        expected = []
+        for access, sampled in zip(flying.accesses, flying.sampled, strict=True):
+            output = self.truths[access.request_id].deliver(sampled) if sampled else None
+            if output is not None:
+                expected.append(output)
+        outputs = self.scheduler.update(ModelRunnerOutput(flying.step.step_id, flying.sampled))
+        assert [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs] == expected
+        self.check()
+
+    def abort(self, request_id: str) -> None:
+        truth = self.truths[request_id]
+        assert self.scheduler.abort(request_id) is not truth.ended
+        truth.ended = True
+        self.check()
+
+    def withdraw(self, late: bool, victim: int | None) -> None:
+        """A step that fails before launch: taken back at once or after another has retired; maybe a request fails."""
+        step = self.schedule()
+        if late and self.in_flight:
+            flying_before = len(self.in_flight)
+            self.retire_unchecked()
+            assert len(self.in_flight) == flying_before - 1
+        if not step.rows:
+            return
+        names = [r.request_id for row in step.rows for r in self.scheduler.running if r.row == row]
+        self.scheduler.withdraw(step)
+        self.owners.clear()
+        self.check()
+        if victim is not None and names:
+            request_id = names[victim % len(names)]
+            output = self.scheduler.fail(request_id, "it does not compile")
+            assert (output.request_id, output.finish_reason) == (request_id, FinishReason.ERROR)
+            self.truths[request_id].ended = True
+            self.check()
+
+    def retire_unchecked(self) -> None:
+        """Between a schedule and its withdrawal, the cache names blocks that were never written."""
+        check, self.check = self.check, lambda taken=None: None  # type: ignore[method-assign]
+        self.retire()
+        self.check = check  # type: ignore[method-assign]
+
+    def advance(self) -> None:
+        """A turn of the core's loop."""
+        if len(self.in_flight) < self.scheduler.limits.depth:
+            self.step()
+        if len(self.in_flight) == self.scheduler.limits.depth or (self.in_flight and not self.scheduler.running):
+            self.retire()
+
+    def finish(self) -> None:
+        """Everything that was not ended from outside ends by itself, in a bounded number of turns; nothing is left."""
+        turns = 20 + 3 * sum(len(t.source.prompt_token_ids) + t.source.max_tokens for t in self.truths.values())
+        while self.scheduler.requests:
+            turns -= 1
+            assert turns >= 0, f"no end: {list(self.scheduler.requests.values())}"
+            if len(self.in_flight) < self.scheduler.limits.depth:
+                self.step()
+            if self.in_flight:
+                self.retire()
+        while self.in_flight:
+            self.retire()
+        assert all(truth.ended for truth in self.truths.values())
+        assert not self.scheduler.has_unfinished
+        assert not self.scheduler.running and len(self.scheduler.waiting) == 0
+        assert self.pool.num_free == self.pool.num_usable
+        assert sorted(self.scheduler._free_rows) == list(range(self.scheduler.limits.max_num_seqs))
+        assert self.scheduler._num_leaving == 0
+
+    # ---- what must always hold
+
+    def check(self, taken: set[int] | None = None) -> None:
+        pool = self.pool
+        live = [truth.request for truth in self.truths.values()]
+        waiting = sum(request.status is Status.WAITING for request in live)
+        assert len(self.scheduler.waiting) == waiting == sum(1 for _ in self.scheduler.waiting)
+        named = Counter(b.block_id for request in live for table in request.block_tables for b in table)
+        for block in pool.blocks[1:]:
+            assert block.ref_cnt == named[block.block_id], f"{block} is named by {named[block.block_id]} tables"
+        free = [block.block_id for block in pool.free_list]
+        assert len(free) == len(set(free)) == pool.num_free
+        assert set(free) == {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0}
+        assert pool.null_block.block_hash is None
+        for flying in self.in_flight:
+            for access in flying.accesses:
+                for block_id in access.read | access.written:
+                    assert pool.blocks[block_id].ref_cnt, f"step {flying.step.step_id} needs block {block_id}, freed"
+        self.check_cache(taken or set())
+
+    def check_cache(self, taken: set[int]) -> None:
+        owners = {block.block_hash: block.block_id for block in self.pool.blocks if block.block_hash is not None}
+        assert {key: block.block_id for key, block in self.pool._cached.items()} == owners
+        for (group, block_hash), block_id in owners.items():
+            entries = [self.worker.memory.get((block_id, offset)) for offset in range(BLOCK_SIZE)]
+            last = entries[-1]
+            assert last is not None and last[0] == group, f"block {block_id} is findable, and empty or another group's"
+            node = last[1]
+            for entry in reversed(entries):
+                assert entry == (group, node), f"block {block_id} is findable with mixed content"
+                node = self.histories.parent[node]
+            assert self.histories.block_hash(last[1]) == block_hash, f"block {block_id} has another block's hash"
+        for key, block_id in self.owners.items():
+            if owners.get(key) != block_id:
+                assert block_id in taken, f"block {block_id} lost its hash without being reused"
+        self.owners = owners
+
+
+# ---- hypothesis drives
+
+
+SETTINGS = st.builds(
+    Setting,
+    groups=st.sampled_from(list(KV_GROUPS)),
+    depth=st.sampled_from([1, 2, 2, 3]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    caching=st.sampled_from([True, True, True, False]),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.integers(1, 20),
+    spare_blocks=st.integers(0, 8),
+    seed=st.integers(0, 3),
+)
+LENGTHS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 20, 27])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(setting=SETTINGS)
+    def begin(self, setting: Setting) -> None:
+        self.house = House(setting)
+
+    @rule(
+        document=st.sampled_from(DOCUMENTS),
+        length=LENGTHS,
+        suffix=st.lists(st.integers(2, 7), max_size=5),
+        max_tokens=st.sampled_from([1, 2, 3, 6, 12]),
+        style=st.integers(0, 1),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([None, None, "a", "b"]),
+        min_tokens=st.sampled_from([0, 0, 2]),
+        copies=st.sampled_from([1, 1, 2, 3]),
+    )
+    def add(
+        self,
+        document: list[int],
+        length: int,
+        suffix: list[int],
+        max_tokens: int,
+        style: int,
+        priority: int,
+        salt: str | None,
+        min_tokens: int,
+        copies: int,
+    ) -> None:
+        for _ in range(copies):
+            self.house.add(document[:length] + suffix, max_tokens, style, priority, salt, min_tokens)
+
+    @rule(turns=st.integers(1, 6))
+    def advance(self, turns: int) -> None:
+        for _ in range(turns):
+            self.house.advance()
+
+    @precondition(lambda self: len(self.house.in_flight) < self.house.scheduler.limits.depth)
+    @rule()
+    def step(self) -> None:
+        self.house.step()
+
+    @precondition(lambda self: self.house.in_flight)
+    @rule()
+    def retire(self) -> None:
+        self.house.retire()
+
+    @precondition(lambda self: self.house.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.house.abort(data.draw(st.sampled_from(sorted(self.house.scheduler.requests))))
+
+    @precondition(lambda self: len(self.house.in_flight) < self.house.scheduler.limits.depth)
+    @rule(late=st.booleans(), victim=st.none() | st.integers(0, 4))
+    def withdraw(self, late: bool, victim: int | None) -> None:
+        self.house.withdraw(late, victim)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.house.scheduler.kv.reset_prefix_cache()
+        self.house.owners.clear()
+        self.house.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "house"):
+            self.house.finish()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+# ---- long random walks, for what needs a history
+
+
+@pytest.mark.parametrize("groups", list(KV_GROUPS))
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_random_walk_loses_and_leaks_nothing(groups: str, depth: int, seed: int) -> None:
+    walk(groups, depth, seed)
+
+
+def walk(groups: str, depth: int, seed: int, moves: int = 300) -> House:
+    dice = random.Random(f"{groups} {depth} {seed}")
+    house = House(
+        Setting(
+            groups,
+            depth,
+            policy=dice.choice(["fcfs", "priority"]),
+            caching=dice.random() < 0.8,
+            max_num_seqs=dice.randint(2, 6),
+            budget=dice.choice([6, 8, 13, 24]),
+            spare_blocks=dice.randint(0, 10),
+            seed=seed,
+        )
+    )
+    for _ in range(moves):
+        move = dice.random()
+        if move < 0.2 and len(house.scheduler.waiting) < 8:
+            length = dice.choice([1, 3, 4, 5, 8, 9, 12, 16, 20, 27])
+            suffix = [dice.randint(2, 7) for _ in range(dice.randint(0, 4))]
+            salt = dice.choice([None, None, "a"])
+            prompt = dice.choice(DOCUMENTS)[:length] + suffix
+            house.add(prompt, dice.choice([1, 3, 8, 16]), dice.randint(0, 1), dice.randint(0, 2), salt)
+        elif move < 0.24 and house.scheduler.requests:
+            house.abort(dice.choice(sorted(house.scheduler.requests)))
+        elif move < 0.26 and len(house.in_flight) < depth:
+            house.withdraw(dice.random() < 0.3, dice.choice([None, 0, 1]))
+        elif move < 0.27:
+            house.scheduler.kv.reset_prefix_cache()
+            house.owners.clear()
+        else:
+            house.advance()
+    house.finish()
+    return house
