@@ -42,7 +42,7 @@ class ModelConfig:
     download_dir: str | None = option(None, "where hub downloads are kept (default: huggingface_hub's cache)")
     hf_token: str | None = option(None, "token for gated models on the hub (default: the one you logged in with)")
     dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = option(
-        "auto", "type of weights and activations; auto is the checkpoint's own, or bfloat16 if that is float32 or float16"
+        "auto", "type of weights and activations; auto is bfloat16"
     )
     max_model_len: int | None = option(None, "longest prompt + output in tokens (default: the model's)", size=True)
     hf_overrides: dict[str, Any] = option({}, "values that replace those of the model's config.json", json=True)

@@ -15,7 +15,7 @@ from quire.engine.processor import ProcessedRequest, Processor, Prompt
 from quire.loading.hub import read_json, resolve
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
-from quire.models.load import hf_config
+from quire.models.load import hf_config, resolve_dtype
 from quire.models.registry import spec_of
 from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ class LLM:
         weights = m.load_format != "dummy"
         directory = resolve(m.model, m.revision, m.download_dir, m.hf_token, weights)
         spec = spec_of(hf_config(directory, m.hf_overrides))
+        self.dtype = str(resolve_dtype(m.dtype)).removeprefix("torch.")
         self.max_model_len = m.max_model_len or spec.max_positions
         if self.max_model_len > spec.max_positions:
             raise ConfigError(
@@ -86,6 +87,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the form that the model's chat template gives them."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        reserved = sorted({"template", "messages", "tools"} & set(chat_template_kwargs or {}))
+        if reserved:
+            raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
         prompts: list[Prompt] = [
             self.render_chat(
                 conversation,  # type: ignore[arg-type]
@@ -116,6 +120,8 @@ class LLM:
                 template = Path(template).read_text(encoding="utf-8")
             except OSError as error:
                 raise ValueError(f"chat_template {template!r} is neither a Jinja template nor a readable file") from error
+        if template is None and arguments.get("tools"):
+            template = self._tokenizer.chat_templates.get("tool_use")
         template = template or self._tokenizer.chat_template
         if template is None:
             raise ValueError("the model has no chat template; give one with chat_template, or use generate")
@@ -147,8 +153,9 @@ class LLM:
     ) -> list[ProcessedRequest]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        several = not isinstance(sampling_params, SamplingParams)
-        params = list(sampling_params) if several else [sampling_params] * len(prompts)  # type: ignore[arg-type,list-item]
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        params = list(sampling_params)
         if len(params) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(params)} sampling_params")
         if priority is not None and len(priority) != len(prompts):

@@ -123,7 +123,7 @@ class MultiprocExecutor(Executor):
 
     def _receive(self, rank: int) -> Ready | Launched | Refused | Sampled:
         try:
-            reply = _replies.decode(self._pipes[rank].recv_bytes())
+            reply: Ready | Launched | Refused | Sampled | Broken = _replies.decode(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(f"the process of rank {rank} ended unexpectedly") from error
         if isinstance(reply, Broken):

@@ -81,8 +81,15 @@ class BlockPool:
     def num_usable(self) -> int:
         return len(self.blocks) - 1
 
-    def lookup(self, group: int, block_hash: bytes) -> Block | None:
-        return self._cached.get((group, block_hash))
+    def lookup_all(self, group: int, block_hashes: Iterable[bytes]) -> list[Block]:
+        """The blocks that have these hashes, up to the first that is missing."""
+        cached, found = self._cached, []
+        for block_hash in block_hashes:
+            block = cached.get((group, block_hash))
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def take(self) -> Block:
         """The least recently freed block, evicted from the cache. The caller has checked num_free."""

@@ -49,21 +49,24 @@ class KVCacheManager:
 
     # ---- a request enters
 
-    def admit(self, request: Holder) -> int:
+    def admit(self, request: Holder) -> int | None:
         """Give the request the longest cached prefix of its tokens. The number of tokens that need no computing.
 
-        At least one token is always left, for its logits. Undone by `free`.
+        At least one token is always left, for its logits. None, and nothing given, if there is no room for all its
+        known tokens right now. Undone by `free`.
         """
-        request.block_tables = [[] for _ in self.specs]
-        request.num_hashed_blocks = 0
-        num_blocks = 0
+        num_blocks, tables = 0, [[] for _ in self.specs]
         if self.enable_prefix_caching:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
-            num_blocks, request.block_tables = self._match(request)
-            for table in request.block_tables:
-                for block in table:
-                    if block is not self.pool.null_block:
-                        self.pool.share(block)
+            num_blocks, tables = self._match(request)
+        in_use = sum(block.ref_cnt > 0 for table in tables for block in table)  # these take nothing from the free ones
+        if self.max_blocks(len(request.token_ids)) - in_use > self.pool.num_free:
+            return None
+        for table in tables:
+            for block in table:
+                if block is not self.pool.null_block:
+                    self.pool.share(block)
+        request.block_tables = tables
         request.capacity = num_blocks * self.block_size
         request.num_hashed_blocks = num_blocks
         request.next_hash_at = (num_blocks + 1) * self.block_size
@@ -71,35 +74,30 @@ class KVCacheManager:
 
     def _match(self, request: Holder) -> tuple[int, list[list[Block]]]:
         """The longest prefix, in blocks, of which every group still has what the next query sees; and those blocks."""
+        pool, specs = self.pool, self.specs
         hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
-        if len(self.specs) == 1 and self.specs[0].window is None:  # the common case, without the search below
-            table: list[Block] = []
-            for block_hash in hashes:
-                block = self.pool.lookup(0, block_hash)
-                if block is None:
-                    break
-                table.append(block)
-            return len(table), [table]
-        found = [[self.pool.lookup(g, h) for h in hashes] for g in range(len(self.specs))]
-        for length in range(len(hashes), 0, -1):
-            tables: list[list[Block]] = []
-            for spec, blocks in zip(self.specs, found, strict=True):
+        tables: list[list[Block]] = [[] for _ in specs]
+        length = len(hashes)
+        for group, spec in enumerate(specs):
+            if spec.window is None:
+                tables[group] = pool.lookup_all(group, hashes[:length])
+                length = len(tables[group])
+        # Of a window, the last blocks are enough. Where one is missing, no prefix that goes past it will do.
+        group = 0
+        while group < len(specs):
+            spec = specs[group]
+            if spec.window is not None:
                 first = spec.first_needed_token(length * self.block_size) // self.block_size
-                needed = [b for b in blocks[first:length] if b is not None]
-                if len(needed) != length - first:
-                    break
-                tables.append([self.pool.null_block] * first + needed)
-            else:
-                return length, tables
-        return 0, [[] for _ in self.specs]
+                found = pool.lookup_all(group, reversed(hashes[first:length]))
+                if len(found) < length - first:
+                    length -= len(found) + 1
+                    group = 0
+                    continue
+                tables[group] = [pool.null_block] * first + found[::-1]
+            group += 1
+        return length, [table[:length] for table in tables]
 
     # ---- a request grows
-
-    def can_hold(self, request: Holder) -> bool:
-        """Whether all known tokens of an admitted request could be given slots right now."""
-        null = self.pool.null_block
-        held = sum(block is not null for table in request.block_tables for block in table)
-        return self.max_blocks(len(request.token_ids)) - held <= self.pool.num_free
 
     def allocate(self, request: Holder, num_tokens: int, edits: BlockTableEdits) -> bool:
         """Slots for the request's first `num_tokens` tokens; block-table changes are appended to `edits`.

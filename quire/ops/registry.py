@@ -1,7 +1,7 @@
 """Each operation is declared once, as a readable torch function; faster implementations register beside it.
 
     @declare
-    def rms_norm(x, weight, eps): ...            # the definition, and the reference that every other one is tested against
+    def rms_norm(x, weight, eps): ...            # the definition, and the reference that the others are tested against
 
     @rms_norm.implementation("cpu", supports=on_cpu)
     def rms_norm_cpu(x, weight, eps): ...

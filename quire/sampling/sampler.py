@@ -38,7 +38,8 @@ class Sampler:
             logits[rows, tokens] = float("-inf")
         if batch.temperature is None:
             return logits.argmax(-1)
-        assert batch.seeds is not None and batch.positions is not None
+        assert batch.seeds is not None
+        assert batch.positions is not None
         random = (batch.temperature > 0).nonzero().squeeze(1)
         everyone = len(random) == len(logits)
         scaled = (logits if everyone else logits[random]).float() / batch.temperature[random][:, None]

@@ -78,7 +78,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
         self._submitted: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        self._num_leaving = 0  # requests that lost their row, whose blocks wait for a submitted step to retire
+        self._num_leaving = 0  # requests that lost their place, whose blocks wait for a submitted step to retire
+        self._num_preempted = 0  # of those, requests that will be back in the queue
         self._num_arrived = 0
         self._num_steps = 0
 
@@ -132,7 +133,7 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
         running, kv = self.running, self.kv
         rows, num_tokens, edits = step.rows, step.num_tokens, step.block_table_edits
-        position = 0
+        position, all_have_room = 0, True
         while position < len(running):
             request = running[position]
             position += 1
@@ -148,6 +149,7 @@ class Scheduler:
                     if request.status is not Status.RUNNING:
                         break
                 if not has_room:
+                    all_have_room = False
                     continue
             rows.append(request.row)
             num_tokens.append(count)
@@ -159,20 +161,19 @@ class Scheduler:
                 request.num_in_flight_samples += 1
             if end >= request.next_hash_at:
                 kv.hash_full_blocks(request)
-        return budget
+        return budget if all_have_room else 0  # requests that wait for blocks come before requests that wait for a row
 
     def _schedule_waiting(self, step: SchedulerOutput, requests: list[Request], budget: int) -> None:
-        # Requests that wait for blocks come before requests that wait for a row.
-        while budget > 0 and self._free_rows and not self._num_leaving:
+        # A preempted request that is not back in the queue yet has its place before those that are.
+        while budget > 0 and self._free_rows and not self._num_preempted:
             request = self.waiting.peek()
             if request is None:
                 return
             num_cached = self.kv.admit(request)
+            if num_cached is None:
+                return
             known = len(request.token_ids)
             end = min(known, num_cached + budget)
-            if not self.kv.can_hold(request):
-                self.kv.free(request)
-                return
             self.waiting.pop()
             self._count_cached(request, num_cached)
             request.num_retired_tokens = num_cached
@@ -282,12 +283,14 @@ class Scheduler:
         previous, request.status = request.status, status
         if previous is Status.WAITING:
             self.waiting.discard(request)
+        elif previous is Status.PREEMPTED:  # it is leaving already, and will not be back
+            self._num_preempted -= 1
         elif previous is Status.RUNNING:
             del self.running[bisect_left(self.running, request.key, key=_by_key)]
             self._num_leaving += 1
+            self._num_preempted += status is Status.PREEMPTED
             if not request.num_in_flight_steps:
                 self._release(request)
-        # PREEMPTED -> FINISHED: it is leaving already.
 
     def _release(self, request: Request) -> None:
         self._num_leaving -= 1
@@ -296,5 +299,6 @@ class Scheduler:
         request.row = -1
         request.num_computed_tokens = 0
         if request.status is Status.PREEMPTED:
+            self._num_preempted -= 1
             request.status = Status.WAITING
             self.waiting.push(request)

@@ -1,0 +1,87 @@
+"""`quire chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from quire.cli.flags import add_engine_flags, add_log_level, add_sampling_flags, engine_options, sampling_options
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+    from quire.messages.sampling_params import SamplingParams
+
+HELP = "talk to a model in the terminal"
+_COMMANDS = "/reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="directory or Hugging Face id; the bundled model if left out")
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_sampling_flags(parser, max_tokens=512)
+    add_log_level(parser, "WARNING")
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from quire.engine.llm import LLM  # torch comes with it
+
+    llm = LLM(arguments.model, **engine_options(arguments))
+    params = llm.processor.default_sampling_params(**sampling_options(arguments))
+    beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages = list(beginning)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (line editing for input())
+
+        print(f"Talking to {arguments.model or 'the bundled model'}. {_COMMANDS}.")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            break
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = list(beginning)
+            continue
+        if not line:
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = _answer(llm, messages, params)
+        if answer is None:
+            messages.pop()
+        else:
+            messages.append({"role": "assistant", "content": answer})
+    llm.shutdown()
+    return 0
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+    """Stream the answer to the terminal. None if the conversation cannot be answered (it is too long, say)."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+
+    previous = signal.signal(signal.SIGINT, stop)  # take effect between steps, so that the engine stays whole
+    text = ""
+    try:
+        for output in llm.stream(llm.render_chat(messages), params, add_special_tokens=False):
+            new = output.outputs[0].text
+            sys.stdout.write(new[len(text) :])
+            sys.stdout.flush()
+            text = new
+            if stopped:
+                break
+    except ValueError as error:
+        print(f"{error}; /reset starts over", file=sys.stderr)
+        return None
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    sys.stdout.write("\n")
+    return text

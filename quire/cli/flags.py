@@ -1,0 +1,102 @@
+"""Command-line flags, made from the options in config.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, parse_size
+
+_DEST = "engine_"  # keeps the engine's options apart from a command's own
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ("model",)) -> None:
+    """A flag for every engine option but those in `skip`, grouped as config.py groups them."""
+    for config in GROUPS.values():
+        group = parser.add_argument_group(config.__doc__.strip().rstrip("."))
+        for name, option in OPTIONS[config].items():
+            if name not in skip:
+                _add_flag(group, name, option.default, option.metadata)
+
+
+def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
+    flag, hint = "--" + name.replace("_", "-"), TYPES[name]
+    common = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": metadata["help"].replace("%", "%%")}
+    if hint is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        return
+    choices = get_args(hint) if get_origin(hint) is Literal else None
+    kind: Any = str
+    if metadata.get("json"):
+        kind = _json_object
+    elif metadata.get("size"):
+        kind = _size
+    elif hint is int or (get_origin(hint) in (Union, UnionType) and int in get_args(hint)):
+        kind = int
+    if isinstance(default, (int, str)):
+        common["help"] += f" (default: {default})"
+    group.add_argument(flag, type=kind, choices=choices, metavar=None if choices else _metavar(name), **common)
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given, for `LLM(**options)`."""
+    return {key.removeprefix(_DEST): value for key, value in vars(arguments).items() if key.startswith(_DEST)}
+
+
+def _metavar(name: str) -> str:
+    return name.rsplit("_", 1)[-1].upper()
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """The sampling parameters that a person sets by hand."""
+    group = parser.add_argument_group("Sampling (what is left out, the model's generation_config.json decides)")
+    for name, kind, text in (
+        ("max-tokens", int, f"tokens to generate at most (default: {max_tokens})"),
+        ("temperature", float, "0 always takes the likeliest token"),
+        ("top-p", float, "draw from the likeliest tokens that together have this probability"),
+        ("top-k", int, "draw from this many of the likeliest tokens"),
+        ("min-p", float, "draw from tokens at least this probable relative to the likeliest"),
+    ):
+        group.add_argument("--" + name, type=kind, metavar="N" if kind is int else "X", help=text)
+    group.add_argument("--sampling-seed", type=int, metavar="N", help="makes the answer repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after end-of-sequence")
+    parser.set_defaults(default_max_tokens=max_tokens)
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `add_sampling_flags` read, for `SamplingParams(**options)`."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.sampling_seed is not None:
+        given["seed"] = arguments.sampling_seed
+    return {"max_tokens": arguments.default_max_tokens, "ignore_eos": arguments.ignore_eos, **given}
+
+
+def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--log-level",
+        default=default,
+        type=str.upper,
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help=f"how much to log on standard error (default: {default}); DEBUG shows tracebacks",
+    )

@@ -1,0 +1,40 @@
+"""`quire generate`: complete a prompt, streaming."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from quire.cli.flags import add_engine_flags, add_log_level, add_sampling_flags, engine_options, sampling_options
+
+HELP = "complete a prompt and print the text as it comes"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="the text to continue; read from standard input if left out")
+    parser.add_argument("--model", metavar="MODEL", help="directory or Hugging Face id; the bundled model if left out")
+    add_sampling_flags(parser, max_tokens=200)
+    add_log_level(parser, "WARNING")
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prompt = arguments.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ValueError('no prompt; try: quire generate "Once upon a time"')
+        prompt = sys.stdin.read().rstrip("\n")
+    from quire.engine.llm import LLM  # torch comes with it
+
+    llm = LLM(arguments.model, **engine_options(arguments))
+    params = llm.processor.default_sampling_params(**sampling_options(arguments))
+    sys.stdout.write(prompt)
+    shown = 0
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        sys.stdout.write(text[shown:])
+        sys.stdout.flush()
+        shown = len(text)
+    sys.stdout.write("\n")
+    llm.shutdown()
+    return 0

@@ -1,0 +1,46 @@
+"""`quire`: the command line. Each command is a file beside this one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from quire._version import __version__
+from quire.cli import bench, chat, generate
+from quire.config import ConfigError
+from quire.metrics.logging import configure_logging
+
+_COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quire", description="Quire, an LLM inference engine. Without a model, commands use the bundled one."
+    )
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, 1 for an error that the user can mend (one line on standard error), 130 for Ctrl-C."""
+    arguments = build_parser().parse_args(argv)
+    configure_logging(getattr(arguments, "log_level", "INFO"))
+    try:
+        return int(arguments.run(arguments) or 0)
+    except (ConfigError, ValueError, TypeError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; nothing to say at exit
+            return 0
+        if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
+            raise
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
