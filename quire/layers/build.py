@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ class WeightSlot:
     stop: int = 0
 
 
+class Packable(Protocol):
+    """A layer whose linear op may want its weight in another form."""
+
+    linear: Any
+    weight: Tensor
+
+
 class Builder:
     """Device, types, kernels and process group for the layers of one model; collects their weight slots."""
 
@@ -35,6 +43,7 @@ class Builder:
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group or TensorGroup()
         self.slots: list[WeightSlot] = []
+        self.linears: list[Packable] = []
 
     def parameter(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -48,3 +57,11 @@ class Builder:
     def part(self, name: str, target: Tensor, shape: tuple[int, ...], dim: int, start: int, stop: int) -> None:
         """Note that `target` is rows (dim 0) or columns (dim 1) [start, stop) of the tensor called `name`."""
         self.slots.append(WeightSlot(name, target, shape, dim, start, stop))
+
+    def finish(self) -> None:
+        """Call when the weights are loaded: packs those of linear layers, one by one, and lets go of the originals."""
+        self.slots.clear()
+        for layer in self.linears:
+            if hasattr(layer.linear, "pack"):
+                layer.weight = layer.linear.pack(layer.weight)
+        self.linears.clear()

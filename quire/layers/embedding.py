@@ -33,6 +33,7 @@ class LMHead:
         self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None
     ) -> None:
         self.linear = builder.kernels.linear
+        builder.linears.append(self)
         self.group = builder.tensor_group
         self.vocab_size = vocab_size
         if tied is None:

@@ -27,6 +27,7 @@ class ColumnParallelLinear:
 
     def __init__(self, builder: Builder, in_features: int, parts: list[OutputPart], bias: bool = False) -> None:
         self.linear = builder.kernels.linear
+        builder.linears.append(self)
         out_features = sum(p.stop - p.start for p in parts)
         self.weight = builder.parameter(out_features, in_features)
         self.bias = builder.parameter(out_features) if bias else None
@@ -53,6 +54,7 @@ class RowParallelLinear:
     ) -> None:
         """unit: inputs that stay together (a head's size)."""
         self.linear = builder.kernels.linear
+        builder.linears.append(self)
         self.group = builder.tensor_group
         start, stop = (bound * unit for bound in self.group.share(in_features // unit))
         self.weight = builder.parameter(out_features, stop - start)

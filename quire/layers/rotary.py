@@ -25,8 +25,8 @@ class RotarySpec:
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # in the original context
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = frequencies * (float(scaling["original_max_position_embeddings"]) / (2 * math.pi))  # in that context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / factor + smooth * frequencies
 
@@ -34,7 +34,7 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
     """Radians a position for each rotated pair: [rotary_dim / 2], float32. Raises ValueError for an unknown variant."""
     exponent = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
-    frequencies = torch.pow(spec.theta, -exponent)
+    frequencies: Tensor = torch.pow(spec.theta, -exponent)
     if spec.kind == "default":
         return frequencies
     if spec.kind == "linear":

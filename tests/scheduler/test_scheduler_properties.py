@@ -12,6 +12,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import islice
 from struct import pack
 from zlib import crc32
 
@@ -262,6 +263,8 @@ class House:
         scheduler, limits = self.scheduler, self.scheduler.limits
         assert len(self.in_flight) < limits.depth
         before = list(scheduler.running)
+        flying_ids = {access.request_id for other in self.in_flight for access in other.accesses}
+        blocks_come_back = bool(flying_ids - {request.request_id for request in before})
         step = scheduler.schedule()
         live = [truth.request for truth in self.truths.values()]
         assert len(step.rows) == len(step.num_tokens) == len(set(step.rows))
@@ -280,7 +283,7 @@ class House:
             assert all(new.row not in flying.step.rows for flying in self.in_flight), "the row is still in use"
         names = {request.row: request.request_id for request in scheduler.running}
         scheduled = {names[row] for row in step.rows}
-        leaving = {access.request_id for other in self.in_flight for access in other.accesses} - set(names.values())
+        leaving = flying_ids - set(names.values())
         for request in scheduler.running:
             truth = self.truths[request.request_id]
             flying = sum(
@@ -290,7 +293,9 @@ class House:
                 if access.request_id == request.request_id
             )
             last = len(truth.tokens) + flying >= len(truth.source.prompt_token_ids) + truth.source.max_tokens
-            assert request.request_id in scheduled or last or leaving, f"{request} got no token"
+            if request.request_id not in scheduled and not last:
+                assert leaving, f"{request} got no token"
+                assert not step.new_requests, f"requests entered while {request} waits for blocks"
         entered = {new.request_id for new in step.new_requests}
         outside = [r.key for r in live if r.status in (Status.WAITING, Status.PREEMPTED)]
         for request in scheduler.running:
@@ -299,6 +304,7 @@ class House:
         stayed = [r.key for r in before if r.status is Status.RUNNING and r.request_id not in entered]
         for request in before:
             if request.status is not Status.RUNNING:
+                assert not blocks_come_back, "preempted, though blocks were coming back"
                 assert all(key < request.key for key in stayed), "not the last in the order of service was preempted"
         return step
 
@@ -401,7 +407,7 @@ class House:
         named = Counter(b.block_id for request in live for table in request.block_tables for b in table)
         for block in pool.blocks[1:]:
             assert block.ref_cnt == named[block.block_id], f"{block} is named by {named[block.block_id]} tables"
-        free = [block.block_id for block in pool.free_list]
+        free = [block.block_id for block in islice(pool.free_list, len(pool.blocks))]  # it may be a ring
         assert len(free) == len(set(free)) == pool.num_free
         assert set(free) == {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0}
         assert pool.null_block.block_hash is None

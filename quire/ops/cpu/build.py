@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from platformdirs import user_cache_path
 
 logger = logging.getLogger("quire")
@@ -80,8 +79,11 @@ def load(folder: Path, flags: Sequence[str] = FLAGS) -> Library:
     path = folder / f"{_fingerprint(compiler, flags)}.so"
     if (loaded := _open_sound(path)) is not None:
         return loaded
+    import fcntl  # not everywhere; `library()` gets here on Linux only
+
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # one process compiles, others wait for what it makes
+    with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for what it makes
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if (loaded := _open_sound(path)) is None:
             _compile(compiler, flags, path)
             loaded = Library(path)

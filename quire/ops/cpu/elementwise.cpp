@@ -70,9 +70,8 @@ void silu_and_mul(const T* x, int64_t stride, int64_t rows, int64_t half, T* out
     const T* gate = x + row * stride;
     for_lanes(half, [&](int64_t i, int n) {
       f32x16 g = load_up_to(gate + i, n);
-      f32x16 exponent = g * -LOG2_E;
-      f32x16 bounded = exponent < 126.0f ? exponent : splat(126.0f);  // silu is 0 in float32 long before that
-      f32x16 silu = rounded_to(g / (1.0f + exp2(bounded)), T{});
+      f32x16 floored = g > -87.0f ? g : splat(-87.0f);  // exp2 must not overflow; silu is less than 1e-35 there
+      f32x16 silu = rounded_to(floored / (1.0f + exp2(floored * -LOG2_E)), T{});
       store_up_to(out + row * half + i, silu * load_up_to(gate + half + i, n), n);
     });
   });

@@ -57,5 +57,9 @@ def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 @declare
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b. x: [tokens, in], weight: [out, in], bias: [out] -> [tokens, out]."""
+    """x W^T + b. x: [tokens, in], weight: [out, in], bias: [out] -> [tokens, out].
+
+    An implementation may have an attribute `pack`, a function that turns a weight into the form it computes fastest
+    from; layers call it once, when their weights are loaded.
+    """
     return torch.nn.functional.linear(x, weight, bias)

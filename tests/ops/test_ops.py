@@ -1,0 +1,203 @@
+"""Every implementation of every op against its reference, and the references against what is known from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops import OPS, Kernels, Target
+from quire.ops.reference.sampling import gumbel_noise, philox
+
+Arguments = tuple[Any, ...]
+SIZES = (1, 3, 16, 17, 48, 128, 1030)
+TOKENS = (0, 1, 5, 70)
+
+
+def draw(dtype: torch.dtype, *size: int) -> Tensor:
+    return (torch.randn(*size) * 2).to(dtype)
+
+
+def slice_of_wider(x: Tensor) -> Tensor:
+    """x as columns of a wider tensor, as a slice of a fused projection is."""
+    wide = torch.cat([x, x.flip(-1), x], dim=-1)
+    return wide[..., x.shape[-1] : 2 * x.shape[-1]].flip(0) if x.shape[0] == 0 else wide[..., : x.shape[-1]]
+
+
+def rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for dim in SIZES:
+        for tokens in TOKENS:
+            x, weight = draw(dtype, tokens, dim), draw(dtype, dim)
+            yield x, weight, 1e-6
+            yield slice_of_wider(x), weight, 1e-5
+    fused = draw(dtype, 7, 5 * 40)
+    yield fused[:, 40:160].unflatten(1, (3, 40)), draw(dtype, 40), 1e-6  # the heads of q in a fused projection
+    yield draw(dtype, 40, 7).t(), draw(dtype, 40), 1e-6
+    yield draw(dtype, 2, 3, 4, 24), draw(dtype, 24), 1e-6
+    yield draw(dtype, 300, 512), draw(dtype, 512), 1e-6  # enough for several threads
+
+
+def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for dim in SIZES:
+        for tokens in TOKENS:
+            x, residual, weight = draw(dtype, tokens, dim), draw(dtype, tokens, dim), draw(dtype, dim)
+            yield x, residual, weight, 1e-6
+            yield slice_of_wider(x), slice_of_wider(residual), weight, 1e-5
+    same = draw(dtype, 4, 32)
+    yield same, same, draw(dtype, 32), 1e-6
+
+
+def silu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for half in SIZES:
+        for tokens in TOKENS:
+            x = draw(dtype, tokens, 2 * half) * 4
+            yield (x,)
+            yield (slice_of_wider(x),)
+    yield (torch.linspace(-200, 200, 4000).to(dtype).view(2, 2000),)
+    yield (draw(dtype, 300, 2 * 512),)
+
+
+def rotary_embedding_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for head_dim, rotary_dim in ((128, 128), (64, 64), (80, 32), (24, 24), (6, 6), (2, 2)):
+        for tokens in (0, 1, 3, 65):
+            fused = draw(dtype, tokens, 6 * head_dim)
+            q, k = (x.unflatten(1, (-1, head_dim)) for x in (fused[:, : 4 * head_dim], fused[:, 4 * head_dim :]))
+            angle = torch.randn(tokens, rotary_dim // 2) * 10
+            yield q, k, angle.cos(), angle.sin()
+            yield q.contiguous(), k.contiguous(), angle.cos(), angle.sin()
+    angle = torch.randn(32, 3) * 10
+    yield draw(dtype, 3, 4, 64), draw(dtype, 3, 1, 64), angle.cos().t(), angle.sin().t()
+
+
+def linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, inner, outer in ((1, 64, 96), (5, 64, 96), (17, 33, 7), (0, 16, 16)):
+        yield draw(dtype, rows, inner), draw(dtype, outer, inner), draw(dtype, outer)
+        yield draw(dtype, rows, inner), draw(dtype, outer, inner), None
+
+
+def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows in (0, 1, 5, 200):
+        for vocab in (1, 3, 17, 31, 32, 33, 1000, 4097):
+            yield draw(torch.float32, rows, vocab), *keys(rows)
+    logits = draw(torch.float32, 50, 3000)
+    yield logits.masked_fill(torch.rand(50, 3000) < 0.99, -torch.inf), *keys(50)
+    yield logits[:, 100:1101], *keys(50)
+    yield logits.t(), *keys(3000)
+    yield draw(torch.float32, 3, 151_936), *keys(3)
+
+
+def keys(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**20, (rows,))
+
+
+CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
+    "rms_norm": rms_norm_cases,
+    "add_rms_norm": add_rms_norm_cases,
+    "silu_and_mul": silu_and_mul_cases,
+    "rotary_embedding": rotary_embedding_cases,
+    "linear": linear_cases,
+    "sample_gumbel": sample_gumbel_cases,
+}
+IMPLEMENTATIONS = [(name, i) for name, op in OPS.items() for i in op.implementations if i.name != "reference"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS, ids=[f"{n}-{i.name}" for n, i in IMPLEMENTATIONS])
+def test_an_implementation_agrees_with_its_reference(name, implementation, dtype):
+    if not implementation.supports(Target(torch.device("cpu"), dtype)):
+        pytest.skip("not supported here")
+    torch.manual_seed(0)
+    # One unit in the last place may differ where the float32 value lay next to the border between two roundings.
+    rtol = 1e-5 if dtype is torch.float32 else 2**-7
+    different = total = 0
+    for arguments in CASES[name](dtype):
+        wanted = OPS[name].reference(*map(copied, arguments))
+        got = implementation.function(*map(copied, arguments))
+        for a, b in zip(as_tuple(got), as_tuple(wanted), strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=rtol, atol=1e-5)
+            different, total = different + int(((a != b) & (b.abs() > 1e-30)).sum()), total + a.numel()
+    if dtype is torch.bfloat16 and name != "linear":
+        assert different <= total * 1e-3, "rounds at other places than the reference does"
+
+
+def copied(x: Any) -> Any:
+    """x for a function that may overwrite it: the same values and strides in other memory."""
+    if not isinstance(x, Tensor):
+        return x
+    size = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.as_strided((size,), (1,)).clone().as_strided(x.shape, x.stride())
+
+
+def as_tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def test_every_op_has_cases():
+    assert set(CASES) == set(OPS)
+
+
+def test_a_norm_returns_contiguous_memory():
+    kernels = Kernels(Target(torch.device("cpu"), torch.float32))
+    assert kernels.rms_norm(torch.randn(3, 64)[:, 8:40], torch.ones(32), 1e-6).is_contiguous()
+
+
+def test_philox_gives_the_words_that_its_authors_publish():
+    """The known-answer vectors that come with Random123 (kat_vectors, philox4x32 with 10 rounds)."""
+    ones = 0xFFFFFFFF
+    vectors = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, (ones,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ]
+    for counter, key, words in vectors:
+        got = philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+        assert tuple(int(w) for w in got) == words
+
+
+@pytest.mark.parametrize("implementation", OPS["sample_gumbel"].implementations, ids=lambda i: i.name)
+class TestSampleGumbel:
+    @pytest.fixture(autouse=True)
+    def supported(self, implementation):
+        if not implementation.supports(Target(torch.device("cpu"), torch.float32)):
+            pytest.skip("not supported here")
+
+    def test_draws_follow_the_distribution(self, implementation):
+        logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf, 0.5, -3.0])
+        draws = 40_000
+        seeds, positions = torch.arange(draws) // 200 * 2**33 + 7, torch.arange(draws) % 200
+        counts = implementation.function(logits.expand(draws, -1), seeds, positions).bincount(minlength=7)
+        expected = logits.softmax(0) * draws
+        assert counts[4] == 0
+        seen = expected > 0
+        chi_square = float(((counts - expected).square() / expected)[seen].sum())
+        assert chi_square < 22.5  # the 0.1 % quantile at 5 degrees of freedom is 20.5
+
+    def test_a_row_depends_on_nothing_but_itself(self, implementation):
+        logits, (seeds, positions) = torch.randn(9, 5000), keys(9)
+        together = implementation.function(logits, seeds, positions)
+        alone = [implementation.function(logits[r : r + 1], seeds[r : r + 1], positions[r : r + 1]) for r in range(9)]
+        assert together.tolist() == torch.cat(alone).tolist()
+
+    def test_only_one_allowed_token_is_drawn(self, implementation):
+        logits = torch.full((3, 300), -torch.inf)
+        allowed = torch.tensor([0, 17, 299])
+        logits[torch.arange(3), allowed] = -50.0
+        assert implementation.function(logits, *keys(3)).tolist() == allowed.tolist()
+
+    def test_no_noise_is_infinite(self, implementation):
+        """The largest word rounds up to u = 1 in float32; the token that gets it must not win against everything."""
+        if implementation.name == "reference":
+            pytest.xfail("gumbel_noise has to bound u below 1")
+        seed, position, token = 0, 1229, 2648
+        logits = torch.zeros(1, token + 4)
+        logits[0, 0] = 100.0
+        assert implementation.function(logits, torch.tensor([seed]), torch.tensor([position])).tolist() == [0]
+
+
+def test_the_noise_of_the_reference_is_standard_gumbel():
+    noise = gumbel_noise(*keys(64), 5000).double()
+    assert abs(float(noise.mean()) - 0.57722) < 0.01
+    assert abs(float(noise.var()) - torch.pi**2 / 6) < 0.02

@@ -1,0 +1,107 @@
+"""Engines for tests: small, in float32, with either set of kernels; and what can be asked of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.cpu import CpuAttention
+from quire.engine.core import EngineCore
+from quire.engine.llm import LLM
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
+from quire.ops.cpu.build import library
+from quire.ops.registry import OPS
+from quire.worker.model_runner import ModelRunner
+
+MAX_MODEL_LEN = 176  # the longest prompt of the tests, its 64 tokens, and a few
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
+    """backend: "cpu" or "reference", for attention and all other ops alike."""
+    if backend == "cpu" and library() is None:
+        pytest.skip("the CPU kernels cannot be compiled here")
+    assert CpuAttention.name == "cpu"
+    pins = {name: "reference" for name in OPS} if backend == "reference" else {}
+    small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32}
+    return LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
+
+
+def generate(
+    llm: LLM, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+) -> list[RequestOutput]:
+    """All at once; afterwards nothing may be left in the engine."""
+    outputs = llm.generate(list(prompts), params, use_tqdm=False)
+    assert_nothing_is_left(llm.core)
+    return outputs
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def finish(core: EngineCore, limit: int = 10_000) -> dict[str, tuple[list[int], str | None, int | str | None]]:
+    """Step until nothing is left: (token ids, finish reason, stop reason) by request id."""
+    made: dict[str, tuple[list[int], str | None, int | str | None]] = {}
+    for _ in range(limit):
+        if not core.has_unfinished:
+            return made
+        collect(core, made)
+    raise AssertionError(f"not finished after {limit} steps")
+
+
+def collect(core: EngineCore, made: dict[str, tuple[list[int], str | None, int | str | None]]) -> None:
+    for output in core.step():
+        token_ids, _, _ = made.setdefault(output.request_id, ([], None, None))
+        token_ids.extend(output.new_token_ids)
+        reason = None if output.finish_reason is None else output.finish_reason.value
+        made[output.request_id] = token_ids, reason, output.stop_reason
+
+
+def assert_nothing_is_left(core: EngineCore) -> None:
+    """Every block and every row is free, once the steps that are still in flight have retired."""
+    while core.has_unfinished:
+        assert not core.step(), "these requests are over"
+    scheduler = core.scheduler
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert len(scheduler.waiting) == 0
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
+    assert sorted(scheduler._free_rows) == list(range(scheduler.limits.max_num_seqs))
+    if hasattr(core.executor, "runner"):
+        assert not core.executor.runner._submitted
+
+
+def runner_of(llm: LLM) -> ModelRunner:
+    return llm.core.executor.runner
+
+
+@torch.inference_mode()
+def teacher_forced_logits(llm: LLM, text: list[int], chunks: Sequence[int] = ()) -> Tensor:
+    """The logits after each token of `text`, computed in steps of `chunks` tokens: [tokens, vocab]."""
+    runner = runner_of(llm)
+    batch, model = runner.batch, runner.model
+    groups, count = len(batch.block_tables), -(-len(text) // batch.block_size)
+    blocks = list(range(1, groups * count + 1))
+    random.Random(0).shuffle(blocks)
+    edits = BlockTableEdits(
+        [g for g in range(groups) for _ in range(count)], [0] * groups * count, list(range(count)) * groups, blocks
+    )
+    new = NewRequest("forced", 0, text, len(text), 0, SamplingParams(), 0)
+    rows = []
+    for index, size in enumerate(chunks or [len(text)]):
+        step = SchedulerOutput(index, [new] if index == 0 else [], [0], [size], edits)
+        if index == 0:
+            batch.install(new)
+        batch.edit_block_tables(step)
+        flat = batch.flatten(step)
+        rows.append(model.logits(model.forward(torch.from_numpy(flat.input_ids), runner._forward_state(flat))))
+    return torch.cat(rows)

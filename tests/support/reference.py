@@ -1,0 +1,90 @@
+"""What transformers says: greedy continuations, and logits of a given text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.checkpoints import VARIANTS, Checkpoints
+
+NUM_TOKENS = 64
+TIE = 1e-4  # where the two best logits are nearer than this, either is right, and what follows may differ
+LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 100)  # around the borders of blocks of 16
+NUM_PROMPTS = 32
+
+
+def prompts(vocab_size: int, count: int = NUM_PROMPTS) -> list[list[int]]:
+    """`count` random prompts; the first of them have the lengths of LENGTHS."""
+    draw = random.Random(5)
+    lengths = [*LENGTHS, *(draw.randint(1, 70) for _ in range(count - len(LENGTHS)))]
+    return [[draw.randrange(4, vocab_size) for _ in range(length)] for length in lengths]
+
+
+@dataclass
+class Continuation:
+    """token_ids: the greedy tokens; certain: how many of them are no ties, from the first on."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    certain: int
+
+    def check(self, token_ids: list[int]) -> None:
+        assert len(token_ids) == len(self.token_ids)
+        assert token_ids[: self.certain] == self.token_ids[: self.certain], f"prompt of {len(self.prompt)} tokens"
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.inference_mode()
+def greedy(model: Any, texts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[Continuation]:
+    """transformers' own generate with its own cache, padded on the left."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
+    made = model.generate(
+        ids, attention_mask=mask, do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens,
+        eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    best = torch.stack(made.logits).topk(2, dim=-1).values  # [tokens, texts, 2]
+    tie = (best[..., 0] - best[..., 1] < TIE).T.tolist()
+    return [
+        Continuation(text, tokens, ties.index(True) if any(ties) else num_tokens)
+        for text, tokens, ties in zip(texts, made.sequences[:, width:].tolist(), tie, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def logits(model: Any, text: list[int]) -> Tensor:
+    """[tokens, vocab]"""
+    return model(torch.tensor([text])).logits[0]
+
+
+class References:
+    """Continuations of the variants' prompts, computed once."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._models: dict[str, Any] = {}
+        self._continuations: dict[str, list[Continuation]] = {}
+
+    def model(self, variant: str) -> Any:
+        if variant not in self._models:
+            self._models[variant] = load(self._checkpoints.path(variant))
+        return self._models[variant]
+
+    def continuations(self, variant: str) -> list[Continuation]:
+        if variant not in self._continuations:
+            vocab_size = VARIANTS[variant][1].get("vocab_size", 320)
+            self._continuations[variant] = greedy(self.model(variant), prompts(vocab_size))
+        return self._continuations[variant]
