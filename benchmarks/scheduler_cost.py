@@ -73,7 +73,9 @@ class Stopwatch:
         self.schedule = self.update = 0.0
         self.num_rows = self.num_steps = 0
 
-    def turn(self, scheduler: Scheduler, sampler: Sampler, in_flight: list[ModelRunnerOutput]) -> list[EngineCoreOutput]:
+    def turn(
+        self, scheduler: Scheduler, sampler: Sampler, in_flight: list[ModelRunnerOutput]
+    ) -> list[EngineCoreOutput]:
         """One step of a loop that is in_flight's length + 1 deep."""
         start = perf_counter()
         step = scheduler.schedule()
@@ -167,7 +169,7 @@ def long_queue(name: str) -> None:
     for _ in range(160):
         stopwatch.turn(scheduler, sampler, [])
     assert len(scheduler.waiting) == 10_001
-    stopwatch.report(name)
+    print(f"{name:<44} {1e3 * stopwatch.schedule / stopwatch.num_steps:5.2f} ms to schedule a step of 128 rows")
 
 
 def simulated_hour(depth: int) -> None:
@@ -198,7 +200,8 @@ def simulated_hour(depth: int) -> None:
         if len(in_flight) == depth or not step.rows:
             num_finished += sum(o.finish_reason is not None for o in scheduler.update(in_flight.pop(0)))
     seconds = perf_counter() - start
-    assert num_finished == 3600 and scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
+    assert num_finished == 3600
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
     print(
         f"an hour of one request a second, depth {depth}: {seconds:.1f} s for {num_steps:,} steps and "
         f"{sampler.num_sampled:,} tokens; over at {clock:,.0f} s, at most {most_running} rows, "

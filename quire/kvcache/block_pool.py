@@ -26,7 +26,7 @@ class Block:
 class FreeList:
     """An intrusive doubly-linked list: take from the front, put at the back, remove from anywhere, all in O(1).
 
-        head <-> least recently freed <-> ... <-> most recently freed <-> tail
+    head <-> least recently freed <-> ... <-> most recently freed <-> tail
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,16 @@ class FreeList:
         self.length += 1
 
     def remove(self, block: Block) -> None:
-        assert block.prev is not None and block.next is not None
+        assert block.prev is not None
+        assert block.next is not None
         block.prev.next, block.next.prev = block.next, block.prev
         block.prev = block.next = None
         self.length -= 1
 
     def popleft(self) -> Block:
         first = self._head.next
-        assert first is not None and first is not self._tail, "the free list is empty"
+        assert first is not None
+        assert first is not self._tail, "the free list is empty"
         self.remove(first)
         return first
 

@@ -34,7 +34,7 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
     """Radians a position for each rotated pair: [rotary_dim / 2], float32. Raises ValueError for an unknown variant."""
     exponent = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
-    frequencies: Tensor = torch.pow(spec.theta, -exponent)
+    frequencies: Tensor = 1.0 / torch.pow(spec.theta, exponent)  # rounded as in the reference implementations
     if spec.kind == "default":
         return frequencies
     if spec.kind == "linear":

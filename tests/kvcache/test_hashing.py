@@ -55,9 +55,7 @@ def test_the_tokens_boundaries_cannot_be_confused() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(TOKENS, st.integers(1, 6), st.lists(st.integers(0, 24), max_size=4))
-def test_extending_in_pieces_gives_the_hashes_of_the_whole(
-    tokens: list[int], block_size: int, cuts: list[int]
-) -> None:
+def test_extending_in_pieces_gives_the_hashes_of_the_whole(tokens: list[int], block_size: int, cuts: list[int]) -> None:
     pieces: list[bytes] = []
     for cut in sorted(cuts):
         extend_hashes(pieces, tokens[:cut], block_size)

@@ -98,11 +98,12 @@ def test_tails_are_evicted_before_the_heads_that_others_share() -> None:
     document = list(range(12))
     first, _ = enter(kv, [*document, 50])
     kv.free(first)
-    enter(kv, [90])  # takes the partial tail
-    other, _ = enter(kv, [91])  # takes the last full block
-    assert ids(other) == [3]
+    tail, _ = enter(kv, [90])
+    body, _ = enter(kv, [91])
+    assert (ids(tail), ids(body)) == ([4], [3])  # the partial block, then the last full one
+    kv.free(tail)
+    kv.free(body)
     again = make_request([*document, 50])
-    kv.pool.release(other.block_tables[0])
     assert kv.admit(again) == 8
     assert ids(again) == [1, 2]
 

@@ -41,7 +41,7 @@ def _rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_type": kind, **more}
 
 
-_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 # name: (model type, differences from _BASE, how config.json is written:
 #   old_rope writes rope_theta and rope_scaling as before transformers 5; without drops fields from the file;
@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama-gqa4-llama3-old": (
         "llama",
-        {"num_attention_heads": 8, "rope_parameters": _rope(50_000.0, "llama3", **_LLAMA3)},
+        {"num_attention_heads": 8, "rope_parameters": _rope(100.0, "llama3", **_LLAMA3)},
         {"old_rope": True},
     ),
     "llama-6-heads-over-2": (
@@ -171,6 +171,9 @@ def write_checkpoint(
     """A whole checkpoint: config, weights, tokenizer, generation_config. save_options: of transformers' save_pretrained."""
     import torch
 
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     config_class, model = model_class(kind)
     network = model(config_class(**{**_BASE, **(config or {})})).float()
     scale_weights(network, seed)

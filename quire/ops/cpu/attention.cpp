@@ -101,7 +101,10 @@ inline f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
 }
 
 // Cache lines to fetch while a kernel computes: `lines` of each of its steps, `stride` words apart.
-inline void prefetch(const uint32_t* p) { __builtin_prefetch(p, 0, 3); }
+#ifndef HINT
+#define HINT 3
+#endif
+inline void prefetch(const uint32_t* p) { if (HINT >= 0) __builtin_prefetch(p, 0, HINT < 0 ? 3 : HINT); }
 
 // scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens.
 template <class T, int R, int C>
