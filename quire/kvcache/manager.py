@@ -55,7 +55,8 @@ class KVCacheManager:
         At least one token is always left, for its logits. None, and nothing given, if there is no room for all its
         known tokens right now. Undone by `free`.
         """
-        num_blocks, tables = 0, [[] for _ in self.specs]
+        num_blocks = 0
+        tables: list[list[Block]] = [[] for _ in self.specs]
         if self.enable_prefix_caching:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
             num_blocks, tables = self._match(request)
@@ -82,20 +83,19 @@ class KVCacheManager:
             if spec.window is None:
                 tables[group] = pool.lookup_all(group, hashes[:length])
                 length = len(tables[group])
-        # Of a window, the last blocks are enough. Where one is missing, no prefix that goes past it will do.
-        group = 0
-        while group < len(specs):
-            spec = specs[group]
-            if spec.window is not None:
+        windowed = [(group, spec) for group, spec in enumerate(specs) if spec.window is not None]
+        while (
+            True
+        ):  # of a window, the last blocks are enough; where one is missing, no prefix that goes past it will do
+            for group, spec in windowed:
                 first = spec.first_needed_token(length * self.block_size) // self.block_size
                 found = pool.lookup_all(group, reversed(hashes[first:length]))
                 if len(found) < length - first:
                     length -= len(found) + 1
-                    group = 0
-                    continue
+                    break
                 tables[group] = [pool.null_block] * first + found[::-1]
-            group += 1
-        return length, [table[:length] for table in tables]
+            else:
+                return length, [table[:length] for table in tables]
 
     # ---- a request grows
 

@@ -213,9 +213,10 @@ class Scheduler:
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Retire the oldest submitted step: advance its requests by what they sampled, finish, free."""
-        step, requests = self._submitted.popleft()
+        step, requests = self._submitted[0]
         if step.step_id != output.step_id or len(requests) != len(output.sampled_token_ids):
             raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
+        self._submitted.popleft()
         outputs: list[EngineCoreOutput] = []
         for request, count, sampled in zip(requests, step.num_tokens, output.sampled_token_ids, strict=True):
             status = request.status

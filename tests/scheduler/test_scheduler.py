@@ -293,7 +293,7 @@ def test_a_preempted_request_keeps_its_blocks_until_its_steps_retire() -> None:
     assert scheduler.kv.pool.num_free == 0
     outputs = answer(scheduler, two, 9, 19)
     assert [output.new_token_ids for output in outputs] == [[9], [19]]
-    assert scheduler.requests["last"].status is Status.WAITING
+    assert [request.request_id for request in scheduler.waiting] == ["last"]
     assert counts(scheduler, scheduler.schedule()) == {"first": 1}
 
 

@@ -153,16 +153,16 @@ class WorkerModel:
             nodes = [node := self.histories.child(node, token) for token in new.token_ids]
             self.rows[new.row] = Row(new.request_id, nodes, list(new.token_ids), new.num_computed_tokens)
         edits = step.block_table_edits
-        for group, row, index, block in zip(edits.groups, edits.rows, edits.indices, edits.block_ids, strict=True):
-            self.tables[group, row, index] = block
-        accesses = [Access(self.rows[row].request_id) for row in step.rows]
+        for group, number, index, block in zip(edits.groups, edits.rows, edits.indices, edits.block_ids, strict=True):
+            self.tables[group, number, index] = block
+        accesses = [Access(self.rows[number].request_id) for number in step.rows]
         slots: set[tuple[int, int]] = set()
-        for row_id, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
-            row = self.rows[row_id]
+        for number, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
+            row = self.rows[number]
             assert row.computed + count <= len(row.tokens), f"{row} has no token to compute"
             for position in range(row.computed, row.computed + count):
                 for group in range(len(self.windows)):
-                    block = self.tables[group, row_id, position // BLOCK_SIZE]
+                    block = self.tables[group, number, position // BLOCK_SIZE]
                     slot = (block, position % BLOCK_SIZE)
                     assert block > 0, f"{row} writes to the null block"
                     assert slot not in slots, f"two tokens of step {step.step_id} are written to slot {slot}"
@@ -170,15 +170,15 @@ class WorkerModel:
                     self.memory[slot] = (group, row.nodes[position])
                     access.written.add(block)
         sampled: list[list[int]] = []
-        for row_id, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
-            row = self.rows[row_id]
+        for number, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
+            row = self.rows[number]
             for group, window in enumerate(self.windows):
                 first = 0 if window is None else max(0, row.computed - window + 1)
                 for position in range(first, row.computed + count):
-                    block = self.tables[group, row_id, position // BLOCK_SIZE]
+                    block = self.tables[group, number, position // BLOCK_SIZE]
                     entry = self.memory.get((block, position % BLOCK_SIZE))
                     assert entry == (group, row.nodes[position]), (
-                        f"step {step.step_id}: {row.request_id} reads a wrong entry at position {position}, group {group}"
+                        f"step {step.step_id}: {row.request_id} reads a wrong entry: position {position}, group {group}"
                     )
                     access.read.add(block)
             row.computed += count

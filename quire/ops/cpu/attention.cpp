@@ -100,11 +100,14 @@ inline f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
 #endif
 }
 
-// Cache lines to fetch while a kernel computes: `lines` of each of its steps, `stride` words apart.
-#ifndef HINT
-#define HINT 3
-#endif
-inline void prefetch(const uint32_t* p) { if (HINT >= 0) __builtin_prefetch(p, 0, HINT < 0 ? 3 : HINT); }
+// Where a tile's keys and values are, by groups of 16 tokens, as many as there are.
+struct Tile {
+  const uint32_t *keys[TILE_LINES] = {}, *values[TILE_LINES] = {};
+};
+
+// The kernels fetch the next tile while they compute. Into the second-level cache: the first one has too few fill buffers
+// to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
+inline void fetch(const uint32_t* line) { __builtin_prefetch(line, 0, 2); }
 
 // scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens.
 template <class T, int R, int C>
@@ -117,7 +120,8 @@ void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride
     for (int c = 0; c < C; c++) lines[c] = load_words(keys[c] + w * stride);
     if (ahead)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) prefetch(ahead[c] + w * LANES);
+      for (int c = 0; c < C; c++)
+        if (ahead[c]) fetch(ahead[c] + w * stride);
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       u32x16 word = splat(q[r * words + w]);
@@ -131,16 +135,10 @@ void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride
     for (int c = 0; c < C; c++) store(scores + r * TILE_KEYS + c * LANES, sums[r][c]);
 }
 
-// What the values' product fetches for the next tile: its keys, by groups of 16 tokens.
-struct Ahead {
-  const uint32_t* keys[TILE_LINES] = {};
-  int stride = 0;  // words between a group's lines
-};
-
 // out[r][from + 16 c ...] = out * rescale[r] + p[r] . values.
 template <class T, int R, int C>
 void weigh(const uint32_t* p, const uint32_t* const* values, int from, int words, float* out, int dim,
-           const float* rescale, const Ahead* ahead) {
+           const float* rescale, const uint32_t* const* ahead) {
   out += from;
   constexpr int STEPS = LANES / PAIR<T>;  // that make up 16 tokens
   f32x16 sums[R][C];
@@ -152,12 +150,8 @@ void weigh(const uint32_t* p, const uint32_t* const* values, int from, int words
     u32x16 lines[C];
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) lines[c] = load_words(values[w] + from + c * LANES);
-    if (ahead) {
-      const uint32_t* keys = ahead->keys[w / STEPS];
-      const int lines_per_step = dim / LANES;
-      if (keys)
-        for (int i = 0; i < lines_per_step; i++) prefetch(keys + (w % STEPS * lines_per_step + i) * ahead->stride);
-    }
+    if (ahead && ahead[w / STEPS])
+      for (int d = 0; d < dim; d += LANES) fetch(ahead[w / STEPS] + w % STEPS * dim + d);
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
       u32x16 word = splat(p[r * (TILE_KEYS / PAIR<T>) + w]);
@@ -240,11 +234,14 @@ struct Attention {
     return keys - offset + g.block_size * words() + offset / PAIR<T> * g.dim;
   }
 
-  void look_ahead(Ahead& ahead, const Task& t, int head, int base) const {
-    ahead.stride = g.block_size;
-    const int end = last_key(t);
-    for (int c = 0; c < TILE_LINES; c++)
-      ahead.keys[c] = base + c * LANES < end ? keys_at(t, head, base + c * LANES) : nullptr;
+  Tile tile_at(const Task& t, int head, int base) const {
+    Tile tile;
+    const int end = std::min(base + TILE_KEYS, last_key(t));
+    for (int c = 0; base + c * LANES < end; c++) {
+      tile.keys[c] = keys_at(t, head, base + c * LANES);
+      tile.values[c] = values_of(tile.keys[c], base + c * LANES);
+    }
+    return tile;
   }
 
   static int tile_start(int key) { return key / LANES * LANES; }
@@ -260,10 +257,10 @@ struct Attention {
 
   // Turns a row's scores into probabilities relative to its running maximum; keys outside [begin, end) count nothing.
   template <bool MASKED>
-  void softmax_row(float* scores, int lines, int begin, int end, T* p, float& maximum, float& rescale, f32x16& sums) const {
+  void softmax_row(const float* scores, int begin, int end, T* p, float& maximum, float& rescale, f32x16& sums) const {
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 x[TILE_LINES], top = splat(MINUS_INFINITY);
-    for (int c = 0; c < lines; c++) {
+    for (int c = 0; c < TILE_LINES; c++) {
       x[c] = load(scores + c * LANES) * (scale * LOG2_E);
       if (MASKED) {
         i32x16 key = lane + c * LANES;
@@ -276,7 +273,7 @@ struct Attention {
     rescale = raised == maximum ? 1 : std::exp2(maximum - base);
     maximum = raised;
     sums *= rescale;
-    for (int c = 0; c < lines; c++) {
+    for (int c = 0; c < TILE_LINES; c++) {
       f32x16 e = quire::exp2(x[c] - base);
       sums += e;
       store(p + c * LANES, e);
@@ -284,31 +281,26 @@ struct Attention {
   }
 
   // The task's rows against the keys of [from, to), at most a tile of them; base is the multiple of 16 at or below `from`.
-  void visit_tile(const Task& t, int head, int base, int from, int to, const Ahead& ahead, Scratch& s) const {
+  void visit_tile(const Task& t, int base, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group(), lines = (to - base + LANES - 1) / LANES;
-    const uint32_t *keys[TILE_LINES], *line_values[TILE_LINES];
-    for (int c = 0; c < lines; c++) {
-      keys[c] = keys_at(t, head, base + c * LANES);
-      line_values[c] = values_of(keys[c], base + c * LANES);
-    }
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
     in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
       in_pieces<MAX_COLUMNS>(lines, [&](auto c, int line) {
-        score<T, r.value, c.value>(queries + row * words(), words(), keys + line, g.block_size,
-                                   s.scores + row * TILE_KEYS + line * LANES, row ? nullptr : line_values + line);
+        score<T, r.value, c.value>(queries + row * words(), words(), tile.keys + line, g.block_size,
+                                   s.scores + row * TILE_KEYS + line * LANES, row ? nullptr : ahead.keys + line);
       });
     });
 
-    const bool masked = from > base || base + lines * LANES > t.position + 1 || to < base + lines * LANES ||
+    const bool masked = from > base || to < base + TILE_KEYS || to > t.position + 1 ||
                         (window && base < t.position + t.tokens - window);
     T* probabilities = reinterpret_cast<T*>(s.p);
     for (int row = 0; row < rows; row++) {
       const int position = t.position + row / group();
       const int begin = std::max(from, window ? position - window + 1 : 0) - base, end = std::min(to, position + 1) - base;
-      float* scores = s.scores + row * TILE_KEYS;
+      const float* scores = s.scores + row * TILE_KEYS;
       T* p = probabilities + row * TILE_KEYS;
-      if (masked) softmax_row<true>(scores, lines, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
-      else softmax_row<false>(scores, lines, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
+      if (masked) softmax_row<true>(scores, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
+      else softmax_row<false>(scores, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
     }
 
     // One pointer for each pair of tokens. A slot outside [from, to) may hold anything, and 0 * NaN is NaN: a pair of
@@ -316,7 +308,7 @@ struct Attention {
     constexpr int P = PAIR<T>;
     const uint32_t* values[TILE_KEYS / P];
     const int first = (from - base) / P, last = (to - base + P - 1) / P;
-    for (int w = first; w < last; w++) values[w] = line_values[w * P / LANES] + w * P % LANES / P * g.dim;
+    for (int w = first; w < last; w++) values[w] = tile.values[w * P / LANES] + w * P % LANES / P * g.dim;
     if (P == 2 && (from - base) % 2) clear_half(values[first], 0xffff0000u, s.edges);
     if (P == 2 && (to - base) % 2) clear_half(values[last - 1], 0x0000ffffu, s.edges + g.dim);
 
@@ -325,7 +317,7 @@ struct Attention {
       constexpr int COLUMNS = r.value <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;
       in_pieces<COLUMNS>(g.dim / LANES, [&](auto c, int column) {
         weigh<T, r.value, c.value>(words_of_p + row * (TILE_KEYS / P), values + first, column * LANES, last - first,
-                                   s.out + row * g.dim, g.dim, s.rescale + row, row || column ? nullptr : &ahead);
+                                   s.out + row * g.dim, g.dim, s.rescale + row, row || column ? nullptr : ahead.values);
       });
     });
   }
@@ -350,11 +342,13 @@ struct Attention {
     std::fill(s.maximum, s.maximum + rows, MINUS_INFINITY);
     std::fill(s.sums, s.sums + rows, f32x16{});
     memset(s.out, 0, rows * g.dim * sizeof(float));
+    Tile tile = tile_at(t, head, tile_start(from));
     for (int base = tile_start(from); base < to; base += TILE_KEYS) {
-      Ahead ahead;
-      if (base + TILE_KEYS < to) look_ahead(ahead, t, head, base + TILE_KEYS);
-      else if (next) look_ahead(ahead, *next, next_head, tile_start(first_key(*next)));
-      visit_tile(t, head, base, std::max(base, from), std::min(base + TILE_KEYS, to), ahead, s);
+      Tile ahead;
+      if (base + TILE_KEYS < to) ahead = tile_at(t, head, base + TILE_KEYS);
+      else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)));
+      visit_tile(t, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
+      tile = ahead;
     }
     for (int row = 0; row < rows; row++) {
       const float total = sum(s.sums[row]);

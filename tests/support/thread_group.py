@@ -1,0 +1,57 @@
+"""Tensor-parallel ranks as threads of one process: every split of a model is tried in milliseconds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from quire.parallel.mesh import TensorGroup
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the ranks lay down their tensors and take up the others'."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.table: list[Any] = [None] * size
+
+
+@dataclass(frozen=True)
+class ThreadGroup(TensorGroup):
+    meeting: Any = None
+    calls: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0})
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self.meeting.table[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.table)
+        self.meeting.barrier.wait()
+        return values
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls["all_reduce"] += 1
+        total = torch.stack(self._exchange(x.clone())).sum(0)
+        return x.copy_(total)
+
+    def all_gather(self, x: Tensor, total: int) -> Tensor:
+        self.calls["all_gather"] += 1
+        return torch.cat(self._exchange(x.clone()), dim=-1)[..., :total]
+
+    def minimum(self, value: int) -> int:
+        return min(self._exchange(value))
+
+
+def on_every_rank(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
+    """The results of `work(group)` on `size` ranks."""
+    meeting = Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, ThreadGroup(rank, size, None, meeting)) for rank in range(size)]
+        return [future.result() for future in futures]
