@@ -1,7 +1,7 @@
 """Quire: an LLM inference and serving engine.
 
-    from quire import LLM, SamplingParams
-    print(LLM().generate("Once upon a time", SamplingParams(max_tokens=60))[0].outputs[0].text)
+from quire import LLM, SamplingParams
+print(LLM().generate("Once upon a time", SamplingParams(max_tokens=60))[0].outputs[0].text)
 """
 
 from importlib import import_module

@@ -50,7 +50,8 @@ class ModelConfig:
         "auto", "dummy draws random weights of the right shapes instead of reading the checkpoint's"
     )
     generation_config: str = option(
-        "auto", "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones"
+        "auto",
+        "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones",
     )
     chat_template: str | None = option(None, "a Jinja template, or the file of one, instead of the model's")
     seed: int = option(0, "seed from which requests without a seed draw theirs")
@@ -68,7 +69,9 @@ class CacheConfig:
     block_size: int = option(16, "tokens in a KV block")
     enable_prefix_caching: bool = option(True, "reuse the KV of equal beginnings")
     kv_cache_memory_bytes: int | None = option(
-        None, "memory for the KV cache (default on CPU: half of what is free, at most what all rows could use)", size=True
+        None,
+        "memory for the KV cache (default on CPU: half of what is free, at most what all rows could use)",
+        size=True,
     )
     num_gpu_blocks_override: int | None = option(None, "use this many KV blocks, whatever the memory")
 

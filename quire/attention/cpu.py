@@ -16,22 +16,15 @@ _TASKS_PER_THREAD = 4  # at least attention.cpp's
 
 
 class _Geometry(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int32) for name in ("is_bf16", "heads", "kv_heads", "head_dim", "padded_dim", "block_size")
-    ]
+    _fields_ = [(n, ctypes.c_int32) for n in ("is_bf16", "heads", "kv_heads", "head_dim", "padded_dim", "block_size")]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        ("block_table", ctypes.c_void_p),
-        ("table_stride", ctypes.c_int64),
-        ("tasks", ctypes.c_void_p),
-        ("merges", ctypes.c_void_p),
-        ("num_tasks", ctypes.c_int32),
-        ("num_merges", ctypes.c_int32),
-        ("partial_rows", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    ]
+        ("block_table", ctypes.c_void_p), ("table_stride", ctypes.c_int64), ("tasks", ctypes.c_void_p),
+        ("merges", ctypes.c_void_p), ("num_tasks", ctypes.c_int32), ("num_merges", ctypes.c_int32),
+        ("partial_rows", ctypes.c_int32), ("threads", ctypes.c_int32),
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class CpuPlan:
 
 
 class CpuAttention(AttentionBackend):
-    """float32 and bfloat16, any head size and grouping. Cache: [blocks, kv_heads, 2 (keys, values), block_size * dim]."""
+    """float32 and bfloat16, any head size. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim]."""
 
     name = "cpu"
 

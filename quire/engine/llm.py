@@ -47,11 +47,10 @@ class LLM:
             tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
         self._tokenizer = Tokenizer.from_directory(tokenizer_directory)
         generation_config = read_json(directory, "generation_config.json") if m.generation_config == "auto" else {}
-        self.processor = Processor(
-            self._tokenizer, self.max_model_len, spec.vocab_size, generation_config, seed=m.seed
-        )
+        self.processor = Processor(self._tokenizer, self.max_model_len, spec.vocab_size, generation_config, seed=m.seed)
         self.output_processor = OutputProcessor(self._tokenizer)
         self.core = make_core(config, directory, self.max_model_len)
+        self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them
         self._num_requests = 0
 
     # ---- vLLM's interface
@@ -119,7 +118,9 @@ class LLM:
             try:
                 template = Path(template).read_text(encoding="utf-8")
             except OSError as error:
-                raise ValueError(f"chat_template {template!r} is neither a Jinja template nor a readable file") from error
+                raise ValueError(
+                    f"chat_template {template!r} is neither a Jinja template nor a readable file"
+                ) from error
         if template is None and arguments.get("tools"):
             template = self._tokenizer.chat_templates.get("tool_use")
         template = template or self._tokenizer.chat_template
@@ -164,7 +165,9 @@ class LLM:
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             self._num_requests += 1
             value = 0 if priority is None else priority[i]
-            requests.append(self.processor.process(str(self._num_requests - 1), prompt, param, value, add_special_tokens))
+            requests.append(
+                self.processor.process(str(self._num_requests - 1), prompt, param, value, add_special_tokens)
+            )
         return requests
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -177,7 +180,9 @@ class LLM:
                     num_in += len(output.prompt_token_ids)
                     num_out += sum(len(c.token_ids) for c in output.outputs)
                     elapsed = max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s", refresh=False)
+                    bar.set_postfix_str(
+                        f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s", refresh=False
+                    )
                     bar.update()
         return [finished[request.request_id] for request in requests]
 
@@ -190,15 +195,24 @@ class LLM:
                     self.core.add_request(core_request)
             running = {request.request_id for request in requests}
             while running:
-                changed, to_abort = self.output_processor.process(self.core.step())
-                self.core.abort_requests(to_abort)
-                for output in changed:
+                mine = [request_id for request_id in self._grown if request_id in running]
+                if not mine:
+                    self._step()
+                for request_id in mine:
+                    output = self._grown.pop(request_id)
                     if output.finished:
-                        running.discard(output.request_id)
+                        running.discard(request_id)
                     yield output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
             for request in requests:
                 self.core.abort_requests(self.output_processor.abort(request))
+                self._grown.pop(request.request_id, None)
+
+    def _step(self) -> None:
+        """One step, for everyone: several streams may be open at once, and each takes its own from `_grown`."""
+        changed, to_abort = self.output_processor.process(self.core.step())
+        self.core.abort_requests(to_abort)
+        self._grown.update((output.request_id, output) for output in changed)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

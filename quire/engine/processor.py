@@ -16,18 +16,15 @@ from quire.metrics.logging import logger
 from quire.text.tokenizer import Tokenizer
 
 
-class TextPrompt(TypedDict, total=False):
+class PromptFields(TypedDict, total=False):
+    """A prompt as a dict: its text, or its token ids, and what keeps its cached prefix apart from others'."""
+
     prompt: str
-    cache_salt: str
-
-
-class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
-    prompt: str
     cache_salt: str
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+Prompt = str | list[int] | PromptFields
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,7 @@ class Processor:
     """Validates and tokenizes. What it lets through, the engine core can run."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        max_model_len: int,
-        vocab_size: int,
-        generation_config: dict[str, Any],
-        seed: int,
+        self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int, generation_config: dict[str, Any], seed: int
     ) -> None:
         """vocab_size: the model's; generation_config: the checkpoint's, {} for neutral defaults."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
@@ -74,13 +66,20 @@ class Processor:
         return SamplingParams(**{**{name: value for name, value in known.items() if value is not None}, **changes})
 
     def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, add_special_tokens: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        add_special_tokens: bool = True,
     ) -> ProcessedRequest:
         """Raises ValueError or TypeError naming what is wrong with the prompt or the parameters."""
         text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # a copy, checked again: it may be changed
+        params = msgspec.convert(
+            msgspec.to_builtins(params), SamplingParams
+        )  # a copy, checked again: it may be changed
         if not token_ids:
             raise ValueError("the prompt is empty")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
@@ -123,7 +122,7 @@ class Processor:
             if unknown:
                 raise ValueError(f"prompt field {unknown[0]!r} is not supported by Quire yet")
             if prompt.get("prompt_token_ids") is not None:
-                return text, self._checked(prompt["prompt_token_ids"]), salt  # type: ignore[typeddict-item]
+                return text, self._checked(prompt["prompt_token_ids"]), salt
             if isinstance(text, str):
                 return text, self.tokenizer.encode(text, add_special_tokens), salt
             raise ValueError("a prompt given as a dict needs 'prompt' (a string) or 'prompt_token_ids'")

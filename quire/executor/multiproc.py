@@ -6,7 +6,7 @@ Steps travel as msgpack over pipes; every rank executes every step, rank 0 answe
 from __future__ import annotations
 
 import multiprocessing
-import os
+import shutil
 import tempfile
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -24,43 +24,17 @@ from quire.parallel.mesh import join
 from quire.worker.worker import Worker
 
 
-class Ready(msgspec.Struct, tag=True):
-    """The rank has loaded its share."""
+class Reply(msgspec.Struct, omit_defaults=True):
+    """Of a rank: to its start, to a step, to a sampling; without any field it is "launched"."""
 
-    kv_cache: KVCacheSize
-
-
-class Launched(msgspec.Struct, tag=True):
-    """The step passed its checks and its forward is being computed."""
-
-
-class Refused(msgspec.Struct, tag=True):
-    """One request of the step cannot be run; nothing was launched."""
-
-    request_id: str
-    reason: str
+    kv_cache: KVCacheSize | None = None
+    output: ModelRunnerOutput | None = None
+    refused: tuple[str, str] | None = None  # a request of the step and why it cannot be run; nothing was launched
+    broken: str | None = None  # the rank failed and has ended
 
 
-class Sampled(msgspec.Struct, tag=True):
-    output: ModelRunnerOutput
-
-
-class Broken(msgspec.Struct, tag=True):
-    """The rank failed and has ended."""
-
-    reason: str
-
-
-class Sample(msgspec.Struct, tag=True):
-    step_id: int
-
-
-class Submit(msgspec.Struct, tag=True):
-    step: SchedulerOutput
-
-
-_replies = msgspec.msgpack.Decoder(Ready | Launched | Refused | Sampled | Broken)
-_orders = msgspec.msgpack.Decoder(Submit | Sample)
+_replies = msgspec.msgpack.Decoder(Reply)
+_orders = msgspec.msgpack.Decoder(SchedulerOutput | int)  # a step to launch, or the id of one to sample
 
 
 class MultiprocExecutor(Executor):
@@ -69,16 +43,15 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         context = multiprocessing.get_context("spawn")
         size = config.parallel.tensor_parallel_size
-        self._meeting = tempfile.NamedTemporaryFile(prefix="quire-ranks-", delete=False)
+        self._meeting = tempfile.mkdtemp(prefix="quire-ranks-")  # Gloo makes a file in it, where the ranks meet
         self._pipes: list[Connection] = []
         self._processes = []
-        os.unlink(self._meeting.name)  # Gloo makes the file itself
         threads = max(1, torch.get_num_threads() // size)
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_run_rank,
-                args=(theirs, rank, size, f"file://{self._meeting.name}", threads, config, directory, max_model_len),
+                args=(theirs, rank, size, f"file://{self._meeting}/store", threads, config, directory, max_model_len),
                 name=f"quire-rank-{rank}",
                 daemon=True,
             )
@@ -91,21 +64,21 @@ class MultiprocExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-        assert isinstance(ready[0], Ready)
+        assert ready[0].kv_cache is not None
         self.kv_cache = ready[0].kv_cache
 
     def submit(self, step: SchedulerOutput) -> None:
-        self._send(Submit(step))
+        self._send(step)
         replies = [self._receive(rank) for rank in range(len(self._pipes))]  # the checks are the same on every rank
-        if isinstance(replies[0], Refused):
-            raise RequestError(replies[0].request_id, replies[0].reason)
+        if replies[0].refused is not None:
+            raise RequestError(*replies[0].refused)
 
     def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
-        self._send(Sample(step_id))
+        self._send(step_id)
         future: Future[ModelRunnerOutput] = Future()
-        reply = self._receive(0)
-        assert isinstance(reply, Sampled)
-        future.set_result(reply.output)
+        output = self._receive(0).output
+        assert output is not None
+        future.set_result(output)
         return future
 
     def shutdown(self) -> None:
@@ -115,19 +88,23 @@ class MultiprocExecutor(Executor):
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
+        shutil.rmtree(self._meeting, ignore_errors=True)
 
-    def _send(self, order: Submit | Sample) -> None:
+    def _send(self, order: SchedulerOutput | int) -> None:
         message = msgspec.msgpack.encode(order)
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except ConnectionError as error:
+                raise RuntimeError(f"the process of rank {rank} ended unexpectedly") from error
 
-    def _receive(self, rank: int) -> Ready | Launched | Refused | Sampled:
+    def _receive(self, rank: int) -> Reply:
         try:
-            reply: Ready | Launched | Refused | Sampled | Broken = _replies.decode(self._pipes[rank].recv_bytes())
+            reply: Reply = _replies.decode(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(f"the process of rank {rank} ended unexpectedly") from error
-        if isinstance(reply, Broken):
-            raise RuntimeError(f"rank {rank} failed: {reply.reason}")
+        if reply.broken is not None:
+            raise RuntimeError(f"rank {rank} failed: {reply.broken}")
         return reply
 
 
@@ -144,27 +121,27 @@ def _run_rank(
     """The life of one rank."""
     torch.set_num_threads(threads)
 
-    def reply(message: Ready | Launched | Refused | Sampled | Broken) -> None:
+    def reply(message: Reply) -> None:
         pipe.send_bytes(msgspec.msgpack.encode(message))
 
     try:
         worker = Worker(config, directory, max_model_len, join(rank, size, meeting))
-        reply(Ready(worker.kv_cache))
+        reply(Reply(kv_cache=worker.kv_cache))
         while True:
             order = _orders.decode(pipe.recv_bytes())
-            if isinstance(order, Sample):
-                output = worker.runner.sample(order.step_id)
+            if isinstance(order, int):
+                output = worker.runner.sample(order)
                 if rank == 0:
-                    reply(Sampled(output))
+                    reply(Reply(output=output))
                 continue
             try:
-                worker.runner.submit(order.step)
+                worker.runner.submit(order)
             except RequestError as error:
-                reply(Refused(error.request_id, error.reason))
+                reply(Reply(refused=(error.request_id, error.reason)))
             else:
-                reply(Launched())
+                reply(Reply())
     except (EOFError, KeyboardInterrupt, ConnectionError):
         return  # the executor has gone
     except Exception as error:
-        reply(Broken(f"{type(error).__name__}: {error}"))
+        reply(Reply(broken=f"{type(error).__name__}: {error}"))
         raise

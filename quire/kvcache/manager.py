@@ -84,9 +84,8 @@ class KVCacheManager:
                 tables[group] = pool.lookup_all(group, hashes[:length])
                 length = len(tables[group])
         windowed = [(group, spec) for group, spec in enumerate(specs) if spec.window is not None]
-        while (
-            True
-        ):  # of a window, the last blocks are enough; where one is missing, no prefix that goes past it will do
+        # Of a window, the last blocks are enough; where one is missing, no prefix that goes past it will do.
+        while True:
             for group, spec in windowed:
                 first = spec.first_needed_token(length * self.block_size) // self.block_size
                 found = pool.lookup_all(group, reversed(hashes[first:length]))

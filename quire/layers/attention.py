@@ -91,7 +91,8 @@ class Attention:
 
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""
-        assert self.backend is not None and self.cache is not None
+        assert self.backend is not None, "bind the cache first"
+        assert self.cache is not None
         tokens, heads, kv_heads = x.shape[0], self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, self.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

@@ -26,7 +26,7 @@ class RotarySpec:
 def _llama3(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Llama 3.1: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = frequencies * (float(scaling["original_max_position_embeddings"]) / (2 * math.pi))  # in that context
+    turns = float(scaling["original_max_position_embeddings"]) / (2 * math.pi / frequencies)  # in that context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / factor + smooth * frequencies
 

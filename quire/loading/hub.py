@@ -9,9 +9,11 @@ from typing import Any
 
 # What the engine reads of a repository; no Python files, no other frameworks' weights.
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+# Second copies of the weights that some repositories hold: Mistral's own format, ONNX, adapters in folders.
+_LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
 
 
-class ModelNotFound(ValueError):
+class ModelNotFoundError(ValueError):
     """There is no such model, or it lacks a file. The message says where it was looked for."""
 
 
@@ -21,12 +23,15 @@ def bundled_model() -> Path:
 
 
 def resolve(
-    model: str | None, revision: str | None = None, download_dir: str | None = None, token: str | None = None,
+    model: str | None,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    token: str | None = None,
     weights: bool = True,
-) -> Path:  # fmt: skip
+) -> Path:
     """The local directory of a model. Downloads it, with progress bars, if it is a hub id that is not cached.
 
-    weights: False leaves the tensors out (dummy weights, or only a tokenizer is wanted). Raises ModelNotFound.
+    weights: False leaves the tensors out (dummy weights, or only a tokenizer is wanted). Raises ModelNotFoundError.
     """
     if model is None:
         return bundled_model()
@@ -34,31 +39,32 @@ def resolve(
     if path.is_dir():
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelNotFound(f"model {model!r} is neither a directory nor a Hugging Face id (owner/name)")
+        raise ModelNotFoundError(f"model {model!r} is neither a directory nor a Hugging Face id (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = [p for p in _PATTERNS if weights or p != "*.safetensors"]
     try:
-        return Path(
-            snapshot_download(model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns)
-        )
+        source = {"revision": revision, "cache_dir": download_dir, "token": token}
+        return Path(snapshot_download(model, **source, allow_patterns=patterns, ignore_patterns=_LEFT_OUT))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ModelNotFound(f"model {model!r} is no directory here and could not be fetched from the hub: {reason}") from error
+        raise ModelNotFoundError(
+            f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
+        ) from error
 
 
 def read_json(directory: Path, name: str, required: bool = False) -> dict[str, Any]:
-    """A JSON object of the model's directory; {} if it is absent and not required. Raises ModelNotFound."""
+    """A JSON object of the model's directory; {} if it is absent and not required. Raises ModelNotFoundError."""
     path = directory / name
     if not path.is_file():
         if required:
-            raise ModelNotFound(f"{directory} has no {name}; is it a checkpoint in the Hugging Face layout?")
+            raise ModelNotFoundError(f"{directory} has no {name}; is it a checkpoint in the Hugging Face layout?")
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelNotFound(f"{path} is not valid JSON: {error}") from error
+        raise ModelNotFoundError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelNotFound(f"{path} holds no JSON object")
+        raise ModelNotFoundError(f"{path} holds no JSON object")
     return value

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.layers.build import WeightSlot
-from quire.loading.hub import ModelNotFound, read_json
+from quire.loading.hub import ModelNotFoundError, read_json
 
 
 class WeightError(ValueError):
@@ -27,9 +27,16 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path) -> None:
         index = read_json(directory, "model.safetensors.index.json").get("weight_map")
-        files = sorted({directory / f for f in index.values()}) if index else sorted(directory.glob("*.safetensors"))
+        if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
+            raise WeightError(f"{directory / 'model.safetensors.index.json'} has a weight_map that names no files")
+        if index:
+            files = sorted({directory / f for f in index.values()})
+        elif (single := directory / "model.safetensors").is_file():
+            files = [single]  # what lies beside it may be a second copy, such as consolidated.safetensors
+        else:
+            files = sorted(directory.glob("*.safetensors"))
         if not files:
-            raise ModelNotFound(f"{directory} has no *.safetensors file")
+            raise ModelNotFoundError(f"{directory} has no *.safetensors file")
         self.file_of: dict[str, Path] = {}
         for file in files:
             try:

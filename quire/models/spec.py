@@ -71,6 +71,8 @@ def decoder_spec(config: HfConfig, **differences: Any) -> DecoderSpec:
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported yet; supported: silu")
+    if quantization := config.get("quantization_config"):
+        raise ValueError(f"checkpoints quantized with {quantization.get('quant_method')!r} are not supported yet")
     common: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],

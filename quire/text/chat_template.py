@@ -45,12 +45,7 @@ def render(
     compiled = _compile(template)
     chat = [_prepare(message, f"messages[{i}]", compiled) for i, message in enumerate(_objects(messages, "messages"))]
     final = _tag(chat[-1]) if continue_final_message else ""
-    values = {
-        "messages": chat,
-        "tools": tools,
-        "documents": documents,
-        "add_generation_prompt": add_generation_prompt,
-    }
+    values = {"messages": chat, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
     try:
         prompt = compiled.template.render(**{**variables, **values})
     except Exception as error:  # a template is foreign code: None + "", 1 / 0, ... are its failures, not ours
@@ -69,7 +64,7 @@ class _Compiled(NamedTuple):
 class _GenerationTag(Extension):
     """{% generation %}...{% endgeneration %} marks the assistant's words, for training: here they just pass through."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -58,10 +58,10 @@ def _num_blocks(config: EngineConfig, block_bytes: int, useful: int, ranks: int)
     elif cache.kv_cache_memory_bytes is not None:
         name, count = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
     else:
-        return min(int(free * _FREE_SHARE) // block_bytes, useful)
+        return max(1, min(int(free * _FREE_SHARE) // block_bytes, useful))
     if count * block_bytes > free:
         raise ConfigError(
             f"{name} asks for a KV cache of {count * block_bytes / 2**30:.2f} GiB, but only {free / 2**30:.2f} GiB "
             f"of memory are free; lower {name}"
         )
-    return count
+    return max(1, count)  # one is the null block: the scheduler says how many are missing

@@ -1,9 +1,9 @@
 // Causal attention over a paged cache: decode rows and prefill chunks in one call.
 //
 // The cache of a layer is [blocks][kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16
-// with zeros. A block's keys are transposed and both halves are interleaved in pairs (bfloat16; "pairs" of one for float32),
-// so that everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast word of
-// the other operand in a dot product. No sum ever runs across a register:
+// with zeros. A block's keys are transposed, and keys and values are interleaved in pairs (bfloat16; "pairs" of one for
+// float32), so that everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast
+// word of the other operand in a dot product. No sum ever runs across a register:
 //
 //   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
 //                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1
@@ -13,17 +13,16 @@
 //   scores[row][16 tokens] += keys line . q[row][2 dims]    out[row][16 dims] += values line . p[row][2 tokens]
 //
 // Work is cut into tasks: the tokens of a tile of one request's queries, times the query heads that share a KV head,
-// are the rows; keys are visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token.
-// Where there are too few tasks for the threads, the keys are split as well and the partial results merged.
+// are the rows; keys are visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one
+// token. Where there are too few tasks for the threads, the keys are split as well and the partial results merged.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 #include "vector.h"
 
@@ -105,8 +104,8 @@ struct Tile {
   const uint32_t *keys[TILE_LINES] = {}, *values[TILE_LINES] = {};
 };
 
-// The kernels fetch the next tile while they compute. Into the second-level cache: the first one has too few fill buffers
-// to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
+// The kernels fetch the next tile while they compute. Into the second-level cache: the first one has too few fill
+// buffers to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
 inline void fetch(const uint32_t* line) { __builtin_prefetch(line, 0, 2); }
 
 // scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens.
@@ -166,9 +165,7 @@ void weigh(const uint32_t* p, const uint32_t* const* values, int from, int words
 }
 
 template <int N>
-struct Constant {
-  static constexpr int value = N;
-};
+using Constant = std::integral_constant<int, N>;
 
 // f(Constant<n>, start): cuts `count` into pieces of at most MAX, each piece's size known to the compiler.
 template <int MAX, class F>
@@ -186,8 +183,7 @@ inline void in_pieces(int count, F f) {
 // A thread's working memory, kept between calls.
 struct Scratch {
   std::vector<float> storage;
-  float *q, *scores, *p, *out, *edges;  // q, p, edges hold words
-  float *maximum, *rescale;
+  float *q, *scores, *p, *out, *edges, *maximum, *rescale;  // q, p, edges hold words
   f32x16* sums;
 
   void reserve(int rows, int dim) {
@@ -210,9 +206,8 @@ struct Attention {
   const uint32_t* cache;
   float scale;
   int window;  // 0: none
-  T* out;      // [tokens, heads, head_dim]
-  float* lse;  // [tokens, heads]
-  float* partials;
+  T* out;  // [tokens, heads, head_dim]
+  float *lse, *partials;  // lse: [tokens, heads]
 
   int group() const { return g.heads / g.kv_heads; }
   int words() const { return g.dim / PAIR<T>; }
@@ -280,7 +275,7 @@ struct Attention {
     }
   }
 
-  // The task's rows against the keys of [from, to), at most a tile of them; base is the multiple of 16 at or below `from`.
+  // The task's rows against the keys of [from, to), at most a tile; base is the multiple of 16 at or below `from`.
   void visit_tile(const Task& t, int base, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group(), lines = (to - base + LANES - 1) / LANES;
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
@@ -296,7 +291,8 @@ struct Attention {
     T* probabilities = reinterpret_cast<T*>(s.p);
     for (int row = 0; row < rows; row++) {
       const int position = t.position + row / group();
-      const int begin = std::max(from, window ? position - window + 1 : 0) - base, end = std::min(to, position + 1) - base;
+      const int begin = std::max(from, window ? position - window + 1 : 0) - base;
+      const int end = std::min(to, position + 1) - base;
       const float* scores = s.scores + row * TILE_KEYS;
       T* p = probabilities + row * TILE_KEYS;
       if (masked) softmax_row<true>(scores, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
@@ -457,9 +453,11 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
     const int keys = position + tokens, rows = tokens * group;
     const int wanted = threads == 1 ? 1 : std::min<int64_t>((cost + share - 1) / share, keys / MIN_SPLIT_KEYS);
     const int size = ((keys - 1) / std::max(wanted, 1) / TILE_KEYS + 1) * TILE_KEYS, splits = (keys + size - 1) / size;
-    for (int i = 0; i < splits; i++)
-      tasks[step->num_tasks++] = {request, token, tokens, position, i * size, std::min((i + 1) * size, keys),
-                                  splits > 1 ? step->partial_rows + i * rows : -1, int32_t(std::min<int64_t>(cost / splits, INT32_MAX))};
+    const int32_t cost_of_split = std::min<int64_t>(cost / splits, INT32_MAX);
+    for (int i = 0; i < splits; i++) {
+      const int partial = splits > 1 ? step->partial_rows + i * rows : -1, end = std::min((i + 1) * size, keys);
+      tasks[step->num_tasks++] = {request, token, tokens, position, i * size, end, partial, cost_of_split};
+    }
     if (splits > 1) {
       merges[step->num_merges++] = {token, tokens, step->partial_rows, splits};
       step->partial_rows += splits * rows;
@@ -471,30 +469,31 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
 void quire_attention_store(const Geometry* g, void* cache, const void* k, int64_t k_stride, int64_t k_head_stride,
                            const void* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
                            int32_t threads) {
-  if (g->is_bf16)
-    store_tokens(*g, (bf16*)cache, (const bf16*)k, k_stride, k_head_stride, (const bf16*)v, v_stride, v_head_stride, slots,
+  auto store = [&](auto type) {
+    using T = decltype(type);
+    store_tokens(*g, (T*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride, slots,
                  tokens, threads);
-  else
-    store_tokens(*g, (float*)cache, (const float*)k, k_stride, k_head_stride, (const float*)v, v_stride, v_head_stride,
-                 slots, tokens, threads);
+  };
+  g->is_bf16 ? store(bf16{}) : store(float{});
 }
 
 // window: 0 for none.
 void quire_attention_attend(const Geometry* g, const Step* step, const void* q, int64_t q_stride, int64_t q_head_stride,
                             const void* cache, float scale, int32_t window, void* out, float* lse) {
   const uint32_t* words = (const uint32_t*)cache;
-  if (g->is_bf16)
-    Attention<bf16>{*g, *step, (const bf16*)q, q_stride, q_head_stride, words, scale, window, (bf16*)out, lse, nullptr}
-        .run_all();
-  else
-    Attention<float>{*g, *step, (const float*)q, q_stride, q_head_stride, words, scale, window, (float*)out, lse, nullptr}
-        .run_all();
+  auto attend = [&](auto type) {
+    using T = decltype(type);
+    const T* queries = (const T*)q;
+    Attention<T>{*g, *step, queries, q_stride, q_head_stride, words, scale, window, (T*)out, lse, nullptr}.run_all();
+  };
+  g->is_bf16 ? attend(bf16{}) : attend(float{});
 }
 
 // Asks for huge pages, which make reading a large cache 7-12 % faster. To be called before the memory is first used.
 void quire_advise_huge_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-  const uintptr_t page = 4096, begin = (uintptr_t(memory) + page - 1) / page * page, end = (uintptr_t(memory) + bytes) / page * page;
+  const uintptr_t page = 4096, begin = (uintptr_t(memory) + page - 1) / page * page;
+  const uintptr_t end = (uintptr_t(memory) + bytes) / page * page;
   if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #endif
 }

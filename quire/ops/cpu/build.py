@@ -1,8 +1,8 @@
 """Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache.
 
-The library has a plain C interface and is loaded with ctypes: no torch headers, so that compiling takes seconds. It links
-against the OpenMP runtime that torch ships: with a second one in the process, two sets of threads would fight over
-the cores.
+The library has a plain C interface and is loaded with ctypes: no torch headers, so that compiling takes seconds. It
+links against the OpenMP runtime that torch ships: with a second one in the process, two sets of threads would fight
+over the cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from platformdirs import user_cache_path
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi")
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -101,7 +101,8 @@ def _find_compiler() -> str:
 def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
     """Changes with everything that the machine code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    digest = hashlib.sha256("\0".join([compiler, version, *flags, torch.__version__, str(_openmp()), _cpu_features()]).encode())
+    facts = [compiler, version, *flags, torch.__version__, str(_openmp()), _cpu_features()]
+    digest = hashlib.sha256("\0".join(facts).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
@@ -148,10 +149,10 @@ def _run(commands: list[list[str]]) -> None:
     """Run the commands side by side; raise BuildError with the first lines of what the first failing one says."""
     running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
     said = [process.communicate()[0] for process in running]
-    for process, text in zip(running, said, strict=True):
+    for command, process, text in zip(commands, running, said, strict=True):
         if process.returncode != 0:
             print("failed", file=sys.stderr, flush=True)
-            raise BuildError(f"{process.args[0]}: " + "\n".join(text.splitlines()[:8]))  # type: ignore[index]
+            raise BuildError(f"{command[0]} says:\n" + "\n".join(text.splitlines()[:8]))
 
 
 def _open_sound(path: Path) -> Library | None:

@@ -1,5 +1,5 @@
-// Norms, activation and rotary embedding: one pass over memory each, float32 arithmetic, rounded to the tensors' type at
-// the same places as the reference does.
+// Norms, activation and rotary embedding: one pass over memory each, float32 arithmetic, rounded to the tensors' type
+// at the same places as the reference does.
 #include <cmath>
 
 #include "vector.h"
@@ -13,7 +13,8 @@ constexpr int64_t PARALLEL_ELEMENTS = 32768;
 
 template <class F>
 void for_rows(int64_t rows, int64_t elements_per_row, int threads, F f) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * elements_per_row >= PARALLEL_ELEMENTS)
+  const bool pays = threads > 1 && rows * elements_per_row >= PARALLEL_ELEMENTS;
+#pragma omp parallel for num_threads(threads) schedule(static) if (pays)
   for (int64_t row = 0; row < rows; row++) f(row);
 }
 
@@ -108,7 +109,8 @@ extern "C" {
 void quire_rms_norm(int is_bf16, const void* x, int64_t outer, int64_t inner, int64_t outer_stride,
                     int64_t inner_stride, int64_t dim, const void* weight, float eps, void* out, int threads) {
   if (is_bf16)
-    rms_norm((const bf16*)x, outer, inner, outer_stride, inner_stride, dim, (const bf16*)weight, eps, (bf16*)out, threads);
+    rms_norm((const bf16*)x, outer, inner, outer_stride, inner_stride, dim, (const bf16*)weight, eps, (bf16*)out,
+             threads);
   else
     rms_norm((const float*)x, outer, inner, outer_stride, inner_stride, dim, (const float*)weight, eps, (float*)out,
              threads);
@@ -122,7 +124,8 @@ void quire_add_rms_norm(int is_bf16, void* x, int64_t x_stride, void* residual, 
     add_rms_norm((float*)x, x_stride, (float*)residual, residual_stride, rows, dim, (const float*)weight, eps, threads);
 }
 
-void quire_silu_and_mul(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t half, void* out, int threads) {
+void quire_silu_and_mul(int is_bf16, const void* x, int64_t stride, int64_t rows, int64_t half, void* out,
+                        int threads) {
   if (is_bf16) silu_and_mul((const bf16*)x, stride, rows, half, (bf16*)out, threads);
   else silu_and_mul((const float*)x, stride, rows, half, (float*)out, threads);
 }
@@ -131,8 +134,8 @@ void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride,
                   int64_t k_stride, int64_t k_head_stride, int64_t kv_heads, const float* cos, const float* sin,
                   int64_t half, int64_t tokens, int threads) {
   if (is_bf16)
-    rotary((bf16*)q, q_stride, q_head_stride, heads, (bf16*)k, k_stride, k_head_stride, kv_heads, cos, sin, half, tokens,
-           threads);
+    rotary((bf16*)q, q_stride, q_head_stride, heads, (bf16*)k, k_stride, k_head_stride, kv_heads, cos, sin, half,
+           tokens, threads);
   else
     rotary((float*)q, q_stride, q_head_stride, heads, (float*)k, k_stride, k_head_stride, kv_heads, cos, sin, half,
            tokens, threads);
