@@ -1,8 +1,8 @@
-"""Paged attention on the CPU against torch's own on contiguous tensors, at the shape of Qwen3-0.6B (28 layers, bfloat16).
+"""Paged attention on the CPU against torch's own on contiguous tensors, at the shape of Qwen3-0.6B in bfloat16.
 
     python benchmarks/attention_cpu.py [--threads 2]
 
-Prints the milliseconds of a whole step, all layers, for decode (16 streams) and for prefill chunks of 512 tokens. Each layer has
+Prints the milliseconds of a whole step, all 28 layers, for decode and for prefill chunks of 512 tokens. Each layer has
 its own cache, blocks scattered over it, so that nothing stays in the processor's caches that would not in an engine.
 """
 
@@ -62,7 +62,7 @@ def paged(requests: int, length: int, new: int, rounds: int) -> tuple[float, flo
 
 
 def contiguous(requests: int, length: int, new: int, rounds: int) -> tuple[float, float]:
-    """The same products by scaled_dot_product_attention, keys and values of all requests of one length, nothing stored."""
+    """The same by scaled_dot_product_attention over keys and values that lie in order; nothing is stored."""
 
     def tensors(heads: int, tokens: int) -> Tensor:
         return torch.randn(requests, heads, tokens, DIM, dtype=torch.bfloat16)

@@ -45,8 +45,11 @@ def resolve(
 
     patterns = [p for p in _PATTERNS if weights or p != "*.safetensors"]
     try:
-        source = {"revision": revision, "cache_dir": download_dir, "token": token}
-        return Path(snapshot_download(model, **source, allow_patterns=patterns, ignore_patterns=_LEFT_OUT))
+        found = snapshot_download(
+            model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns,
+            ignore_patterns=_LEFT_OUT,
+        )  # fmt: skip
+        return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelNotFoundError(

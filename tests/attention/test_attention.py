@@ -1,8 +1,9 @@
-"""Every backend against attention that knows nothing of pages: torch's own, with an explicit mask, a request at a time."""
+"""Every backend against attention that knows nothing of pages: torch's own with a mask, a request at a time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +18,9 @@ BACKENDS = [ReferenceAttention, CpuAttention]
 BORDERS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
 
 
-def build(backend: type[AttentionBackend], heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype) -> AttentionBackend:
+def build(
+    backend: type[AttentionBackend], heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype
+) -> AttentionBackend:
     shape = AttentionShape(heads, kv_heads, dim, block, dtype, torch.device("cpu"))
     if reason := backend.unsupported(shape):
         pytest.skip(reason)
@@ -68,7 +71,9 @@ class World:
         slots = [self.table[r, p // size].long() * size + p % size for r, p in enumerate(positions)]
         starts = torch.tensor([0, *(n for _, n in requests)]).cumsum(0).int()
         lengths = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
-        return StepLayout(starts, lengths, torch.cat(slots), self.table, max(n for _, n in requests), int(lengths.max()))
+        return StepLayout(
+            starts, lengths, torch.cat(slots), self.table, max(n for _, n in requests), int(lengths.max())
+        )
 
     def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None) -> None:
         s = self.backend.shape
@@ -82,7 +87,7 @@ class World:
             torch.testing.assert_close(out[at : at + new].float(), wanted, atol=tolerance, rtol=tolerance)
             torch.testing.assert_close(lse[at : at + new], wanted_lse, atol=1e-5, rtol=1e-5)
             at += new
-        assert out.dtype == s.dtype and lse.dtype == torch.float32
+        assert (out.dtype, lse.dtype) == (s.dtype, torch.float32)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
@@ -131,7 +136,17 @@ def test_lengths_around_the_borders_of_blocks_and_tiles(backend, dtype, window):
     World(attention, [(n, 19) for n in BORDERS]).check(window)
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
 @dtypes
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("threads", [1, 3], indirect=True)  # several threads split the keys
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_contexts_of_a_single_stream(backend, dtype, window):
     attention = build(backend, 4, 1, 32, 16, dtype)
@@ -154,7 +169,7 @@ def test_a_step_without_tokens(backend):
     cache = attention.allocate(2)
     attention.store(cache, torch.zeros(0, 2, 32), torch.zeros(0, 2, 32), plan)
     out, lse = attention.attend(torch.zeros(0, 4, 32), cache, plan, scale=1.0)
-    assert out.shape == (0, 4, 32) and lse.shape == (0, 4)
+    assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))
 
 
 def test_slices_of_a_fused_projection_are_taken_as_they_are(backend):
@@ -174,13 +189,13 @@ def test_slices_of_a_fused_projection_are_taken_as_they_are(backend):
 
 def test_partial_results_over_disjoint_keys_merge_by_their_lse(backend):
     world = World(build(backend, 4, 2, 32, 16, torch.float32), [(99, 1)])
-    whole, whole_lse = world.backend.attend(world.q[0], world.cache, world.backend.plan(world.layout([(99, 1)])), scale=0.2)
-    parts = [(63, 1, None), (99, 1, 36)]  # the first 64 keys; the last 36 through a window
-    outs, lses = [], []
-    for cached, new, window in parts:
-        plan = world.backend.plan(world.layout([(cached, new)]))
-        out, lse = world.backend.attend(world.q[0], world.cache, plan, scale=0.2, window=window)
-        outs.append(out), lses.append(lse)
-    weights = torch.stack(lses).softmax(0)[..., None]
-    torch.testing.assert_close((torch.stack(outs) * weights).sum(0), whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(torch.stack(lses).logsumexp(0), whole_lse, atol=1e-5, rtol=1e-5)
+
+    def attend(cached: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        plan = world.backend.plan(world.layout([(cached, 1)]))
+        return world.backend.attend(world.q[0], world.cache, plan, scale=0.2, window=window)
+
+    whole, whole_lse = attend(99)
+    first, last = attend(63), attend(99, window=36)  # the first 64 keys, the other 36
+    out, lse = torch.stack([first[0], last[0]]), torch.stack([first[1], last[1]])
+    torch.testing.assert_close((out * lse.softmax(0)[..., None]).sum(0), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.logsumexp(0), whole_lse, atol=1e-5, rtol=1e-5)

@@ -79,14 +79,16 @@ def linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
-    for rows in (0, 1, 5, 200):
+    if dtype is not torch.float32:
+        return  # logits are always float32
+    for rows in (0, 1, 5, 60):
         for vocab in (1, 3, 17, 31, 32, 33, 1000, 4097):
             yield draw(torch.float32, rows, vocab), *keys(rows)
     logits = draw(torch.float32, 50, 3000)
     yield logits.masked_fill(torch.rand(50, 3000) < 0.99, -torch.inf), *keys(50)
     yield logits[:, 100:1101], *keys(50)
-    yield logits.t(), *keys(3000)
-    yield draw(torch.float32, 3, 151_936), *keys(3)
+    yield logits[:, :70].t(), *keys(70)
+    yield draw(torch.float32, 2, 151_936), *keys(2)
 
 
 def keys(rows: int) -> tuple[Tensor, Tensor]:
@@ -104,9 +106,17 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
 IMPLEMENTATIONS = [(name, i) for name, op in OPS.items() for i in op.implementations if i.name != "reference"]
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS, ids=[f"{n}-{i.name}" for n, i in IMPLEMENTATIONS])
-def test_an_implementation_agrees_with_its_reference(name, implementation, dtype):
+def test_an_implementation_agrees_with_its_reference(name, implementation, dtype, two_threads):
     if not implementation.supports(Target(torch.device("cpu"), dtype)):
         pytest.skip("not supported here")
     torch.manual_seed(0)
@@ -117,8 +127,9 @@ def test_an_implementation_agrees_with_its_reference(name, implementation, dtype
         wanted = OPS[name].reference(*map(copied, arguments))
         got = implementation.function(*map(copied, arguments))
         for a, b in zip(as_tuple(got), as_tuple(wanted), strict=True):
-            assert a.dtype == b.dtype and a.shape == b.shape
-            torch.testing.assert_close(a, b, rtol=rtol, atol=1e-5)
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            exact = not a.is_floating_point()
+            torch.testing.assert_close(a, b, rtol=0 if exact else rtol, atol=0 if exact else 1e-5)
             different, total = different + int(((a != b) & (b.abs() > 1e-30)).sum()), total + a.numel()
     if dtype is torch.bfloat16 and name != "linear":
         assert different <= total * 1e-3, "rounds at other places than the reference does"
@@ -189,8 +200,6 @@ class TestSampleGumbel:
 
     def test_no_noise_is_infinite(self, implementation):
         """The largest word rounds up to u = 1 in float32; the token that gets it must not win against everything."""
-        if implementation.name == "reference":
-            pytest.xfail("gumbel_noise has to bound u below 1")
         seed, position, token = 0, 1229, 2648
         logits = torch.zeros(1, token + 4)
         logits[0, 0] = 100.0

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in the Hugging Face layout, written by transformers itself.
 
-transformers' own initialization (standard deviation 0.02) makes poor tests: the greedy output is one or two token ids, and
-a wrong rotary base goes unnoticed. Here the weights are scaled so that attention is sharp, biases and norm weights
+transformers' own initialization (standard deviation 0.02) makes poor tests: the greedy output is one or two token ids,
+and a wrong rotary base goes unnoticed. Here the weights are scaled so that attention is sharp, biases and norm weights
 matter, and the output wanders through the vocabulary; `test_the_checkpoints_can_tell_right_from_wrong` checks that.
 """
 
@@ -73,12 +73,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": _rope(10_000.0, "linear", factor=2.0)},
         {"old_rope": True},
     ),
-    "mistral-window-20": (
+    "mistral-window-20": ("mistral", {"sliding_window": 20, "rope_parameters": _rope(1_000_000.0)}, {"old_rope": True}),
+    "mistral-window-32-tied": (
         "mistral",
-        {"sliding_window": 20, "rope_parameters": _rope(1_000_000.0)},
-        {"old_rope": True},
+        {"sliding_window": 32, "tie_word_embeddings": True, "head_dim": 24},
+        {"seed": 1},
     ),
-    "mistral-window-32-tied": ("mistral", {"sliding_window": 32, "tie_word_embeddings": True, "head_dim": 24}, {"seed": 1}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 40, "num_key_value_heads": 1}, {}),
     "qwen2": (
         "qwen2",
@@ -168,9 +168,8 @@ def write_checkpoint(
     dtype: str = "float32",
     **save_options: Any,
 ) -> Path:
-    """A whole checkpoint: config, weights, tokenizer, generation_config. save_options: of transformers' save_pretrained."""
+    """A whole checkpoint: config, weights, tokenizer, generation_config. save_options: of save_pretrained."""
     import torch
-
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -30,7 +30,7 @@ def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
     if backend == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
     assert CpuAttention.name == "cpu"
-    pins = {name: "reference" for name in OPS} if backend == "reference" else {}
+    pins = dict.fromkeys(OPS, "reference") if backend == "reference" else {}
     small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32}
     return LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
 

@@ -43,8 +43,7 @@ inline void philox(uint32_t first_counter, uint32_t position, uint64_t seed, u32
 }
 
 inline f32x16 gumbel(u32x16 words) {
-  f32x16 u = (__builtin_convertvector(as<i32x16>(words >> 8), f32x16) + 0.5f) * 0x1p-24f;
-  u = u < 1.0f ? u : splat(1.0f - 0x1p-24f);  // 2^24 - 1/2 has rounded up: 1 would make the noise infinite
+  f32x16 u = (__builtin_convertvector(as<i32x16>(words >> 9), f32x16) + 0.5f) * 0x1p-23f;  // exact, inside (0, 1)
   return -log(-log(u));
 }
 

@@ -37,13 +37,13 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [rows, vocab_size], float32.
 
     seeds, positions: [rows], int64. Token id t of a row uses word t % 4 of Philox(counter=(t // 4, position, 0, 0),
-    key=seed), and u = (word >> 8 | 1/2) * 2**-24 lies strictly inside (0, 1), exactly representable in float32.
+    key=seed), and u = ((word >> 9) + 1/2) * 2**-23 is exact in float32 and strictly inside (0, 1).
     """
     group = torch.arange((vocab_size + 3) // 4, device=seeds.device)[None, :]
     zero = torch.zeros_like(group)
     key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
     words = torch.stack(philox((group, positions[:, None] & _MASK, zero, zero), key), dim=-1)  # [rows, groups, 4]
-    uniform = ((words.flatten(1)[:, :vocab_size] >> 8).float() + 0.5) * 2.0**-24
+    uniform = ((words.flatten(1)[:, :vocab_size] >> 9).float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 

@@ -1,0 +1,125 @@
+"""Downloads from the hub, against a stand-in on this machine.
+
+huggingface_hub reads its address when it is imported, so each test's calls run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import Checkpoints
+from support.engines import GREEDY, generate, make_llm, tokens_of
+from support.hub import COMMIT, Hub
+
+UNWANTED = [
+    "README.md",
+    "consolidated.safetensors",
+    "model.gguf",
+    "modeling_evil.py",
+    "onnx/config.json",
+    "onnx/model.safetensors",
+    "original/consolidated.00.pth",
+    "pytorch_model.bin",
+]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
+    """Repositories: a whole one, with what must not be fetched beside it; and a gated one."""
+    for name in ("tiny/llama", "gated/llama"):
+        directory = tmp_path / "hub" / name
+        directory.mkdir(parents=True)
+        for file in checkpoints.path("llama").iterdir():
+            (directory / file.name).write_bytes(file.read_bytes())
+        for other in UNWANTED:
+            (directory / other).parent.mkdir(exist_ok=True)
+            (directory / other).write_text("raise SystemExit('run!')")
+    return tmp_path / "hub"
+
+
+def in_a_process(code: str, address: str, home: Path) -> Any:
+    """Run the lines, which put their answer into `answer`; what they put there."""
+    environment = {
+        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        environment.pop(name, None)
+    script = f"import json, os\nanswer = {{}}\n{code}\nprint('ANSWER' + json.dumps(answer))"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.split("ANSWER")[-1])
+
+
+ERROR_OF = """
+from pathlib import Path
+from quire.loading.hub import ModelNotFoundError, resolve
+def error_of(*arguments, **options):
+    try:
+        return "no error: " + str(resolve(*arguments, **options))
+    except ModelNotFoundError as error:
+        return str(error)
+def files(path):
+    return sorted(p.relative_to(path).as_posix() for p in Path(path).rglob("*") if p.is_file())
+"""
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_says_what_its_directory_says(folder, checkpoints, tmp_path):
+    run = """
+from quire import LLM, SamplingParams
+llm = LLM("tiny/llama", dtype="float32", max_model_len=176, max_num_seqs=4)
+params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+answer["tokens"] = llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids
+"""
+    with Hub(folder) as hub:
+        answer = in_a_process(run, hub.address, tmp_path / "home")
+        local = generate(make_llm(checkpoints.path("llama")), ["Once upon a time"], GREEDY.clone(max_tokens=16))
+        assert answer["tokens"] == tokens_of(local)[0]
+        names = {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert hub.fetched() == names  # no Python, no pickle, no second copy of the weights
+    # The hub is gone: what was fetched is enough.
+    assert in_a_process(run, hub.address, tmp_path / "home") == answer
+
+
+def test_what_may_be_asked_of_the_hub(folder, tmp_path):
+    with Hub(folder, tokens=("sesame",), revisions=("main", "v2", COMMIT)) as hub:
+        answer = in_a_process(
+            ERROR_OF
+            + f"""
+answer["unknown"] = error_of("no/such")
+answer["gated"] = error_of("gated/llama")
+answer["revision"] = error_of("tiny/llama", revision="v3")
+answer["malformed"] = error_of("bad name!/llama")
+answer["with token"] = files(resolve("gated/llama", token="sesame", weights=False))
+answer["at revision"] = files(resolve("tiny/llama", revision="v2", weights=False))
+place = {str(tmp_path / "elsewhere")!r}
+answer["elsewhere"] = str(resolve("tiny/llama", download_dir=place, weights=False)).startswith(place)
+""",
+            hub.address,
+            tmp_path / "home",
+        )
+    for name, model in (("unknown", "no/such"), ("gated", "gated/llama"), ("revision", "tiny/llama")):
+        assert f"model '{model}' is no directory here and could not be fetched from the hub: " in answer[name]
+    assert "no error" not in answer["malformed"]
+    assert "bad name!/llama" in answer["malformed"]
+    without_weights = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert answer["with token"] == answer["at revision"] == without_weights
+    assert answer["elsewhere"]
+
+
+def test_a_hub_that_cannot_be_reached_is_a_clear_error(tmp_path):
+    answer = in_a_process(ERROR_OF + "answer['error'] = error_of('tiny/llama')", "http://127.0.0.1:9", tmp_path)
+    assert "model 'tiny/llama' is no directory here and could not be fetched from the hub" in answer["error"]

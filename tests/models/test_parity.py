@@ -1,0 +1,176 @@
+"""Every architecture against transformers: the same logits, and the same greedy tokens however the work is cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.checkpoints import VARIANTS
+from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
+from support.late_device import run_late
+from support.reference import LENGTHS, NUM_TOKENS, Continuation, greedy, logits
+
+from quire.engine.llm import LLM
+from quire.layers.rotary import inverse_frequencies
+
+MakeLLM = Callable[..., LLM]
+BOUND = 5e-5  # of the logits' standard deviation
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def check(llm: LLM, expected: list[Continuation]) -> None:
+    outputs = generate(llm, [c.prompt for c in expected])
+    for continuation, token_ids in zip(expected, tokens_of(outputs), strict=True):
+        continuation.check(token_ids)
+
+
+def alone(make: MakeLLM, expected: list[Continuation]) -> None:
+    llm = make()
+    for continuation in expected[: len(LENGTHS)]:
+        check(llm, [continuation])
+
+
+def in_a_batch(make: MakeLLM, expected: list[Continuation]) -> None:
+    check(make(), expected)
+
+
+def in_chunks_of_24(make: MakeLLM, expected: list[Continuation]) -> None:
+    check(make(max_num_batched_tokens=24, max_num_seqs=24), expected)
+
+
+def with_a_warm_cache(make: MakeLLM, expected: list[Continuation]) -> None:
+    llm = make(num_gpu_blocks_override=1500)  # nothing is evicted
+    check(llm, expected)
+    outputs = generate(llm, [c.prompt for c in expected])
+    for continuation, output in zip(expected, outputs, strict=True):
+        assert output.num_cached_tokens == (len(continuation.prompt) - 1) // 16 * 16
+        continuation.check(output.outputs[0].token_ids)
+    # The cache also holds what was generated: go on from the middle of it.
+    longer = [c for c in expected if c.certain > 40]
+    prompts = [c.prompt + c.token_ids[:40] for c in longer]
+    for continuation, output in zip(longer, generate(llm, prompts, GREEDY.clone(max_tokens=24)), strict=True):
+        assert output.num_cached_tokens == (len(continuation.prompt) + 39) // 16 * 16
+        rest = continuation.token_ids[40 : continuation.certain]
+        assert output.outputs[0].token_ids[: len(rest)] == rest
+
+
+def in_a_tiny_pool(make: MakeLLM, depth: int, **options: int) -> LLM:
+    """An engine with hardly more blocks than one request of full length needs."""
+    needed = 200
+    for blocks in (needed, None):
+        llm = make(num_gpu_blocks_override=blocks or needed + 6, **options)
+        if depth > 1:
+            run_late(llm, depth)
+        needed = llm.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
+    return llm
+
+
+def preempted(make: MakeLLM, expected: list[Continuation]) -> None:
+    llm = in_a_tiny_pool(make, depth=1)
+    check(llm, expected)
+    assert llm.core.scheduler.stats.preemptions > 0
+
+
+def two_steps_deep(make: MakeLLM, expected: list[Continuation]) -> None:
+    llm = make()
+    device = run_late(llm)
+    check(llm, expected)
+    assert device.most_in_flight == 2
+
+
+def two_steps_deep_in_chunks_preempted(make: MakeLLM, expected: list[Continuation]) -> None:
+    llm = in_a_tiny_pool(make, depth=2, max_num_batched_tokens=24, max_num_seqs=24)
+    check(llm, expected)
+    assert llm.core.executor.most_in_flight == 2
+    assert llm.core.scheduler.stats.preemptions > 0
+
+
+WAYS = [
+    alone,
+    in_a_batch,
+    in_chunks_of_24,
+    with_a_warm_cache,
+    preempted,
+    two_steps_deep,
+    two_steps_deep_in_chunks_preempted,
+]
+
+
+@each_variant
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_greedy_tokens_equal_transformers_with_the_cpu_kernels(checkpoints, references, variant, way):
+    way(lambda **options: make_llm(checkpoints.path(variant), "cpu", **options), references.continuations(variant))
+
+
+@each_variant
+@pytest.mark.parametrize("way", [in_chunks_of_24, two_steps_deep_in_chunks_preempted], ids=lambda way: way.__name__)
+def test_greedy_tokens_equal_transformers_with_the_reference_kernels(checkpoints, references, variant, way):
+    expected = references.continuations(variant)[:14]
+    way(lambda **options: make_llm(checkpoints.path(variant), "reference", **options), expected)
+
+
+@pytest.mark.parametrize(("backend", "block_size"), [("reference", 1), ("reference", 5), ("cpu", 32), ("cpu", 48)])
+def test_greedy_tokens_equal_transformers_with_other_block_sizes(checkpoints, references, backend, block_size):
+    variant = "qwen3-mixed-windows-biases"
+    llm = make_llm(checkpoints.path(variant), backend, block_size=block_size, max_num_batched_tokens=40)
+    check(llm, references.continuations(variant)[: len(LENGTHS)])
+
+
+def test_greedy_tokens_equal_transformers_without_prefix_caching(checkpoints, references):
+    variant = "qwen3-mixed-windows-biases"
+    llm = make_llm(checkpoints.path(variant), enable_prefix_caching=False, num_gpu_blocks_override=40)
+    expected = references.continuations(variant)
+    check(llm, expected)
+    assert llm.core.scheduler.stats.preemptions > 0
+    assert llm.core.scheduler.stats.prefix_hits == 0
+
+
+@each_variant
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_logits_equal_transformers(checkpoints, references, variant, backend):
+    continuation = references.continuations(variant)[len(LENGTHS) - 1]
+    text = continuation.prompt + continuation.token_ids
+    expected = logits(references.model(variant), text)
+    llm = make_llm(checkpoints.path(variant), backend)
+    for chunks in ([len(text)], [1, 15, 17, 40, 1, len(text) - 74]):
+        difference = (teacher_forced_logits(llm, text, chunks) - expected).abs().max() / expected.std()
+        assert difference < BOUND
+
+
+@each_variant
+def test_rotary_frequencies_are_bit_for_bit_those_of_transformers(checkpoints, references, variant):
+    """A difference in the last bit is a visible angle at position 100,000."""
+    ours = inverse_frequencies(runner_of(make_llm(checkpoints.path(variant), "reference")).model.spec.rotary)
+    assert torch.equal(ours, references.model(variant).model.rotary_emb.inv_freq)
+
+
+@each_variant
+def test_bfloat16_logits_are_those_of_transformers_but_for_rounding(checkpoints, references, variant):
+    text = references.continuations(variant)[len(LENGTHS) - 1].prompt
+    expected = logits(references.model(variant), text)
+    llm = make_llm(checkpoints.path(variant), dtype="bfloat16")
+    difference = (teacher_forced_logits(llm, text).float() - expected).std() / expected.std()
+    assert difference < 0.1
+
+
+@each_variant
+def test_the_checkpoints_can_tell_right_from_wrong(references, variant):
+    """Sharp enough logits, output that is no loop, hardly a tie: otherwise the comparisons above say little."""
+    continuations = references.continuations(variant)
+    longest = continuations[len(LENGTHS) - 1]
+    assert logits(references.model(variant), longest.prompt + longest.token_ids).std() >= 1
+    assert min(len(set(c.token_ids)) for c in continuations) >= 20
+    assert sum(c.certain for c in continuations) >= 0.95 * NUM_TOKENS * len(continuations)
+
+
+def test_padding_has_no_effect_on_the_reference(references):
+    for variant in ("llama", "mistral-window-20"):
+        for continuation in references.continuations(variant)[:3]:
+            greedy(references.model(variant), [continuation.prompt])[0].check(continuation.token_ids)
+
+
+def test_the_tests_prompts_and_outputs_fit(references):
+    assert max(LENGTHS) + NUM_TOKENS <= MAX_MODEL_LEN
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,201 @@
+"""A model that is split over ranks says what the whole one says.
+
+Most splits are tried with ranks that are threads; a few with real processes, which cost seconds each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from support.checkpoints import write_checkpoint
+from support.engines import GREEDY, MAX_MODEL_LEN, finish, generate, make_llm, tokens_of
+from support.reference import LENGTHS, greedy, load, prompts
+from support.thread_group import ThreadGroup, on_every_rank
+
+from quire.config import EngineConfig
+from quire.engine.client import scheduler_limits
+from quire.engine.core import EngineCore, EngineDeadError
+from quire.engine.llm import LLM
+from quire.executor.base import Executor
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.outputs import RequestOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler.scheduler import Scheduler
+from quire.worker.worker import Worker
+
+
+def worker(path: Any, group: ThreadGroup) -> Worker:
+    config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32)
+    return Worker(config, path, MAX_MODEL_LEN, group)
+
+
+class RankedExecutor(Executor):
+    """Runs each step on ranks that are threads; they must agree."""
+
+    def __init__(self, path: Any, size: int) -> None:
+        self.size = size
+        self.groups: list[ThreadGroup] = []
+        workers = on_every_rank(size, lambda group: (worker(path, group), group))
+        self.runners = [w.runner for w, _ in workers]
+        self.groups = [group for _, group in workers]
+        self.kv_cache = workers[0][0].kv_cache
+        assert all(w.kv_cache == self.kv_cache for w, _ in workers)
+
+    def _everywhere(self, name: str, argument: Any) -> list[Any]:
+        return on_every_rank(self.size, lambda group: getattr(self.runners[group.rank], name)(argument))
+
+    def submit(self, step: SchedulerOutput) -> None:
+        self._everywhere("submit", step)
+
+    def sample(self, step_id: int) -> Any:
+        from concurrent.futures import Future
+
+        outputs = self._everywhere("sample", step_id)
+        assert all(output == outputs[0] for output in outputs)
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(outputs[0])
+        return future
+
+    def shutdown(self) -> None:
+        """Nothing was started."""
+
+
+SPLITS = [
+    ("llama-gqa2-tied-llama3", 2),  # a vocabulary of 333, tied
+    ("llama-gqa4-llama3-old", 4),  # 8 heads over 2 KV heads: two ranks keep the same one
+    ("llama-6-heads-over-2", 2),
+    ("llama-mqa-linear", 4),  # one KV head for all
+    ("llama-biases-linear-old", 2),  # biases after the sum over ranks: once, not twice
+    ("mistral-window-20", 2),
+    ("qwen2", 2),
+    ("qwen2-windows-old", 2),  # a vocabulary of 401
+    ("qwen3-mixed-windows-biases", 4),
+]
+
+
+@pytest.mark.parametrize(("variant", "size"), SPLITS)
+def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, size):
+    executor = RankedExecutor(checkpoints.path(variant), size)
+    llm = make_llm(checkpoints.path(variant))
+    kv = executor.kv_cache
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    llm.core = EngineCore(scheduler, executor)
+    expected = references.continuations(variant)[: len(LENGTHS)]
+    made = tokens_of(generate(llm, [c.prompt for c in expected]))
+    for continuation, token_ids in zip(expected, made, strict=True):
+        continuation.check(token_ids)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-biases-linear-old", "qwen3-mixed-windows-biases"])
+def test_a_step_makes_two_all_reduces_a_layer(checkpoints, variant):
+    """And one for the embedding; and the logits are gathered once."""
+    executor = RankedExecutor(checkpoints.path(variant), 2)
+    for group in executor.groups:
+        group.calls.update(all_reduce=0, all_gather=0)
+    scheduler = Scheduler(
+        scheduler_limits(EngineConfig.create(max_num_seqs=32), MAX_MODEL_LEN), executor.kv_cache.num_blocks,
+        list(executor.kv_cache.specs), 16,
+    )  # fmt: skip
+    core = EngineCore(scheduler, executor)
+    for i, prompt in enumerate(([5, 6, 7], [8] * 40)):
+        core.add_request(EngineCoreRequest(str(i), prompt, GREEDY, seed=0, max_tokens=1))
+    finish(core)
+    layers = len(executor.runners[0].model.layers)
+    for runner in executor.runners:
+        group = runner.model.embedding.group
+        assert group.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1}
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
+def test_heads_that_cannot_be_shared_evenly_are_an_error_with_the_numbers(tmp_path, heads, kv_heads, size):
+    config = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "hidden_size": 96}
+    path = write_checkpoint(tmp_path, "llama", config)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not divide {heads} attention heads"):
+        worker(path, ThreadGroup(0, size))
+
+
+# ---- processes
+
+
+def children() -> set[int]:
+    """Processes that this one started and that still run; multiprocessing's resource tracker stays on purpose."""
+    running = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return {p.pid for p in running if "resource_tracker" not in " ".join(p.cmdline())}
+
+
+def wait_for_no_children_but(before: set[int]) -> None:
+    deadline = time.monotonic() + 10
+    while children() - before:
+        assert time.monotonic() < deadline, "a process was left behind"
+        time.sleep(0.05)
+
+
+def split_llm(path: Any, **options: Any) -> LLM:
+    return make_llm(path, tensor_parallel_size=2, **options)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa2-tied-llama3", "qwen2"])  # KV heads shared out; one KV head on both
+def test_two_processes_say_what_one_does_and_leave_nothing_behind(checkpoints, references, variant):
+    before = children()
+    expected = references.continuations(variant)
+    llm = split_llm(checkpoints.path(variant), num_gpu_blocks_override=40, max_num_batched_tokens=50)
+    try:
+        assert len(children() - before) == 2
+        made: list[RequestOutput] = generate(llm, [c.prompt for c in expected[:16]])
+        for continuation, token_ids in zip(expected, tokens_of(made), strict=False):
+            continuation.check(token_ids)
+        assert llm.core.scheduler.stats.preemptions > 0
+        # A request that the ranks refuse fails alone.
+        llm.core.add_request(EngineCoreRequest("bad", [5, 99_999], GREEDY, seed=0, max_tokens=4))
+        llm.core.add_request(EngineCoreRequest("good", expected[0].prompt, GREEDY, seed=0, max_tokens=4))
+        ended = finish(llm.core)
+        assert ended["bad"][:2] == ([], "error")
+        assert ended["good"][0] == expected[0].token_ids[:4]
+    finally:
+        llm.shutdown()
+    wait_for_no_children_but(before)
+
+
+def test_a_rank_that_dies_is_an_error_that_names_it_and_nothing_hangs(checkpoints):
+    before = children()
+    llm = split_llm(checkpoints.path("llama"))
+    try:
+        stream = llm.stream([5, 6, 7], GREEDY)
+        next(stream)
+        process = llm.core.executor._processes[1]
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match="the engine failed: the process of rank 1 ended unexpectedly"):
+            for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError, match="rank"):
+            llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        assert time.monotonic() - started < 20
+    finally:
+        llm.shutdown()
+    wait_for_no_children_but(before)
+
+
+def test_ranks_that_cannot_load_the_model_end_with_its_error(tmp_path):
+    path = write_checkpoint(tmp_path, "llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48})
+    before = children()
+    with pytest.raises(Exception, match="tensor_parallel_size=2 does not divide 3 attention heads and 3 KV heads"):
+        split_llm(path)
+    wait_for_no_children_but(before)
+
+
+def test_the_reference_itself_agrees_on_a_fresh_checkpoint(tmp_path):
+    """One process, an odd vocabulary, a checkpoint that no other test shares: the comparison is not of copies."""
+    path = write_checkpoint(tmp_path, "qwen3", {"vocab_size": 307, "head_dim": 24}, seed=9)
+    expected = greedy(load(path), prompts(307, 9), 16)
+    made = tokens_of(generate(make_llm(path), [c.prompt for c in expected], GREEDY.clone(max_tokens=16)))
+    for continuation, token_ids in zip(expected, made, strict=True):
+        continuation.check(token_ids)
+    assert torch.get_num_threads() == 1

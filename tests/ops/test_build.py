@@ -1,0 +1,153 @@
+"""How the C++ kernels come to be: compiled once, found again, rebuilt when damaged, done without where need be."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from attention.test_attention import MIXED, World
+from ops.test_ops import CASES, as_tuple, copied
+
+import quire.attention.cpu
+from quire.attention.base import AttentionShape
+from quire.ops import OPS, Kernels, Target
+from quire.ops.cpu import build, elementwise, sampling
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
+HAS_COMPILER = build.library() is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no compiler here")
+
+
+@pytest.fixture
+def small_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Something that compiles in no time instead of the kernels."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "one.cpp").write_text('extern "C" void set(int* x) { *x = 42; }')
+    (sources / "two.cpp").write_text('extern "C" void unset(int* x) { *x = 0; }')
+    monkeypatch.setattr(build, "SOURCES", sources)
+    return sources
+
+
+@pytest.fixture
+def fresh_process():
+    """`library()` as if nobody had called it."""
+    build.library.cache_clear()
+    yield
+    build.library.cache_clear()
+
+
+def works(library: build.Library) -> bool:
+    value = torch.zeros(1, dtype=torch.int32)
+    library.function("set", "p")(value.data_ptr())
+    return value.item() == 42
+
+
+@needs_compiler
+def test_a_second_start_finds_what_the_first_one_compiled(small_sources, tmp_path, capsys):
+    assert works(build.load(tmp_path))
+    assert re.search(r"^Compiling CPU kernels \(first use\) \.\.\. \d+\.\d s$", capsys.readouterr().err, re.M)
+    assert works(build.load(tmp_path))
+    assert capsys.readouterr().err == ""
+
+
+@needs_compiler
+def test_a_changed_source_or_flag_is_another_library(small_sources, tmp_path):
+    first = build.load(tmp_path)
+    other_flags = build.load(tmp_path, [*build.FLAGS, "-DX"])
+    (small_sources / "two.cpp").write_text('extern "C" void unset(int* x) { *x = 1; }')
+    assert len({first.path, other_flags.path, build.load(tmp_path).path}) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["half", "empty", "garbage", "sound garbage"])
+def test_a_damaged_library_is_rebuilt(small_sources, tmp_path, damage, capsys):
+    sound = build.load(tmp_path / "elsewhere")
+    content = sound.path.read_bytes()
+    garbage = b"\x7fELF" + b"garbage" * 1000
+    damaged = {
+        "half": content[: len(content) // 2],
+        "empty": b"",
+        "garbage": garbage,
+        "sound garbage": garbage + build.hashlib.sha256(garbage).digest(),
+    }
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / sound.path.name).write_bytes(damaged[damage])
+    capsys.readouterr()
+    assert works(build.load(folder))
+    assert "Compiling" in capsys.readouterr().err
+    assert works(build.Library(folder / sound.path.name))
+
+
+@needs_compiler
+def test_of_two_that_start_at_once_only_one_compiles(small_sources, tmp_path, capfd):
+    with ThreadPoolExecutor(4) as pool:
+        assert all(works(library) for library in pool.map(lambda _: build.load(tmp_path), range(4)))
+    assert capfd.readouterr().err.count("Compiling") == 1
+    assert len(list(tmp_path.glob("*.so"))) == 1
+
+
+def test_without_a_compiler_one_warning_is_given_and_the_reference_runs(monkeypatch, caplog, fresh_process):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        assert build.library() is None
+        assert build.library() is None
+        kernels = Kernels(Target(torch.device("cpu"), torch.float32))
+    assert "cpu" not in kernels.chosen.values()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    shape = AttentionShape(4, 2, 32, 16, torch.float32, torch.device("cpu"))
+    assert "compiled" in str(quire.attention.cpu.CpuAttention.unsupported(shape))
+
+
+@needs_compiler
+def test_a_failing_compiler_is_quoted(small_sources, monkeypatch, tmp_path, caplog, fresh_process):
+    (small_sources / "two.cpp").write_text("this is not C++;")
+    monkeypatch.setattr(build, "user_cache_path", lambda name: tmp_path)
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        assert build.library() is None
+    assert re.search(r"two\.cpp:1.* error", caplog.text)
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path, caplog, fresh_process):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "user_cache_path", lambda name: tmp_path / "file")
+    assert build.library() is None
+    assert "file" in caplog.text
+
+
+@needs_compiler
+def test_a_single_openmp_runtime_is_in_the_process():
+    build.library()
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    assert len([path for path in mapped if re.search(r"lib(g|i|)omp", Path(path).name)]) == 1
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-mno-avx512bf16"])
+def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, flags):
+    library = build.load(tmp_path, [*build.FLAGS, "-O1", flags])
+    for module in (elementwise, sampling, quire.attention.cpu):
+        monkeypatch.setattr(module, "kernel", cache(library.function))
+    for dtype in (torch.float32, torch.bfloat16):
+        shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
+        World(quire.attention.cpu.CpuAttention(shape), MIXED).check()
+        World(quire.attention.cpu.CpuAttention(shape), MIXED).check(window=16)
+        for name, op in OPS.items():
+            mine = [i for i in op.implementations if i.function.__module__ in (elementwise.__name__, sampling.__name__)]
+            for implementation in mine:
+                for arguments in list(CASES[name](dtype))[::9]:
+                    got, wanted = (f(*map(copied, arguments)) for f in (implementation.function, op.reference))
+                    for a, b in zip(as_tuple(got), as_tuple(wanted), strict=True):
+                        torch.testing.assert_close(a, b, rtol=1e-5 if dtype is torch.float32 else 2**-7, atol=1e-5)

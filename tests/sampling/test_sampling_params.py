@@ -1,0 +1,124 @@
+"""SamplingParams: every range, with vLLM's messages; and what they are turned into."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from quire.messages.sampling_params import SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, r"n must be at least 1, got 0\."),
+        ({"n": 2, "temperature": 0}, r"n must be 1 when using greedy sampling, got 2\."),
+        ({"temperature": -0.1}, r"temperature must be non-negative.*, got -0.1\."),
+        ({"temperature": INF}, "temperature must be non-negative and finite"),
+        ({"temperature": NAN}, "temperature must be non-negative and finite"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0\."),
+        ({"top_p": 1.01}, r"top_p must be in \(0, 1\], got 1.01\."),
+        ({"top_p": NAN}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -2}, r"top_k must be 0 \(disable\), or at least 1, got -2\."),
+        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1\."),
+        ({"min_p": 1.1}, r"min_p must be in \[0, 1\], got 1.1\."),
+        ({"min_p": NAN}, r"min_p must be in \[0, 1\]"),
+        ({"max_tokens": 0}, r"max_tokens must be at least 1, got 0\."),
+        ({"min_tokens": -1}, r"min_tokens must be greater than or equal to 0, got -1\."),
+        ({"min_tokens": 5, "max_tokens": 4}, r"min_tokens must be less than or equal to max_tokens=4, got 5\."),
+        ({"seed": 2**63}, "seed must fit in 64 bits"),
+        ({"seed": -(2**63) - 1}, "seed must fit in 64 bits"),
+        ({"stop": ""}, r"stop cannot contain an empty string\."),
+        ({"stop": ["a", ""]}, r"stop cannot contain an empty string\."),
+        ({"stop": "a", "detokenize": False}, r"stop strings are only supported when detokenize is True"),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_range_is_an_error_that_names_it(options, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 1.5}, "n must be an integer, got float"),
+        ({"n": True}, "n must be an integer, got bool"),
+        ({"top_k": 2.0}, "top_k must be an integer, got float"),
+        ({"max_tokens": "5"}, "max_tokens must be an integer, got str"),
+        ({"seed": 1.0}, "seed must be an integer, got float"),
+        ({"min_tokens": None}, "min_tokens must be an integer, got NoneType"),
+        ({"temperature": "hot"}, "temperature must be a number, got str"),
+        ({"top_p": None}, "top_p must be a number, got NoneType"),
+        ({"min_p": True}, "min_p must be a number, got bool"),
+        ({"stop": [1]}, "stop must be a string or a list of strings"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must contain only integers"),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_wrong_type_is_an_error_that_names_it(options, message):
+    with pytest.raises(TypeError, match=message):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"logprobs": 0},
+        {"logprobs": 5},
+        {"prompt_logprobs": 1},
+        {"logit_bias": {5: 1.0}},
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["x"]},
+        {"truncate_prompt_tokens": 5},
+    ],
+    ids=str,
+)
+def test_what_is_not_there_yet_is_refused_and_not_passed_over(options):
+    [name] = options
+    with pytest.raises(ValueError, match=f"{name} is not supported by Quire yet"):
+        SamplingParams(**options)
+
+
+def test_the_borders_of_the_ranges_are_allowed():
+    SamplingParams(n=1, temperature=0, top_p=1, top_k=-1, min_p=0, max_tokens=1, min_tokens=0, seed=-(2**63))
+    SamplingParams(temperature=100, top_p=1e-9, top_k=10**9, min_p=1, max_tokens=None, min_tokens=10**6, seed=2**63 - 1)
+    SamplingParams(min_tokens=4, max_tokens=4, stop=[], stop_token_ids=[], logprobs=None, bad_words=[])
+
+
+def test_defaults_are_those_of_vllm():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.ignore_eos) == (16, 0, None, False)
+    assert (params.detokenize, params.skip_special_tokens, params.include_stop_str_in_output) == (True, True, False)
+
+
+def test_one_stop_string_is_a_list_of_one():
+    assert SamplingParams(stop="end").stop_strings == ["end"]
+    assert SamplingParams(stop=("a", "b")).stop_strings == ["a", "b"]
+    assert SamplingParams().stop_strings == []
+
+
+def test_a_temperature_of_nearly_zero_is_greedy_and_greedy_needs_no_truncation():
+    params = SamplingParams(temperature=1e-6, top_p=0.5, top_k=3, min_p=0.1)
+    assert params.greedy
+    assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
+    assert not SamplingParams(temperature=1e-4).greedy
+
+
+def test_a_clone_is_checked_and_its_source_stays_as_it_was():
+    params = SamplingParams(seed=1)
+    assert params.clone(seed=2).seed == 2
+    assert params.seed == 1
+    with pytest.raises(ValueError, match="top_p"):
+        params.clone(top_p=2.0)
+
+
+def test_they_travel_as_msgpack():
+    params = SamplingParams(n=3, temperature=0.5, top_k=4, stop=["a"], stop_token_ids=[7], seed=-5, max_tokens=None)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

@@ -1,0 +1,104 @@
+"""A stand-in of the Hugging Face hub: the few endpoints that a download uses, over a folder of repositories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """Serves `folder`/owner/name/*, as a context manager. tokens: what a gated/... repository may be read with.
+
+    requests: every (method, path) that came. revisions: names besides main and the commit that exist.
+    """
+
+    def __init__(
+        self, folder: Path, tokens: tuple[str, ...] = (), revisions: tuple[str, ...] = ("main", COMMIT)
+    ) -> None:
+        self.folder, self.tokens, self.revisions = folder, tokens, revisions
+        self.requests: list[tuple[str, str]] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                self._answer(with_body=False)
+
+            def do_GET(self) -> None:
+                self._answer(with_body=True)
+
+            def log_message(self, *arguments: object) -> None:
+                """Quiet."""
+
+            def _answer(self, with_body: bool) -> None:
+                path = unquote(urlsplit(self.path).path)
+                hub.requests.append((self.command, path))
+                status, headers, body = hub.answer(path, self.headers.get("Authorization", ""))
+                if status == 200 and (wanted := self.headers.get("Range")):
+                    start = int(wanted.removeprefix("bytes=").split("-")[0])
+                    headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+                    status, body = 206, body[start:]
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if with_body:
+                    self.wfile.write(body)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+
+    def answer(self, path: str, authorization: str) -> tuple[int, dict[str, str], bytes]:
+        parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            name, rest = "/".join(parts[2:4]), parts[4:]
+        else:
+            name, rest = "/".join(parts[:2]), parts[2:]
+        directory = self.folder / name
+        if len(parts) < 2 or not directory.is_dir():
+            return self._error(401, "RepoNotFound", "Repository not found")
+        if name.startswith("gated/") and authorization not in [f"Bearer {token}" for token in self.tokens]:
+            return self._error(401, "GatedRepo", "Access to this model is restricted")
+        revision = rest[1] if len(rest) > 1 else "main"
+        if revision not in self.revisions:
+            return self._error(404, "RevisionNotFound", "Invalid rev id")
+        files = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+        if parts[0] == "api" and rest[:1] == ["tree"]:
+            tree = [{"type": "file", "path": f, "size": (directory / f).stat().st_size, "oid": "0" * 40} for f in files]
+            return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
+        if parts[0] == "api":
+            siblings = [{"rfilename": f} for f in files]
+            info = {"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            return 200, {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}, json.dumps(info).encode()
+        file = "/".join(rest[2:])
+        if rest[:1] != ["resolve"] or file not in files:
+            return self._error(404, "EntryNotFound", "Entry not found")
+        body = (directory / file).read_bytes()
+        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        return 200, headers, body
+
+    @staticmethod
+    def _error(status: int, code: str, message: str) -> tuple[int, dict[str, str], bytes]:
+        headers = {"X-Error-Code": code, "X-Error-Message": message, "Content-Type": "application/json"}
+        return status, headers, json.dumps({"error": message}).encode()
+
+    def fetched(self) -> set[str]:
+        """The files whose contents were asked for."""
+        paths = [path for method, path in self.requests if method == "GET" and "/resolve/" in path]
+        return {path.split(f"/resolve/{COMMIT}/")[-1] for path in paths}
+
+    def __enter__(self) -> Hub:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
