@@ -3,13 +3,11 @@
 Names are vLLM's. An option that vLLM has and Quire does not have yet is an error that says so.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 
 class ConfigError(ValueError):
@@ -125,7 +123,7 @@ class EngineConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     @classmethod
-    def create(cls, **options: Any) -> EngineConfig:
+    def create(cls, **options: Any) -> Self:
         """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
         groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
         owner = {name: group for group, config in GROUPS.items() for name in OPTIONS[config]}

@@ -1,7 +1,5 @@
 """What an attention backend is: the owner of the cache's layout and of everything that touches it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Paged attention on the CPU, in C++ (ops/cpu/attention.cpp, where the cache's layout is drawn)."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Paged attention in plain torch: a loop over requests that gathers their blocks. The definition, and the fallback."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

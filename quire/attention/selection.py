@@ -1,7 +1,5 @@
 """Which attention backend serves a model."""
 
-from __future__ import annotations
-
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention

@@ -1,7 +1,5 @@
 """`quire bench`: measure. `throughput` runs a file of requests through the engine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource
@@ -98,7 +96,7 @@ def _read(path: Path) -> list[tuple[Any, dict[str, Any]]]:
     return requests
 
 
-def _timed(llm: LLM, requests: list[tuple[Any, dict[str, Any]]], show_progress: bool) -> tuple[float, list[Any]]:
+def _timed(llm: "LLM", requests: list[tuple[Any, dict[str, Any]]], show_progress: bool) -> tuple[float, list[Any]]:
     """Seconds from the first request in to the last out, and the outputs."""
     from quire.messages.sampling_params import SamplingParams
 

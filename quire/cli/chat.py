@@ -1,7 +1,5 @@
 """`quire chat`: a conversation in the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -60,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str | None:
+def _answer(llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> str | None:
     """Stream the answer to the terminal. None if the conversation cannot be answered (it is too long, say)."""
     stopped = False
 

@@ -1,7 +1,5 @@
 """Command-line flags, made from the options in config.py."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from types import UnionType

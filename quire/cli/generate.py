@@ -1,7 +1,5 @@
 """`quire generate`: complete a prompt, streaming."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

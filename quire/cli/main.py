@@ -1,7 +1,5 @@
 """`quire`: the command line. Each command is a file beside this one."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

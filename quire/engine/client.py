@@ -1,7 +1,5 @@
 """The client side's way to the engine core, and how a core is made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quire.config import EngineConfig

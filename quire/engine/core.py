@@ -1,7 +1,5 @@
 """The loop: schedule, submit, sample, update, with a queue of submitted steps."""
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future
 

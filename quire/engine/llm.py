@@ -1,7 +1,5 @@
 """LLM: the engine as a Python object, with vLLM's interface."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

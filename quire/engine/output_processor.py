@@ -1,7 +1,5 @@
 """From EngineCoreOutputs to RequestOutputs: detokenizing, stop strings, gathering a prompt's completions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from quire.engine.processor import ProcessedRequest

@@ -1,7 +1,5 @@
 """From what a caller says to EngineCoreRequests: validation, tokenizing, defaults."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

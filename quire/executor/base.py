@@ -1,7 +1,5 @@
 """What the engine core asks of whatever runs its steps."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 

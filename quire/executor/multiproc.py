@@ -3,8 +3,6 @@
 Steps travel as msgpack over pipes; every rank executes every step, rank 0 answers.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The executor of one device: the worker lives in this process."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pool of KV blocks: reference counts, the free list, and the map from hashes to blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 NULL_BLOCK_ID = 0  # stands in a table where nothing is kept (outside a window); padding may write to it

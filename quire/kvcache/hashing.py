@@ -1,7 +1,5 @@
 """Chained hashes of full blocks: equal hashes mean equal tokens in front, whoever sent them."""
 
-from __future__ import annotations
-
 from array import array
 from hashlib import sha256
 

@@ -1,7 +1,5 @@
 """Which blocks a request holds: prefix matching, allocation, and hashing of full blocks."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from quire.kvcache.block_pool import Block, BlockPool

@@ -4,8 +4,6 @@ Block ids come from one pool and belong to one group at a time. Group g's j-th l
 so groups share memory, and a model needs as many cache tensors as its largest group has layers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,9 +1,7 @@
 """The attention layer: projections, norms and rotation around a paged attention backend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -23,7 +21,7 @@ class HeadShare:
     kv_start: int
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadShare:
+    def of(cls, num_heads: int, num_kv_heads: int, rank: int, size: int) -> Self:
         """Raises ValueError if the heads cannot be shared evenly."""
         if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
             raise ValueError(

@@ -1,9 +1,7 @@
 """What layers are built with, and how they say which part of which checkpoint tensor each of their parameters is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +25,6 @@ class WeightSlot:
     stop: int = 0
 
 
-class Packable(Protocol):
-    """A layer whose linear op may want its weight in another form."""
-
-    linear: Any
-    weight: Tensor
-
-
 class Builder:
     """Device, types, kernels and process group for the layers of one model; collects their weight slots."""
 
@@ -43,7 +34,7 @@ class Builder:
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group or TensorGroup()
         self.slots: list[WeightSlot] = []
-        self.linears: list[Packable] = []
+        self.linears: list[Any] = []  # layers with an op `linear` and its `weight`
 
     def parameter(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

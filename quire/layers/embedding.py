@@ -1,7 +1,5 @@
 """Token embedding and language-model head, with the vocabulary split over the tensor group."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

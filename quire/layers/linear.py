@@ -3,8 +3,6 @@
 The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one all-reduce a pair.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

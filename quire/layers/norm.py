@@ -1,7 +1,5 @@
 """Norm layers."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from quire.layers.build import Builder

@@ -1,7 +1,5 @@
 """Rotary position embedding: the tables of cosines and sines, in each of the variants that checkpoints ask for."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

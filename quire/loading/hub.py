@@ -1,7 +1,5 @@
 """Where a model's files are: a directory, the bundled model, or a download from the Hugging Face hub."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Filling a model's parameters: each checkpoint tensor is read once, lazily, straight into its place."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Between the client side (processor, output processor) and the engine core."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 import msgspec

@@ -1,7 +1,5 @@
 """What a caller of LLM.generate gets: vLLM's RequestOutput and CompletionOutput."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

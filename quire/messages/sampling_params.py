@@ -1,6 +1,6 @@
 """SamplingParams: how a request wants its tokens drawn. vLLM's names, defaults, ranges and messages."""
 
-from __future__ import annotations
+from typing import Self
 
 import msgspec
 
@@ -124,5 +124,5 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if self.stop_strings and not self.detokenize:
             raise ValueError("stop strings are only supported when detokenize is True.")
 
-    def clone(self, **changes: object) -> SamplingParams:
+    def clone(self, **changes: object) -> Self:
         return msgspec.structs.replace(self, **changes)

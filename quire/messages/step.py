@@ -4,8 +4,6 @@ Only deltas travel. A request is sent whole when it is given a row; later steps 
 list of SchedulerOutput replays a run.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from quire.messages.sampling_params import SamplingParams

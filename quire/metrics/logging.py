@@ -1,7 +1,5 @@
 """Log lines that a person can read: `12:03:44 INFO  KV cache: ...` on standard error."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -1,7 +1,5 @@
 """The one decoder: assembled from the layers by a spec."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend

@@ -1,7 +1,5 @@
 """A model on this rank: spec, layers, weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

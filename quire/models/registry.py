@@ -1,7 +1,5 @@
 """Which architectures there are, by the name in a checkpoint's config.json."""
 
-from __future__ import annotations
-
 import difflib
 
 from quire.models.architectures.llama import llama

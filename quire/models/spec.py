@@ -1,7 +1,5 @@
 """An architecture as data: what a decoder-only model's config says, in Quire's words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -9,8 +9,6 @@
 `Kernels` picks the best implementation of every op once, when the engine starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Who shares what with whom: the process groups of a model that is split over processes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

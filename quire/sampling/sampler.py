@@ -1,7 +1,5 @@
 """From logits to token ids, for all rows of a step at once. Rows that ask for nothing pay nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """The waiting requests, in the order of service. FCFS is priority scheduling with equal priorities."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 

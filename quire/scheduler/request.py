@@ -1,7 +1,5 @@
 """A request as the scheduler sees it: counters of positions, never of KV slots."""
 
-from __future__ import annotations
-
 from enum import Enum, auto
 
 from quire.kvcache.block_pool import Block
@@ -26,29 +24,9 @@ class Request:
     A step hands out tokens until num_computed_tokens has caught up with num_known_tokens.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "block_tables",
-        "capacity",
-        "extra_keys",
-        "key",
-        "max_total_tokens",
-        "min_total_tokens",
-        "next_hash_at",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_hashed_blocks",
-        "num_in_flight_samples",
-        "num_in_flight_steps",
-        "num_prompt_tokens",
-        "num_retired_tokens",
-        "request_id",
-        "row",
-        "source",
-        "status",
-        "stop_token_ids",
-        "token_ids",
-    )
+    __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
+        num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_in_flight_steps
+        num_prompt_tokens num_retired_tokens request_id row source status stop_token_ids token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
         self.source = source

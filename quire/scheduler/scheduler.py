@@ -1,7 +1,5 @@
 """Which tokens run now. Pure Python over integers: no torch, no clock, no phase."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass

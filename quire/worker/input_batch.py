@@ -1,7 +1,5 @@
 """The running batch in fixed arrays, one row per request, and the flat batch that each step is made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows -> flat batch -> forward -> the rows that need logits -> sampled token ids."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One rank: its device, its share of the model, its KV cache."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -5,8 +5,6 @@ links against the OpenMP runtime that torch ships: with a second one in the proc
 over the cores.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

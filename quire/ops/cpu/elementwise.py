@@ -3,8 +3,6 @@
 These are called hundreds of times a step, often on a few kilobytes: what is done here is kept to a few microseconds.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Matrix products by oneDNN, from weights that were packed for it once: faster, most of all with few rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

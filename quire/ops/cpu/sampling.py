@@ -1,7 +1,5 @@
 """Gumbel-max sampling in C++: sampling.cpp makes the noise where it is used, a vocabulary of it is never written."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

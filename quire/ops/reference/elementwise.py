@@ -1,7 +1,5 @@
 """Norms, activations and rotary embedding: what happens between the matrix products."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Drawing a token: a counter-based generator, so that randomness is a pure function of (seed, position, token id)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
