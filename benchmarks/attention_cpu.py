@@ -47,8 +47,6 @@ def paged(requests: int, length: int, new: int, rounds: int) -> tuple[float, flo
         seq_lens=torch.full((requests,), length, dtype=torch.int32),
         slot_mapping=(table[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten(),
         block_table=table,
-        max_query_len=new,
-        max_seq_len=length,
     )
     q, k, v = (torch.randn(requests * new, h, DIM).bfloat16() for h in (HEADS, KV_HEADS, KV_HEADS))
 

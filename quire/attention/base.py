@@ -31,8 +31,6 @@ class StepLayout:
     seq_lens: Tensor  # [requests], int32: cached tokens and this step's tokens together
     slot_mapping: Tensor  # [tokens], int64
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
-    max_query_len: int
-    max_seq_len: int
 
 
 class AttentionBackend(ABC):

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from quire.cli.flags import add_engine_flags, add_log_level, add_sampling_flags, engine_options, sampling_options
+from quire.cli.flags import add_text_flags, engine_options, sampling_options
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -19,9 +19,7 @@ _COMMANDS = "/reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="directory or Hugging Face id; the bundled model if left out")
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    add_sampling_flags(parser, max_tokens=512)
-    add_log_level(parser, "WARNING")
-    add_engine_flags(parser)
+    add_text_flags(parser, max_tokens=512)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,12 +10,12 @@ from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, parse_size
 _DEST = "engine_"  # keeps the engine's options apart from a command's own
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ("model",)) -> None:
-    """A flag for every engine option but those in `skip`, grouped as config.py groups them."""
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every engine option but the model, which is each command's own, grouped as config.py groups them."""
     for config in GROUPS.values():
         group = parser.add_argument_group(config.__doc__.strip().rstrip("."))
         for name, option in OPTIONS[config].items():
-            if name not in skip:
+            if name != "model":
                 _add_flag(group, name, option.default, option.metadata)
 
 
@@ -35,16 +35,14 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
         kind = int
     if isinstance(default, (int, str)):
         common["help"] += f" (default: {default})"
-    group.add_argument(flag, type=kind, choices=choices, metavar=None if choices else _metavar(name), **common)
+    group.add_argument(
+        flag, type=kind, choices=choices, metavar=None if choices else name.rsplit("_", 1)[-1].upper(), **common
+    )
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given, for `LLM(**options)`."""
     return {key.removeprefix(_DEST): value for key, value in vars(arguments).items() if key.startswith(_DEST)}
-
-
-def _metavar(name: str) -> str:
-    return name.rsplit("_", 1)[-1].upper()
 
 
 def _size(text: str) -> int:
@@ -64,8 +62,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """The sampling parameters that a person sets by hand."""
+def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """What `generate` and `chat` share: the sampling parameters that a person sets by hand, the log, the engine."""
     group = parser.add_argument_group("Sampling (what is left out, the model's generation_config.json decides)")
     for name, kind, text in (
         ("max-tokens", int, f"tokens to generate at most (default: {max_tokens})"),
@@ -79,10 +77,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after end-of-sequence")
     parser.set_defaults(default_max_tokens=max_tokens)
+    add_log_level(parser, "WARNING")
+    add_engine_flags(parser)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `add_sampling_flags` read, for `SamplingParams(**options)`."""
+    """What `add_text_flags` read, for `SamplingParams(**options)`."""
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.sampling_seed is not None:

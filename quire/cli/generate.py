@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from quire.cli.flags import add_engine_flags, add_log_level, add_sampling_flags, engine_options, sampling_options
+from quire.cli.flags import add_text_flags, engine_options, sampling_options
 
 HELP = "complete a prompt and print the text as it comes"
 
@@ -11,9 +11,7 @@ HELP = "complete a prompt and print the text as it comes"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the text to continue; read from standard input if left out")
     parser.add_argument("--model", metavar="MODEL", help="directory or Hugging Face id; the bundled model if left out")
-    add_sampling_flags(parser, max_tokens=200)
-    add_log_level(parser, "WARNING")
-    add_engine_flags(parser)
+    add_text_flags(parser, max_tokens=200)
 
 
 def run(arguments: argparse.Namespace) -> int:

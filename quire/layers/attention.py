@@ -9,6 +9,20 @@ from quire.attention.base import AttentionBackend
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from quire.layers.norm import RMSNorm
+from quire.parallel.mesh import TensorGroup
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention as a model has it. qk_norm_eps: None where q and k are not normed."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm_eps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -21,66 +35,53 @@ class HeadShare:
     kv_start: int
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, rank: int, size: int) -> Self:
+    def of(cls, spec: AttentionSpec, group: TensorGroup) -> Self:
         """Raises ValueError if the heads cannot be shared evenly."""
-        if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
+        rank, size = group.rank, group.size
+        if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
             raise ValueError(
-                f"tensor_parallel_size={size} does not divide {num_heads} attention heads and {num_kv_heads} KV heads"
+                f"tensor_parallel_size={size} does not divide {spec.num_heads} attention heads and "
+                f"{spec.num_kv_heads} KV heads"
             )
-        heads, kv_heads = num_heads // size, max(1, num_kv_heads // size)
-        return cls(heads, kv_heads, rank * heads, rank * num_kv_heads // size)
+        heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
+        return cls(heads, kv_heads, rank * heads, rank * spec.num_kv_heads // size)
 
 
 @dataclass
 class ForwardState:
     """What every layer of a step shares. plans: one a KV group."""
 
-    positions: Tensor  # [tokens], int64
     cos: Tensor  # [tokens, rotary_dim / 2], float32
     sin: Tensor
     plans: list[Any]
 
 
 class Attention:
-    """Grouped-query attention of one layer."""
+    """The attention of one layer. names: of q, k, v, o in the checkpoint and, where they are normed, q_norm, k_norm."""
 
     def __init__(
-        self,
-        builder: Builder,
-        *,
-        names: dict[str, str],
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        window: int | None,
-        kv_group: int,
-        qkv_bias: bool,
-        output_bias: bool,
-        qk_norm_eps: float | None,
+        self, builder: Builder, spec: AttentionSpec, names: dict[str, str], window: int | None, kv_group: int
     ) -> None:
-        """names: checkpoint names of q, k, v, o and, with qk_norm_eps, q_norm and k_norm."""
-        tp = builder.tensor_group
-        share = HeadShare.of(num_heads, num_kv_heads, tp.rank, tp.size)
+        share, head_dim = HeadShare.of(spec, builder.tensor_group), spec.head_dim
         self.num_heads, self.num_kv_heads, self.head_dim = share.num_heads, share.num_kv_heads, head_dim
-        self.scale, self.window, self.kv_group = scale, window, kv_group
+        self.scale, self.window, self.kv_group = head_dim**-0.5, window, kv_group
         self.rotary_embedding = builder.kernels.rotary_embedding
 
         def part(key: str, total: int, start: int, count: int) -> OutputPart:
             return OutputPart(names[key], total * head_dim, start * head_dim, (start + count) * head_dim)
 
         parts = [
-            part("q", num_heads, share.head_start, share.num_heads),
-            part("k", num_kv_heads, share.kv_start, share.num_kv_heads),
-            part("v", num_kv_heads, share.kv_start, share.num_kv_heads),
+            part("q", spec.num_heads, share.head_start, share.num_heads),
+            part("k", spec.num_kv_heads, share.kv_start, share.num_kv_heads),
+            part("v", spec.num_kv_heads, share.kv_start, share.num_kv_heads),
         ]
-        self.qkv = ColumnParallelLinear(builder, hidden_size, parts, qkv_bias)
-        self.out = RowParallelLinear(builder, names["o"], num_heads * head_dim, hidden_size, output_bias, head_dim)
+        self.qkv = ColumnParallelLinear(builder, spec.hidden_size, parts, spec.qkv_bias)
+        inputs = spec.num_heads * head_dim
+        self.out = RowParallelLinear(builder, names["o"], inputs, spec.hidden_size, spec.output_bias, unit=head_dim)
         self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(builder, names["q_norm"], head_dim, qk_norm_eps)
-            self.k_norm = RMSNorm(builder, names["k_norm"], head_dim, qk_norm_eps)
+        if spec.qk_norm_eps is not None:
+            self.q_norm = RMSNorm(builder, names["q_norm"], head_dim, spec.qk_norm_eps)
+            self.k_norm = RMSNorm(builder, names["k_norm"], head_dim, spec.qk_norm_eps)
         self.backend: AttentionBackend | None = None  # set with the cache, when its size is known
         self.cache: Tensor | None = None
 

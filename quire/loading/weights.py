@@ -86,10 +86,7 @@ def load_dummy(slots: list[WeightSlot], show_progress: bool) -> None:
 def _normal(target: Tensor, generator: torch.Generator) -> None:
     """A tile of normal values, repeated: drawing every value of a large model would take longer than reading it."""
     tile = torch.randn(2**20 + 1, generator=generator, device=target.device).mul_(0.02).to(target.dtype)
-    flat = target.view(-1) if target.is_contiguous() else None
-    if flat is None:
-        target.normal_(0.0, 0.02, generator=generator)
-        return
+    flat = target.view(-1)
     for start in range(0, flat.numel(), tile.numel()):
         part = flat[start : start + tile.numel()]
         part.copy_(tile[: part.numel()])

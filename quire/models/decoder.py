@@ -33,20 +33,7 @@ class DecoderLayer:
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, window: int | None, kv_group: int) -> None:
         names = {key: name.format(i=index) for key, name in spec.names.items()}
         self.attention_norm = RMSNorm(builder, names["attention_norm"], spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(
-            builder,
-            names=names,
-            hidden_size=spec.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=window,
-            kv_group=kv_group,
-            qkv_bias=spec.qkv_bias,
-            output_bias=spec.output_bias,
-            qk_norm_eps=spec.norm_eps if spec.qk_norm else None,
-        )
+        self.attention = Attention(builder, spec.attention, names, window, kv_group)
         self.mlp_norm = RMSNorm(builder, names["mlp_norm"], spec.hidden_size, spec.norm_eps)
         self.mlp = GatedMLP(builder, names, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
 

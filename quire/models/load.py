@@ -14,14 +14,6 @@ from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import TensorGroup
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "float": torch.float32,
-}
-
 
 def hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint's config.json with the user's overrides."""
@@ -30,7 +22,8 @@ def hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
 
 def resolve_dtype(option: str) -> torch.dtype:
     """auto: bfloat16, whatever the checkpoint's type is; processors compute float16 slowly."""
-    return torch.bfloat16 if option == "auto" else DTYPES[option]
+    dtype: torch.dtype = torch.bfloat16 if option == "auto" else getattr(torch, option)
+    return dtype
 
 
 def load_model(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.layers.attention import AttentionSpec
 from quire.layers.rotary import RotarySpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
@@ -34,18 +35,13 @@ class DecoderSpec:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: AttentionSpec
     intermediate_size: int
     norm_eps: float
     rotary: RotarySpec
     max_positions: int
     windows: tuple[int | None, ...]
-    qkv_bias: bool = False
-    output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
     tie_embeddings: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # endings of checkpoint tensors that are not parameters
@@ -63,7 +59,9 @@ def rotary_spec(config: HfConfig, head_dim: int) -> RotarySpec:
     return RotarySpec(theta, head_dim, parameters)
 
 
-def decoder_spec(config: HfConfig, **differences: Any) -> DecoderSpec:
+def decoder_spec(
+    config: HfConfig, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False, **differences: Any
+) -> DecoderSpec:
     """The spec of a Llama-like config; an architecture states in `differences` where it is unlike Llama."""
     num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -71,15 +69,16 @@ def decoder_spec(config: HfConfig, **differences: Any) -> DecoderSpec:
         raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported yet; supported: silu")
     if quantization := config.get("quantization_config"):
         raise ValueError(f"checkpoints quantized with {quantization.get('quant_method')!r} are not supported yet")
+    norm_eps, kv_heads = config.get("rms_norm_eps", 1e-6), config.get("num_key_value_heads") or num_heads
+    qk_norm_eps = norm_eps if qk_norm else None
+    hidden_size = config["hidden_size"]
     common: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
-        "hidden_size": config["hidden_size"],
+        "hidden_size": hidden_size,
         "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
-        "head_dim": head_dim,
+        "attention": AttentionSpec(hidden_size, num_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm_eps),
         "intermediate_size": config["intermediate_size"],
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": norm_eps,
         "rotary": rotary_spec(config, head_dim),
         "max_positions": config.get("max_position_embeddings", 2048),
         "windows": (None,) * num_layers,

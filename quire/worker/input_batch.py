@@ -22,8 +22,6 @@ class FlatBatch:
     seq_lens: npt.NDArray[np.int32]  # [requests]
     block_tables: npt.NDArray[np.int32]  # [groups, requests, blocks]
     samples: npt.NDArray[np.bool_]  # [requests]: whether the row samples at its last token
-    max_query_len: int
-    max_seq_len: int
 
     @property
     def num_tokens(self) -> int:
@@ -91,8 +89,7 @@ class InputBatch:
         positions = np.arange(query_start_loc[-1]) - offset
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_tables[:, row_of_token, blocks].astype(np.int64) * self.block_size + offsets
-        max_seq_len = int(seq_lens.max())
-        width = -(-max_seq_len // self.block_size)
+        width = -(-int(seq_lens.max()) // self.block_size)
         self.num_computed[rows] = seq_lens
         return FlatBatch(
             rows=rows,
@@ -103,8 +100,6 @@ class InputBatch:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self.block_tables[:, rows, :width],
             samples=seq_lens == self.num_tokens[rows],
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
         )
 
     def append(self, rows: Ints, tokens: Ints) -> None:

@@ -54,23 +54,13 @@ class ModelRunner:
         return torch.from_numpy(array).to(self.device)
 
     def _forward_state(self, flat: FlatBatch) -> ForwardState:
-        positions = self._upload(flat.positions)
-        cos, sin = self.model.rotary(positions)
+        cos, sin = self.model.rotary(self._upload(flat.positions))
         query_start_loc, seq_lens = self._upload(flat.query_start_loc), self._upload(flat.seq_lens)
-        plans = [
-            self.backend.plan(
-                StepLayout(
-                    query_start_loc,
-                    seq_lens,
-                    self._upload(flat.slot_mapping[group]),
-                    self._upload(flat.block_tables[group]),
-                    flat.max_query_len,
-                    flat.max_seq_len,
-                )
-            )
-            for group in range(len(flat.slot_mapping))
-        ]
-        return ForwardState(positions, cos, sin, plans)
+        plans = []
+        for slots, tables in zip(flat.slot_mapping, flat.block_tables, strict=True):
+            slots, tables = self._upload(slots), self._upload(tables)
+            plans.append(self.backend.plan(StepLayout(query_start_loc, seq_lens, slots, tables)))
+        return ForwardState(cos, sin, plans)
 
     def _sampling_batch(self, rows: Ints) -> SamplingBatch:
         """The parameters of the rows that sample; what no row asks for stays None."""

@@ -30,9 +30,10 @@ class Worker:
         started = time.perf_counter()
         model = load_model(directory, config, max_model_len, device, group, show_progress=group.rank == 0)
         spec, dtype = model.spec, model.embedding.weight.dtype
-        share = HeadShare.of(spec.num_heads, spec.num_kv_heads, group.rank, group.size)
+        share = HeadShare.of(spec.attention, group)
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
-        shape = AttentionShape(share.num_heads, share.num_kv_heads, spec.head_dim, block_size, dtype, device)
+        head_dim = spec.attention.head_dim
+        shape = AttentionShape(share.num_heads, share.num_kv_heads, head_dim, block_size, dtype, device)
         backend = choose_backend(shape, config.kernels.attention_backend)
         if group.rank == 0:
             seconds = time.perf_counter() - started

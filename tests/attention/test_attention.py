@@ -72,7 +72,7 @@ class World:
         starts = torch.tensor([0, *(n for _, n in requests)]).cumsum(0).int()
         lengths = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
         return StepLayout(
-            starts, lengths, torch.cat(slots), self.table, max(n for _, n in requests), int(lengths.max())
+            starts, lengths, torch.cat(slots), self.table
         )
 
     def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None) -> None:
@@ -165,7 +165,7 @@ def test_large_scores_do_not_overflow(backend):
 def test_a_step_without_tokens(backend):
     attention = build(backend, 4, 2, 32, 16, torch.float32)
     empty = torch.zeros(0, dtype=torch.int32)
-    plan = attention.plan(StepLayout(torch.zeros(1, dtype=torch.int32), empty, empty.long(), empty.view(0, 4), 0, 0))
+    plan = attention.plan(StepLayout(torch.zeros(1, dtype=torch.int32), empty, empty.long(), empty.view(0, 4)))
     cache = attention.allocate(2)
     attention.store(cache, torch.zeros(0, 2, 32), torch.zeros(0, 2, 32), plan)
     out, lse = attention.attend(torch.zeros(0, 4, 32), cache, plan, scale=1.0)
