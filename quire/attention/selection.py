@@ -9,12 +9,11 @@ BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # b
 
 def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:
     """The best backend that supports the shape, or the pinned one. Raises ValueError if that one cannot."""
-    if pinned is None:
-        return next(backend for backend in BACKENDS if backend.unsupported(shape) is None)(shape)
     for backend in BACKENDS:
-        if backend.name == pinned:
+        if pinned in (None, backend.name):
             reason = backend.unsupported(shape)
-            if reason is not None:
+            if reason is None:
+                return backend(shape)
+            if pinned is not None:
                 raise ValueError(f"attention_backend={pinned!r} cannot be used: {reason}")
-            return backend(shape)
     raise ValueError(f"no attention_backend {pinned!r}; there are: {', '.join(b.name for b in BACKENDS)}")

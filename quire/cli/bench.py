@@ -46,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     prefill_requests = _read(arguments.prefill_requests) if arguments.prefill_requests else requests
     from quire.engine.llm import LLM  # torch comes with it
 
-    options = engine_options(arguments)
-    llm = LLM(arguments.model, **options)
+    llm = LLM(arguments.model, **engine_options(arguments))
     startup_s = time.perf_counter() - started
     show = not arguments.json
     _timed(llm, [(llm.get_tokenizer().encode("warm up") or [0], {"max_tokens": 8, "ignore_eos": True})], False)

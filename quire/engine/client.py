@@ -14,15 +14,15 @@ DEFAULT_CHUNK = 512  # max_num_batched_tokens on a CPU
 
 
 def scheduler_limits(config: EngineConfig, max_model_len: int, depth: int = 1) -> SchedulerLimits:
-    chunk = config.scheduler.max_num_batched_tokens or max(DEFAULT_CHUNK, config.scheduler.max_num_seqs)
-    policy = config.scheduler.scheduling_policy
-    return SchedulerLimits(config.scheduler.max_num_seqs, chunk, max_model_len, policy, depth)
+    rows, policy = config.scheduler.max_num_seqs, config.scheduler.scheduling_policy
+    chunk = config.scheduler.max_num_batched_tokens or max(DEFAULT_CHUNK, rows)
+    return SchedulerLimits(rows, chunk, max_model_len, policy, depth)
 
 
 def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
     """Start the executor, and a scheduler over the cache that it made. Raises ConfigError or ValueError."""
     limits = scheduler_limits(config, max_model_len)
-    limits.validate()
+    limits.validate()  # before the model is loaded
     multiprocess = config.parallel.tensor_parallel_size > 1
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size

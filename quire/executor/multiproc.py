@@ -31,6 +31,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     broken: str | None = None  # the rank failed and has ended
 
 
+Model = tuple[EngineConfig, Path, int]  # what a Worker is made from, and its max_model_len
 _replies = msgspec.msgpack.Decoder(Reply)
 _orders = msgspec.msgpack.Decoder(SchedulerOutput | int)  # a step to launch, or the id of one to sample
 
@@ -49,7 +50,7 @@ class MultiprocExecutor(Executor):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_run_rank,
-                args=(theirs, rank, size, f"file://{self._meeting}/store", threads, config, directory, max_model_len),
+                args=(theirs, rank, size, f"file://{self._meeting}/store", threads, (config, directory, max_model_len)),
                 name=f"quire-rank-{rank}",
                 daemon=True,
             )
@@ -106,16 +107,7 @@ class MultiprocExecutor(Executor):
         return reply
 
 
-def _run_rank(
-    pipe: Connection,
-    rank: int,
-    size: int,
-    meeting: str,
-    threads: int,
-    config: EngineConfig,
-    directory: Path,
-    max_model_len: int,
-) -> None:
+def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int, model: Model) -> None:
     """The life of one rank."""
     torch.set_num_threads(threads)
 
@@ -123,7 +115,7 @@ def _run_rank(
         pipe.send_bytes(msgspec.msgpack.encode(message))
 
     try:
-        worker = Worker(config, directory, max_model_len, join(rank, size, meeting))
+        worker = Worker(*model, join(rank, size, meeting))
         reply(Reply(kv_cache=worker.kv_cache))
         while True:
             order = _orders.decode(pipe.recv_bytes())

@@ -17,9 +17,6 @@ class Block:
         self.prev: Block | None = None
         self.next: Block | None = None
 
-    def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
-
 
 class FreeList:
     """An intrusive doubly-linked list: take from the front, put at the back, remove from anywhere, all in O(1).
@@ -48,8 +45,7 @@ class FreeList:
 
     def popleft(self) -> Block:
         first = self._head.next
-        assert first is not None
-        assert first is not self._tail, "the free list is empty"
+        assert first is not None and self.length, "the free list is empty"  # noqa: PT018
         self.remove(first)
         return first
 

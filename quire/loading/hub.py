@@ -20,12 +20,11 @@ def bundled_model() -> Path:
     return Path(str(files("quire.demo") / "model"))
 
 
+_Name = str | None
+
+
 def resolve(
-    model: str | None,
-    revision: str | None = None,
-    download_dir: str | None = None,
-    token: str | None = None,
-    weights: bool = True,
+    model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
 ) -> Path:
     """The local directory of a model. Downloads it, with progress bars, if it is a hub id that is not cached.
 

@@ -81,16 +81,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.stop if isinstance(self.stop, list) else []
 
     def _check_types(self) -> None:
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed"):
+        integers, optional, numbers = (
+            ("n", "top_k", "min_tokens"),
+            ("max_tokens", "seed"),
+            ("temperature", "top_p", "min_p"),
+        )
+        for name in (*integers, *optional, *numbers):
             value = getattr(self, name)
-            if not (value is None and name in ("max_tokens", "seed")) and (
-                not isinstance(value, int) or isinstance(value, bool)
-            ):
-                raise TypeError(f"{name} must be an integer, got {type(value).__name__}.")
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
+            kinds = (int, float) if name in numbers else int
+            if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and name in optional)):
+                kind = "a number" if name in numbers else "an integer"
+                raise TypeError(f"{name} must be {kind}, got {type(value).__name__}.")
         if not all(isinstance(s, str) for s in self.stop_strings):
             raise TypeError("stop must be a string or a list of strings.")
         if not all(isinstance(t, int) and not isinstance(t, bool) for t in self.stop_token_ids or ()):

@@ -42,7 +42,8 @@ class Sampler:
         everyone = len(random) == len(logits)
         scaled = (logits if everyone else logits[random]).float() / batch.temperature[random][:, None]
         if batch.min_p is not None:
-            _mask_min_p(scaled, batch.min_p[random])
+            floor = scaled.amax(-1, keepdim=True) + batch.min_p[random][:, None].log()
+            scaled.masked_fill_(scaled < floor, float("-inf"))
         if batch.top_k is not None or batch.top_p is not None:
             _mask_top_k_top_p(
                 scaled,
@@ -55,12 +56,6 @@ class Sampler:
         tokens = logits.argmax(-1)
         tokens[random] = drawn
         return tokens
-
-
-def _mask_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Keep tokens whose probability is at least min_p times the largest. In place. logits: [rows, vocab]."""
-    floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
-    logits.masked_fill_(logits < floor, float("-inf"))
 
 
 def _mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> None:

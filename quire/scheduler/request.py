@@ -57,7 +57,3 @@ class Request:
     def num_known_tokens(self) -> int:
         """Tokens that will be known when the submitted steps are over."""
         return len(self.token_ids) + self.num_in_flight_samples
-
-    def __repr__(self) -> str:
-        counts = f"{self.num_computed_tokens}/{self.num_known_tokens} computed"
-        return f"Request({self.request_id!r}, {self.status.name}, {counts})"

@@ -173,7 +173,10 @@ class Scheduler:
             known = len(request.token_ids)
             end = min(known, num_cached + budget)
             self.waiting.pop()
-            self._count_cached(request, num_cached)
+            self.stats.prefix_queries += known
+            self.stats.prefix_hits += num_cached
+            if not request.num_retired_tokens:  # else it was preempted: what it finds now are its own blocks
+                request.num_cached_tokens = num_cached
             request.num_retired_tokens = num_cached
             allocated = self.kv.allocate(request, end, BlockTableEdits())
             assert allocated, "there was room for more than these"
@@ -202,12 +205,6 @@ class Scheduler:
             request.num_in_flight_steps += 1
             request.num_in_flight_samples += end == known
             self.kv.hash_full_blocks(request)
-
-    def _count_cached(self, request: Request, num_cached: int) -> None:
-        self.stats.prefix_queries += len(request.token_ids)
-        self.stats.prefix_hits += num_cached
-        if request.num_retired_tokens == 0 and len(request.token_ids) == request.num_prompt_tokens:
-            request.num_cached_tokens = num_cached
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Retire the oldest submitted step: advance its requests by what they sampled, finish, free."""
@@ -261,6 +258,8 @@ class Scheduler:
             request.num_in_flight_steps -= 1
             self.kv.withdraw_hashes(request, start)
             request.num_computed_tokens = start
+            if start == request.num_cached_tokens:  # it was the first step: the next one counts its hits afresh
+                request.num_retired_tokens = 0
         for request in requests:
             if request.status is Status.RUNNING:
                 self._preempt(request)

@@ -23,10 +23,6 @@ class FlatBatch:
     block_tables: npt.NDArray[np.int32]  # [groups, requests, blocks]
     samples: npt.NDArray[np.bool_]  # [requests]: whether the row samples at its last token
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
 
 class InputBatch:
     """What the worker knows of its requests. Grows by the deltas of SchedulerOutput, and by what was sampled."""
