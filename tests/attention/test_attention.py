@@ -71,9 +71,7 @@ class World:
         slots = [self.table[r, p // size].long() * size + p % size for r, p in enumerate(positions)]
         starts = torch.tensor([0, *(n for _, n in requests)]).cumsum(0).int()
         lengths = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
-        return StepLayout(
-            starts, lengths, torch.cat(slots), self.table
-        )
+        return StepLayout(starts, lengths, torch.cat(slots), self.table)
 
     def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None) -> None:
         s = self.backend.shape

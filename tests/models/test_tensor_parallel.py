@@ -25,6 +25,7 @@ from quire.engine.llm import LLM
 from quire.executor.base import Executor
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
@@ -90,6 +91,36 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
     made = tokens_of(generate(llm, [c.prompt for c in expected]))
     for continuation, token_ids in zip(expected, made, strict=True):
         continuation.check(token_ids)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("variant", "blocks"), [("mistral-window-20", 10), ("qwen3-mixed-windows-biases", 20)])
+def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks):
+    """Ranks, chunks, preemption in a tiny pool, cached prefixes, windows, seeds, n, stop strings in one batch."""
+    plain = make_llm(checkpoints.path(variant))
+    texts = prompts(320, 6)
+    text = generate(plain, texts[:1])[0].outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    params = [
+        SamplingParams(temperature=0.9, seed=11, n=3, max_tokens=24, ignore_eos=True),
+        GREEDY.clone(stop=[stop]),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=5, max_tokens=40, ignore_eos=True),
+    ]
+    requests = [(text, param) for text in texts for param in params]
+    expected = [generate(plain, [text], [param])[0] for text, param in requests]
+
+    limits = {"max_num_seqs": 12, "max_num_batched_tokens": 24, "num_gpu_blocks_override": blocks}
+    llm = make_llm(checkpoints.path(variant), **limits)
+    if ranks > 1:
+        executor = RankedExecutor(checkpoints.path(variant), ranks)
+        scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), blocks, list(executor.kv_cache.specs), 16)
+        llm.core = EngineCore(scheduler, executor)
+    outputs = generate(llm, [text for text, _ in requests], [param for _, param in requests])
+    assert llm.core.scheduler.stats.preemptions > 0
+    assert llm.core.scheduler.stats.prefix_hits > 0
+    assert [[(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in outputs] == [
+        [(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in expected
+    ]
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-biases-linear-old", "qwen3-mixed-windows-biases"])

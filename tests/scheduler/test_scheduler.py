@@ -362,8 +362,7 @@ def test_requests_do_not_enter_while_a_running_one_waits_for_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "reason", "stop_reason"),
-    [(EOS, FinishReason.STOP, None), (77, FinishReason.STOP, 77), (5, None, None)],
+    ("token", "reason", "stop_reason"), [(EOS, FinishReason.STOP, None), (77, FinishReason.STOP, 77), (5, None, None)]
 )
 def test_the_finish_reason_names_the_stop_token(
     token: int, reason: FinishReason | None, stop_reason: int | None
