@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only
 
 import pytest
 import torch
+
 from support.checkpoints import Checkpoints
 from support.reference import References
 

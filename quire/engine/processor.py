@@ -75,7 +75,7 @@ class Processor:
         text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # a copy, and checked: it may have changed
+        params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # a copy, checked: it may have changed
         if not token_ids:
             raise ValueError("the prompt is empty")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)

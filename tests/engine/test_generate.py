@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import EOS, Checkpoints
-from support.engines import GREEDY, assert_nothing_is_left, generate, make_llm, tokens_of
 
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
+from support.checkpoints import EOS, Checkpoints
+from support.engines import GREEDY, assert_nothing_is_left, generate, make_llm, tokens_of
 
 SHORT = GREEDY.clone(max_tokens=8)
 TEXT = "Once upon a time"

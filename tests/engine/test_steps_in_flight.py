@@ -6,16 +6,16 @@ import random
 from typing import Any
 
 import pytest
-from support.checkpoints import Checkpoints
-from support.engines import GREEDY, assert_nothing_is_left, collect, finish, generate, make_llm
-from support.late_device import LateExecutor, WatchedScheduler, limits_of, run_late
-from support.reference import References
 
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
+from support.checkpoints import Checkpoints
+from support.engines import GREEDY, assert_nothing_is_left, collect, finish, generate, make_llm
+from support.late_device import LateExecutor, WatchedScheduler, limits_of, run_late
+from support.reference import References
 
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}

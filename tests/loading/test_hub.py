@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 from support.hub import COMMIT, Hub

@@ -6,11 +6,11 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from support.checkpoints import MAX_POSITIONS, Checkpoints
-from support.engines import GREEDY, generate, make_llm, tokens_of
 
 from quire.config import ConfigError, EngineConfig, parse_size
 from quire.worker import worker
+from support.checkpoints import MAX_POSITIONS, Checkpoints
+from support.engines import GREEDY, generate, make_llm, tokens_of
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import VARIANTS, Checkpoints, write_checkpoint
-from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
-from support.reference import greedy, load, logits, prompts
 
 from quire.loading.hub import ModelNotFoundError
 from quire.loading.weights import WeightError
+from support.checkpoints import VARIANTS, Checkpoints, write_checkpoint
+from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
+from support.reference import greedy, load, logits, prompts
 
 WEIGHTS = "model.safetensors"
 

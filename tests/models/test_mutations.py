@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import generate, make_llm, runner_of, teacher_forced_logits, tokens_of
-from support.reference import LENGTHS, logits
 from test_parity import BOUND
 from torch import Tensor
 
 from quire.models import load
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
+from support.engines import generate, make_llm, runner_of, teacher_forced_logits, tokens_of
+from support.reference import LENGTHS, logits
 
 SpecMutation = Callable[[DecoderSpec], DecoderSpec]
 ModelMutation = Callable[[Decoder], None]

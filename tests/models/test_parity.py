@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+from quire.engine.llm import LLM
+from quire.layers.rotary import inverse_frequencies
 from support.checkpoints import VARIANTS
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.late_device import run_late
 from support.reference import LENGTHS, NUM_TOKENS, Continuation, greedy, logits
-
-from quire.engine.llm import LLM
-from quire.layers.rotary import inverse_frequencies
 
 MakeLLM = Callable[..., LLM]
 BOUND = 5e-5  # of the logits' standard deviation

@@ -13,10 +13,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.checkpoints import write_checkpoint
-from support.engines import GREEDY, MAX_MODEL_LEN, finish, generate, make_llm, tokens_of
-from support.reference import LENGTHS, greedy, load, prompts
-from support.thread_group import ThreadGroup, on_every_rank
 
 from quire.config import EngineConfig
 from quire.engine.client import scheduler_limits
@@ -29,6 +25,10 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
+from support.checkpoints import write_checkpoint
+from support.engines import GREEDY, MAX_MODEL_LEN, finish, generate, make_llm, tokens_of
+from support.reference import LENGTHS, greedy, load, prompts
+from support.thread_group import ThreadGroup, on_every_rank
 
 
 def worker(path: Any, group: ThreadGroup) -> Worker:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+
+from quire.messages.sampling_params import SamplingParams
 from support.checkpoints import Checkpoints
 from support.engines import generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.reference import prompts
-
-from quire.messages.sampling_params import SamplingParams
 
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 PARAMS = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, max_tokens=32, ignore_eos=True)

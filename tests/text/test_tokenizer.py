@@ -54,7 +54,8 @@ def test_tokens_that_only_the_configuration_knows_get_the_ids_transformers_gives
         assert ours.decode(ours.encode(text), skip) == theirs.decode(theirs.encode(text), skip_special_tokens=skip)
     assert ours.special_tokens["image_token"] == "<image>"
     assert ours.id_to_token(ours.token_to_id("<think>")) == "<think>"
-    assert ours.token_to_id("no such token") is None and ours.id_to_token(99999) is None
+    assert ours.token_to_id("no such token") is None
+    assert ours.id_to_token(99999) is None
 
 
 def test_special_tokens_map_is_read_where_the_configuration_lacks_the_newer_table(checkpoints, backends):
