@@ -87,7 +87,9 @@ def _read(path: Path) -> list[tuple[Any, dict[str, Any]]]:
             try:
                 fields = json.loads(line)
                 prompt = fields.pop("prompt_token_ids", None) or fields.pop("prompt")
-            except (ValueError, KeyError, AttributeError) as error:
+                if not isinstance(prompt, (str, list)):
+                    raise TypeError(f"a prompt cannot be of type {type(prompt).__name__}")
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ValueError(f'{path}, line {number}: needs "prompt_token_ids" or "prompt" ({error})') from error
             requests.append((prompt, fields))
     if not requests:

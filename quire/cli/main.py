@@ -6,7 +6,6 @@ import sys
 
 from quire._version import __version__
 from quire.cli import bench, chat, generate
-from quire.config import ConfigError
 from quire.metrics.logging import configure_logging
 
 _COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging(getattr(arguments, "log_level", "INFO"))
     try:
         return int(arguments.run(arguments) or 0)
-    except (ConfigError, ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; nothing to say at exit
             return 0

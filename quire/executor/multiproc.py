@@ -3,6 +3,7 @@
 Steps travel as msgpack over pipes; every rank executes every step, rank 0 answers.
 """
 
+import contextlib
 import multiprocessing
 import shutil
 import tempfile
@@ -133,5 +134,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int
     except (EOFError, KeyboardInterrupt, ConnectionError):
         return  # the executor has gone
     except Exception as error:
-        reply(Reply(broken=f"{type(error).__name__}: {error}"))
-        raise
+        with contextlib.suppress(OSError):  # the executor may have given up because of another rank
+            reply(Reply(broken=f"{type(error).__name__}: {error}"))
+        if not isinstance(error, ValueError):  # those say all in their message
+            raise

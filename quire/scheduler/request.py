@@ -21,7 +21,8 @@ class Request:
         computed      |--------------- num_computed_tokens ---|   submitted steps included
         retired       |------- num_retired_tokens ------|         of steps that are over
 
-    A step hands out tokens until num_computed_tokens has caught up with num_known_tokens.
+    A step hands out tokens until num_computed_tokens has caught up with the tokens that are
+    known or in flight.
     """
 
     __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
@@ -52,8 +53,3 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
         self.next_hash_at = 0  # when this many tokens are computed, another block is full
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Tokens that will be known when the submitted steps are over."""
-        return len(self.token_ids) + self.num_in_flight_samples
