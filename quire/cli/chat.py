@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             line = input("> " if interactive else "").strip()
         except EOFError:
+            print(end="\n" if interactive else "")
             break
         if line in ("/exit", "/quit"):
             break
