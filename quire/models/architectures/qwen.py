@@ -19,4 +19,5 @@ def qwen2(config: HfConfig) -> DecoderSpec:
 
 def qwen3(config: HfConfig) -> DecoderSpec:
     bias = bool(config.get("attention_bias", False))
+    config = {"head_dim": 128, **config}  # the default of a config that does not say
     return decoder_spec(config, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=_windows(config))
