@@ -11,16 +11,28 @@ from quire._version import __version__
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-    from quire.messages.outputs import CompletionOutput, RequestOutput
-    from quire.messages.sampling_params import SamplingParams
+    from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 _HOME = {
     "LLM": "quire.engine.llm",
     "SamplingParams": "quire.messages.sampling_params",
+    "BeamSearchParams": "quire.messages.sampling_params",
+    "RequestOutputKind": "quire.messages.sampling_params",
     "RequestOutput": "quire.messages.outputs",
     "CompletionOutput": "quire.messages.outputs",
+    "Logprob": "quire.messages.outputs",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,8 @@ class ConfigError(ValueError):
 def option(default: Any, help: str, **metadata: Any) -> Any:
     """A field with a help text. metadata: size=True lets the command line take 4G, 512M, 2k."""
     metadata = {"help": help, **metadata}
-    if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
+    if isinstance(default, dict | list):
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -95,6 +95,23 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SamplingConfig:
+    """What requests may ask of sampling."""
+
+    max_logprobs: int = option(20, "most logprobs that a request may ask for at each place; -1 for no limit")
+    logprobs_mode: Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"] = option(
+        "raw_logprobs",
+        "report log-probabilities or logits; of the model's output, or as penalties, temperature and the like leave it",
+    )
+    logits_processors: list[Any] = option(
+        [], "plugins that change logits: subclasses of LogitsProcessor, each as package.module:Class"
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, -1, "max_logprobs")
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How many processes share the model."""
 
@@ -119,6 +136,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
@@ -139,6 +157,7 @@ GROUPS: dict[str, Any] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "sampling": SamplingConfig,
     "parallel": ParallelConfig,
     "kernels": KernelConfig,
 }
@@ -151,11 +170,11 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(
         """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path quantization
         gpu_memory_utilization swap_space cpu_offload_gb enforce_eager disable_custom_all_reduce mm_processor_kwargs
-        pooler_config structured_outputs_config compilation_config logits_processors pipeline_parallel_size
+        pooler_config structured_outputs_config compilation_config pipeline_parallel_size
         data_parallel_size enable_expert_parallel decode_context_parallel_size kv_cache_dtype kv_transfer_config
         speculative_config enable_lora max_loras max_lora_rank limit_mm_per_prompt disable_sliding_window
         disable_log_stats async_scheduling enable_chunked_prefill long_prefill_token_threshold
-        max_num_partial_prefills distributed_executor_backend max_logprobs logprobs_mode calculate_kv_scales
+        max_num_partial_prefills distributed_executor_backend calculate_kv_scales
         prefix_caching_hash_algo model_impl override_generation_config code_revision served_model_name config_format
         worker_cls enable_prompt_embeds additional_config observability_config kv_sharing_fast_prefill
         enable_sleep_mode device""".split(),
@@ -173,7 +192,7 @@ def _unknown(name: str, known: list[str]) -> str:
 
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Raises ConfigError unless `value` is of the annotated type (unions, Literal and plain classes)."""
-    kinds = get_args(hint) if get_origin(hint) not in (Literal, dict) and get_args(hint) else (hint,)
+    kinds = get_args(hint) if get_origin(hint) not in (Literal, dict, list) and get_args(hint) else (hint,)
     for kind in kinds:
         if get_origin(kind) is Literal:
             if value in get_args(kind):

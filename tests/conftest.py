@@ -9,10 +9,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only
 import pytest
 import torch
 
-from support.checkpoints import Checkpoints
+from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests stay together in one process: those of a file, but those of a family of models wherever they are."""
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        variant = parameters.get("variant")
+        group = ALL_VARIANTS[variant][0] if variant in ALL_VARIANTS else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

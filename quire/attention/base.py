@@ -10,7 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of one model on one device: what a backend is chosen and built for."""
+    """The attention of one model on one device: what a backend is chosen and built for.
+
+    value_dim: None where a token has a key and a value of head_dim each. An integer makes it a latent cache (MLA in its
+    absorbed form, arXiv:2405.04434): one KV head, a token's value is the first value_dim elements of its key, and
+    nothing else is stored.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -18,6 +23,12 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    value_dim: int | None = None
+
+    @property
+    def out_dim(self) -> int:
+        """The size of a head's result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True)
@@ -63,15 +74,26 @@ class AttentionBackend(ABC):
         """Whatever `store` and `attend` need to know of a step, made once and used by every layer of the group."""
 
     @abstractmethod
-    def store(self, cache: Tensor, k: Tensor, v: Tensor, plan: Any) -> None:
-        """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan."""
+    def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
+        """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None where the cache is latent."""
 
     @abstractmethod
     def attend(
-        self, q: Tensor, cache: Tensor, plan: Any, *, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: Any,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """q: [tokens, heads, head_dim] -> out: [tokens, heads, head_dim], lse: [tokens, heads] in float32.
+        """q: [tokens, heads, head_dim] -> out: [tokens, heads, out_dim], lse: [tokens, heads] in float32.
 
-        A query at position p sees the keys at positions max(0, p - window + 1) ... p. lse is the natural logarithm of
-        the sum of the exponentiated scaled scores, with which partial results over disjoint keys can be merged.
+        A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes
+        soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; each head's softmax has one
+        logit more, with no value behind it (gpt-oss; arXiv:2309.17453). lse is the natural logarithm of the sum of the
+        exponentiated scores, the sink's among them. By it, partial results over disjoint keys can be merged (of which
+        one at most may have been given the sinks).
         """

@@ -1,6 +1,7 @@
-"""Paged attention on the CPU, in C++ (ops/cpu/attention.cpp, where the cache's layout is drawn)."""
+"""Paged attention on the CPU, in C++ (ops/cpu/attention.h, where the cache's layout is drawn)."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.ops.cpu.build import kernel, library
 
-_TASK_INTS, _MERGE_INTS = 8, 4  # the sizes of attention.cpp's Task and Merge
-_TASKS_PER_THREAD = 4  # at least attention.cpp's
+_TASK_INTS, _MERGE_INTS = 8, 4  # the sizes of attention.h's Task and Merge
+_TASKS_PER_THREAD = 4  # at least attention.h's
 
 
 class _Geometry(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int32) for n in ("is_bf16", "heads", "kv_heads", "head_dim", "padded_dim", "block_size")]
+    _names = "is_bf16 is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim"
+    _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
 class _Step(ctypes.Structure):
@@ -37,16 +39,21 @@ class CpuPlan:
 
 
 class CpuAttention(AttentionBackend):
-    """float32 and bfloat16, any head size. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim]."""
+    """float32 and bfloat16, any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
+
+    A latent cache has the keys only.
+    """
 
     name = "cpu"
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self._padded_dim = -(-shape.head_dim // 16) * 16
-        is_bf16 = shape.dtype is torch.bfloat16
-        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, self._padded_dim, shape.block_size)
-        self._geometry = _Geometry(is_bf16, *sizes)
+        is_bf16, is_latent = shape.dtype is torch.bfloat16, shape.value_dim is not None
+        self._cache_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * _padded(shape.head_dim))
+        self._geometry = _Geometry(
+            is_bf16, is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size, shape.head_dim,
+            _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim),
+        )  # fmt: skip
         self._geometry_address = ctypes.addressof(self._geometry)
 
     @classmethod
@@ -62,13 +69,11 @@ class CpuAttention(AttentionBackend):
         return None
 
     def block_bytes(self) -> int:
-        s = self.shape
-        return 2 * s.block_size * s.num_kv_heads * self._padded_dim * s.dtype.itemsize
+        return math.prod(self._cache_shape) * self.shape.dtype.itemsize
 
     def allocate(self, num_blocks: int) -> Tensor:
         # Not filled: what was never stored is never read, and memory that was never touched costs nothing.
-        s = self.shape
-        cache = torch.empty(num_blocks, s.num_kv_heads, 2, s.block_size * self._padded_dim, dtype=s.dtype)
+        cache = torch.empty(num_blocks, *self._cache_shape, dtype=self.shape.dtype)
         kernel("quire_advise_huge_pages", "pl")(cache.data_ptr(), cache.nbytes)
         return cache
 
@@ -88,24 +93,39 @@ class CpuAttention(AttentionBackend):
         )  # fmt: skip
         return CpuPlan(step, slots, block_table, tasks, merges)
 
-    def store(self, cache: Tensor, k: Tensor, v: Tensor, plan: CpuPlan) -> None:
-        k, v = _dense(k), _dense(v)
+    def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: CpuPlan) -> None:
+        k = _dense(k)
+        v = k if v is None else _dense(v)  # a latent cache takes no notice of it
         kernel("quire_attention_store", "pppllpllpli")(
             self._geometry_address, cache.data_ptr(), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(),
             v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), plan.step.threads,
         )  # fmt: skip
 
     def attend(
-        self, q: Tensor, cache: Tensor, plan: CpuPlan, *, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: CpuPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         q = _dense(q)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        kernel("quire_attention_attend", "pppllpfipp")(
+        tokens, heads, _ = q.shape
+        out = q.new_empty(tokens, heads, self.shape.out_dim)
+        lse = torch.empty(tokens, heads, dtype=torch.float32)
+        kernel("quire_attention_attend", "pppllpfifppp")(
             self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
-            cache.data_ptr(), scale, window or 0, out.data_ptr(), lse.data_ptr(),
+            cache.data_ptr(), scale, window or 0, soft_cap or 0.0, None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
         return out, lse
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // 16) * 16
 
 
 def _dense(x: Tensor) -> Tensor:

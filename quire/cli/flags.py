@@ -25,6 +25,9 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
     if hint is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
         return
+    if get_origin(hint) is list:
+        group.add_argument(flag, nargs="+", metavar=name.rsplit("_", 1)[-1].upper(), **common)
+        return
     choices = get_args(hint) if get_origin(hint) is Literal else None
     kind: Any = str
     if metadata.get("json"):
@@ -71,6 +74,9 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         ("top-p", float, "draw from the likeliest tokens that together have this probability"),
         ("top-k", int, "draw from this many of the likeliest tokens"),
         ("min-p", float, "draw from tokens at least this probable relative to the likeliest"),
+        ("repetition-penalty", float, "above 1, tokens of prompt and output become less likely"),
+        ("presence-penalty", float, "above 0, tokens of the output become less likely"),
+        ("frequency-penalty", float, "above 0, tokens become less likely each time they are output"),
     ):
         group.add_argument("--" + name, type=kind, metavar="N" if kind is int else "X", help=text)
     group.add_argument("--sampling-seed", type=int, metavar="N", help="makes the answer repeatable")
@@ -83,7 +89,8 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `add_text_flags` read, for `SamplingParams(**options)`."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop")
+    names = """max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty
+        stop""".split()
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.sampling_seed is not None:
         given["seed"] = arguments.sampling_seed

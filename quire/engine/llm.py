@@ -1,20 +1,23 @@
 """LLM: the engine as a Python object, with vLLM's interface."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from quire.config import ConfigError, EngineConfig
+from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.client import make_core
-from quire.engine.output_processor import OutputProcessor
+from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Processor, Prompt
-from quire.loading.hub import read_json, resolve
+from quire.loading.hub import resolve
 from quire.messages.outputs import RequestOutput
-from quire.messages.sampling_params import SamplingParams
-from quire.models.load import hf_config, resolve_dtype
+from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.models.load import hf_config, load_generation_config, load_tokenizer, resolve_dtype
 from quire.models.registry import spec_of
+from quire.sampling.logits_processors import load_plugins
 from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
 
@@ -24,8 +27,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model, its KV cache and a scheduler in this process.
 
-    model: a directory, a Hugging Face id, or nothing for the bundled model; `options`: see `quire generate --help`,
-    with underscores for dashes. Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
+    model: a directory, a .gguf file, a Hugging Face id, or nothing for the bundled model; `options`: see
+    `quire generate --help`, with underscores for dashes. Raises ConfigError (a ValueError) for options that are
+    unknown or cannot be met.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -43,9 +47,18 @@ class LLM:
         tokenizer_directory = directory
         if m.tokenizer is not None:
             tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
-        self._tokenizer = Tokenizer.from_directory(tokenizer_directory)
-        generation_config = read_json(directory, "generation_config.json") if m.generation_config == "auto" else {}
-        self.processor = Processor(self._tokenizer, self.max_model_len, spec.vocab_size, generation_config, seed=m.seed)
+        self._tokenizer = load_tokenizer(tokenizer_directory)
+        generation_config = load_generation_config(directory) if m.generation_config == "auto" else {}
+        self.processor = Processor(
+            self._tokenizer,
+            self.max_model_len,
+            spec.vocab_size,
+            generation_config,
+            seed=m.seed,
+            max_logprobs=config.sampling.max_logprobs,
+            plugins=load_plugins(config.sampling.logits_processors),
+            in_process=config.parallel.tensor_parallel_size == 1,
+        )
         self.output_processor = OutputProcessor(self._tokenizer)
         self.core = make_core(config, directory, self.max_model_len)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them
@@ -100,10 +113,29 @@ class LLM:
         ]
         return self._complete(self._process(prompts, sampling_params, None, add_special_tokens=False), use_tqdm)
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that a beam search finds, best first.
+
+        Raises ValueError for a prompt that is wrong, and for a beam that needs more logprobs than max_logprobs.
+        """
+        if 2 * params.beam_width > self.processor.max_logprobs:
+            raise ValueError(
+                f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
+                f"max_logprobs is {self.processor.max_logprobs}"
+            )
+        requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
+        starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
+        generate = partial(self.generate, use_tqdm=False)
+        outputs = beam_search(starts, params, generate, self.max_model_len, self.processor.eos_token_ids)
+        for sequence in (sequence for output in outputs for sequence in output.sequences):
+            sequence.text = self._tokenizer.decode(sequence.tokens)
+        return outputs
+
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding the output so far after each step (the same object, growing).
+        """Complete one prompt, yielding after each step, as output_kind says: the output so far (the same object,
+        growing), what is new, or nothing until it is finished.
 
         Leaving the loop early aborts the request.
         """
@@ -169,6 +201,8 @@ class LLM:
         return requests
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        for request in requests:  # their parameters are copies
+            request.params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: dict[str, RequestOutput] = {}
         num_in = num_out = 0
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -185,13 +219,15 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
-        """Queue the requests and step until they are over, yielding each RequestOutput whenever it has grown."""
+        """Queue the requests and step until they are over, yielding each RequestOutput whenever it has
+        news that its output_kind wants to hear."""
         try:
             for request in requests:
                 self.output_processor.add(request)
                 for core_request in request.core_requests:
                     self.core.add_request(core_request)
             running = {request.request_id for request in requests}
+            deltas = {r.request_id: DeltaReader() for r in requests if r.params.output_kind is RequestOutputKind.DELTA}
             while running:
                 mine = [request_id for request_id in self._grown if request_id in running]
                 if not mine:
@@ -200,7 +236,7 @@ class LLM:
                     output = self._grown.pop(request_id)
                     if output.finished:
                         running.discard(request_id)
-                    yield output
+                    yield deltas[request_id].read(output) if request_id in deltas else output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
             for request in requests:
                 self.core.abort_requests(self.output_processor.abort(request))

@@ -1,10 +1,13 @@
-"""From EngineCoreOutputs to RequestOutputs: detokenizing, stop strings, gathering a prompt's completions."""
+"""From EngineCoreOutputs to RequestOutputs: detokenizing, stop strings, logprobs, gathering a prompt's completions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from quire.engine.logprobs import LogprobUnpacker
 from quire.engine.processor import ProcessedRequest
 from quire.messages.engine import EngineCoreOutput, FinishReason
 from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.sampling_params import RequestOutputKind
+from quire.messages.step import Logprobs
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -15,7 +18,9 @@ class _Sequence:
 
     request: RequestOutput
     completion: CompletionOutput
+    final_only: bool
     detokenizer: IncrementalDetokenizer | None
+    logprobs: LogprobUnpacker
 
 
 class OutputProcessor:
@@ -28,8 +33,11 @@ class OutputProcessor:
     def add(self, request: ProcessedRequest) -> RequestOutput:
         output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids)
         params = request.params
+        final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
         for index, core_request in enumerate(request.core_requests):
-            detokenizer = None
+            detokenizer, token_bytes, partial = None, None, b""
             if params.detokenize:
                 detokenizer = IncrementalDetokenizer(
                     self.tokenizer,
@@ -40,13 +48,18 @@ class OutputProcessor:
                     include_stop_str_in_output=params.include_stop_str_in_output,
                     min_tokens=params.min_tokens,
                 )
+                token_bytes, partial = self.tokenizer.token_bytes, detokenizer.partial
             completion = CompletionOutput(index, "", [])
+            if params.logprobs is not None:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
             output.outputs.append(completion)
-            self._sequences[core_request.request_id] = _Sequence(output, completion, detokenizer)
+            unpacker = LogprobUnpacker(token_bytes, partial)
+            self._sequences[core_request.request_id] = _Sequence(output, completion, final_only, detokenizer, unpacker)
         return output
 
     def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Apply a step's outputs. Returns the requests that changed, and core request ids that a stop string ended."""
+        """Apply a step's outputs. Returns the requests that changed (those with FINAL_ONLY when they are finished), and
+        core request ids that a stop string ended."""
         changed: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
         for output in outputs:
@@ -54,10 +67,16 @@ class OutputProcessor:
             if sequence is None:
                 continue  # ended by a stop string or aborted while this was on its way
             request, completion = sequence.request, sequence.completion
-            changed[request.request_id] = request
             if completion.index == 0:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.token_ids.extend(output.new_token_ids)
+            if output.logprobs is not None:
+                self._add_logprobs(sequence, output.new_token_ids, output.logprobs)
+            if output.prompt_logprobs is not None and request.prompt_logprobs is not None:
+                token_bytes = None if sequence.detokenizer is None else self.tokenizer.token_bytes
+                unpacker = LogprobUnpacker(token_bytes)
+                unpacker.skip(request.prompt_token_ids[0])
+                request.prompt_logprobs.extend(unpacker.unpack(output.prompt_logprobs))
             stop = None
             if sequence.detokenizer is not None:
                 by_token = output.finish_reason is FinishReason.STOP
@@ -70,6 +89,8 @@ class OutputProcessor:
                 self._finish(output.request_id, FinishReason.STOP, stop)
             elif output.finish_reason is not None:
                 self._finish(output.request_id, output.finish_reason, output.stop_reason)
+            if request.finished or not sequence.final_only:
+                changed[request.request_id] = request
         return list(changed.values()), to_abort
 
     def abort(self, request: ProcessedRequest) -> list[str]:
@@ -79,7 +100,37 @@ class OutputProcessor:
             self._finish(request_id, FinishReason.ABORT, None)
         return running
 
+    @staticmethod
+    def _add_logprobs(sequence: _Sequence, token_ids: list[int], packed: Logprobs) -> None:
+        completion = sequence.completion
+        made = sequence.logprobs.unpack(packed)[: len(token_ids)]
+        assert completion.logprobs is not None
+        assert completion.cumulative_logprob is not None
+        completion.logprobs += made
+        completion.cumulative_logprob += sum(of[token_id].logprob for token_id, of in zip(token_ids, made, strict=True))
+
     def _finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
         sequence = self._sequences.pop(request_id)
         sequence.completion.finish_reason, sequence.completion.stop_reason = reason.value, stop_reason
         sequence.request.finished = all(c.finished() for c in sequence.request.outputs)
+
+
+class DeltaReader:
+    """Cuts what is new since the last look out of a RequestOutput that grows (RequestOutputKind.DELTA)."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int, str | None]] = {}  # completion -> (tokens, characters, finish reason)
+
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """Only the completions that have news; prompt_logprobs are in the first of all outputs that have any."""
+        prompt_logprobs = None if self._seen else output.prompt_logprobs
+        news = []
+        for completion in output.outputs:
+            tokens, characters, reason = self._seen.get(completion.index, (0, 0, None))
+            now = len(completion.token_ids), len(completion.text), completion.finish_reason
+            if now != (tokens, characters, reason):
+                self._seen[completion.index] = now
+                logprobs = None if completion.logprobs is None else completion.logprobs[tokens:]
+                text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
+                news.append(replace(completion, text=text, token_ids=token_ids, logprobs=logprobs))
+        return replace(output, outputs=news, prompt_logprobs=prompt_logprobs)

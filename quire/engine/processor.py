@@ -10,7 +10,7 @@ import msgspec
 
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
-from quire.metrics.logging import logger
+from quire.sampling.logits_processors import LogitsProcessor
 from quire.text.tokenizer import Tokenizer
 
 
@@ -40,10 +40,21 @@ class Processor:
     """Validates and tokenizes. What it lets through, the engine core can run."""
 
     def __init__(
-        self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int, generation_config: dict[str, Any], seed: int
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        vocab_size: int,
+        generation_config: dict[str, Any],
+        seed: int,
+        max_logprobs: int = 20,
+        plugins: Sequence[type[LogitsProcessor]] = (),
+        in_process: bool = True,
     ) -> None:
-        """vocab_size: the model's; generation_config: the checkpoint's, {} for neutral defaults."""
+        """vocab_size: the model's; generation_config: the checkpoint's, {} for neutral defaults; max_logprobs: -1 for
+        no limit; in_process: the model runs in this process, so that parameters may hold what cannot be sent."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
+        self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
+        self.plugins, self.in_process = plugins, in_process
         self.generation_config = generation_config
         self._seeds = random.Random(seed)
         eos = generation_config.get("eos_token_id")
@@ -51,16 +62,18 @@ class Processor:
         self.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else (listed or [None])[0]
         self._more_eos = [t for t in listed if t != self.eos_token_id]
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(self._more_eos if self.eos_token_id is None else [self.eos_token_id, *self._more_eos])
+
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's own recommendation, neutral where it has none."""
-        known = {name: self.generation_config.get(name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")
+        known = {name: self.generation_config.get(name) for name in names}
         if self.generation_config.get("max_new_tokens"):
             known["max_tokens"] = self.generation_config["max_new_tokens"]
         if self.generation_config.get("do_sample") is False:
-            known = {"temperature": 0.0}
-        penalty = self.generation_config.get("repetition_penalty", 1.0)
-        if penalty not in (None, 1.0):
-            logger.warning("generation_config.json asks for repetition_penalty=%s, which is left out", penalty)
+            known = {"repetition_penalty": known["repetition_penalty"], "temperature": 0.0}
         return SamplingParams(**{**{name: value for name, value in known.items() if value is not None}, **changes})
 
     def process(
@@ -72,10 +85,13 @@ class Processor:
         add_special_tokens: bool = True,
     ) -> ProcessedRequest:
         """Raises ValueError or TypeError naming what is wrong with the prompt or the parameters."""
-        text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # a copy, checked: it may have changed
+        params = params.clone()  # checked again: it may have changed
+        self._check_params(params)
+        text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens)
+        if params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self._longest_prompt(params.truncate_prompt_tokens) :]
         if not token_ids:
             raise ValueError("the prompt is empty")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
@@ -88,11 +104,14 @@ class Processor:
                 f"max_model_len is {self.max_model_len}"
             )
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
+        bad_words = self._bad_words(params)
+        # The logprobs of a prompt that is completed n times are computed once.
+        others = params if params.prompt_logprobs is None or params.n == 1 else params.clone(prompt_logprobs=None)
         core_requests = [
             EngineCoreRequest(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",
                 prompt_token_ids=token_ids,
-                sampling_params=params,
+                sampling_params=params if index == 0 else others,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 eos_token_id=None if params.ignore_eos else self.eos_token_id,
@@ -100,10 +119,70 @@ class Processor:
                 arrival_time=time.monotonic(),
                 priority=priority,
                 cache_salt=cache_salt,
+                bad_words=bad_words,
             )
             for index in range(params.n)
         ]
         return ProcessedRequest(request_id, text, token_ids, params, core_requests)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """What SamplingParams cannot check alone: the model's vocabulary, the engine's limits, plugins, processes."""
+        for name, count in (("sample", params.logprobs), ("prompt", params.prompt_logprobs)):
+            asked = self.vocab_size if count == -1 else count or 0
+            if asked > self.max_logprobs:
+                raise ValueError(
+                    f"Requested {name} logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
+                )
+        outside = [token_id for token_id in params.logit_bias or () if not 0 <= token_id < self.vocab_size]
+        if outside:
+            raise ValueError(
+                f"token_id(s) {outside} in logit_bias contain out-of-vocab token ids. "
+                f"Vocabulary size: {self.vocab_size}"
+            )
+        if not all(0 <= token_id < self.vocab_size for token_id in params.allowed_token_ids or ()):
+            raise ValueError("allowed_token_ids contains out-of-vocab token id!")
+        for plugin in self.plugins:
+            plugin.validate_params(params)
+        if not self.in_process:
+            if params.logits_processors:
+                raise ValueError(
+                    "logits_processors are functions of this process, but the model runs in others; write a plugin "
+                    "(option logits_processors), or set tensor_parallel_size to 1"
+                )
+            try:
+                msgspec.msgpack.encode(params)
+            except TypeError as error:
+                raise ValueError(f"extra_args cannot be sent to the processes of the model: {error}") from error
+
+    def _longest_prompt(self, truncate_prompt_tokens: int) -> int:
+        """How many tokens a prompt that may be truncated keeps: at least one token of output has to fit, too."""
+        if truncate_prompt_tokens > self.max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens value ({truncate_prompt_tokens}) is greater than max_model_len "
+                f"({self.max_model_len}). Please, select a smaller truncation size."
+            )
+        longest = self.max_model_len - 1
+        return longest if truncate_prompt_tokens == -1 else min(truncate_prompt_tokens, longest)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token ids of the bad words at the beginning of a text, and behind a space where that is another first token
+        and as many of them (vLLM's rule: else the space is a token of its own, and the rest as without)."""
+        sequences: list[list[int]] = []
+        for word in params.bad_words or ():
+            bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not bare:
+                raise ValueError(f"bad_words entries must tokenize to at least one token, got {word!r}.")
+            sequences.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                sequences.append(spaced)
+        outside = [token_id for token_ids in sequences for token_id in token_ids if token_id >= self.vocab_size]
+        if outside:
+            raise ValueError(
+                f"The model vocabulary size is {self.vocab_size}, but the following tokens were specified as bad: "
+                f"{outside}. All token id values should be integers satisfying: 0 <= token_id < {self.vocab_size}."
+            )
+        return sequences
 
     def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt) of any form of prompt."""

@@ -47,16 +47,17 @@ class KVCacheManager:
 
     # ---- a request enters
 
-    def admit(self, request: Holder) -> int | None:
+    def admit(self, request: Holder, read_cache: bool = True) -> int | None:
         """Give the request the longest cached prefix of its tokens. The number of tokens that need no computing.
 
-        At least one token is always left, for its logits. None, and nothing given, if there is no room for all its
-        known tokens right now. Undone by `free`.
+        At least one token is always left, for its logits; all of them if not `read_cache`. None, and nothing given, if
+        there is no room for all its known tokens right now. Undone by `free`.
         """
         num_blocks = 0
         tables: list[list[Block]] = [[] for _ in self.specs]
         if self.enable_prefix_caching:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
+        if self.enable_prefix_caching and read_cache:
             num_blocks, tables = self._match(request)
         in_use = sum(block.ref_cnt > 0 for table in tables for block in table)  # these take nothing from the free ones
         if self.max_blocks(len(request.token_ids)) - in_use > self.pool.num_free:

@@ -1,20 +1,38 @@
 """The attention layer: projections, norms and rotation around a paged attention backend."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.norm import NormSpec
+from quire.layers.qk_norm import make_qk_norm
 from quire.parallel.mesh import TensorGroup
 
 
 @dataclass(frozen=True)
+class CacheShape:
+    """What one rank keeps of a token in one layer; value_dim: see AttentionShape."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int | None = None
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention as a model has it. qk_norm_eps: None where q and k are not normed."""
+    """Grouped-query attention as a model has it.
+
+    qkv_layout: q, k, v as three tensors, as one after the other in the tensor "qkv", or in "qkv" by KV head (the query
+    heads of a KV head, then its key, then its value). qk_norm: of queries and keys, over each head with one weight for
+    all ("head") or one for each ("heads"), or over all heads as one vector ("all"). sinks: a learned logit a head that
+    takes part in the softmax. linear_transposed: the checkpoint keeps [in, out].
+    """
 
     hidden_size: int
     num_heads: int
@@ -22,17 +40,26 @@ class AttentionSpec:
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm_eps: float | None = None
+    qkv_layout: Literal["separate", "concatenated", "by_kv_head"] = "separate"
+    qk_norm: NormSpec | None = None
+    qk_norm_over: Literal["head", "heads", "all"] = "head"
+    interleaved_rotary: bool = False
+    scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    soft_cap: float | None = None
+    sinks: bool = False
+    transposed: bool = False
+
+    def cache_shape(self, group: TensorGroup) -> CacheShape:
+        share = HeadShare.of(self, group)
+        return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim)
 
 
 @dataclass(frozen=True)
 class HeadShare:
     """The heads of one rank. Where there are fewer KV heads than ranks, several ranks keep the same one."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_start: int
-    kv_start: int
+    heads: range
+    kv_heads: range
 
     @classmethod
     def of(cls, spec: AttentionSpec, group: TensorGroup) -> Self:
@@ -44,61 +71,102 @@ class HeadShare:
                 f"{spec.num_kv_heads} KV heads"
             )
         heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
-        return cls(heads, kv_heads, rank * heads, rank * spec.num_kv_heads // size)
+        start, kv_start = rank * heads, rank * spec.num_kv_heads // size
+        return cls(range(start, start + heads), range(kv_start, kv_start + kv_heads))
+
+    def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
+        """Where the checkpoint has this rank's query, key and value heads, in that order."""
+        dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+        q, k = self.heads, self.kv_heads
+
+        def rows(name: str, total: int, first: int, count: int) -> OutputPart:
+            return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
+
+        if spec.qkv_layout == "separate":
+            return [
+                rows(key, total, r.start, len(r))
+                for key, total, r in (("q", heads, q), ("k", kv_heads, k), ("v", kv_heads, k))
+            ]
+        total = heads + 2 * kv_heads
+        if spec.qkv_layout == "concatenated":
+            starts = (q.start, heads + k.start, heads + kv_heads + k.start)
+            return [rows("qkv", total, start, len(r)) for start, r in zip(starts, (q, k, k), strict=True)]
+        group = heads // kv_heads
+        queries = [rows("qkv", total, h // group * (group + 2) + h % group, 1) for h in q]
+        return queries + [rows("qkv", total, h * (group + 2) + group + which, 1) for which in (0, 1) for h in k]
 
 
 @dataclass
 class ForwardState:
-    """What every layer of a step shares. plans: one a KV group."""
+    """What every layer of a step shares. rotary: cos and sin [tokens, rotary_dim / 2], float32, of each of the model's
+    variants; plans: one a KV group."""
 
-    cos: Tensor  # [tokens, rotary_dim / 2], float32
-    sin: Tensor
+    positions: Tensor  # [tokens]
+    rotary: list[tuple[Tensor, Tensor]]
     plans: list[Any]
 
 
-class Attention:
-    """The attention of one layer. names: of q, k, v, o in the checkpoint and, where they are normed, q_norm, k_norm."""
+class CachedAttention:
+    """What all kinds of attention have in common: a layer's place in the cache."""
 
-    def __init__(
-        self, builder: Builder, spec: AttentionSpec, names: dict[str, str], window: int | None, kv_group: int
-    ) -> None:
-        share, head_dim = HeadShare.of(spec, builder.tensor_group), spec.head_dim
-        self.num_heads, self.num_kv_heads, self.head_dim = share.num_heads, share.num_kv_heads, head_dim
-        self.scale, self.window, self.kv_group = head_dim**-0.5, window, kv_group
-        self.rotary_embedding = builder.kernels.rotary_embedding
-
-        def part(key: str, total: int, start: int, count: int) -> OutputPart:
-            return OutputPart(names[key], total * head_dim, start * head_dim, (start + count) * head_dim)
-
-        parts = [
-            part("q", spec.num_heads, share.head_start, share.num_heads),
-            part("k", spec.num_kv_heads, share.kv_start, share.num_kv_heads),
-            part("v", spec.num_kv_heads, share.kv_start, share.num_kv_heads),
-        ]
-        self.qkv = ColumnParallelLinear(builder, spec.hidden_size, parts, spec.qkv_bias)
-        inputs = spec.num_heads * head_dim
-        self.out = RowParallelLinear(builder, names["o"], inputs, spec.hidden_size, spec.output_bias, unit=head_dim)
-        self.q_norm = self.k_norm = None
-        if spec.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(builder, names["q_norm"], head_dim, spec.qk_norm_eps)
-            self.k_norm = RMSNorm(builder, names["k_norm"], head_dim, spec.qk_norm_eps)
-        self.backend: AttentionBackend | None = None  # set with the cache, when its size is known
-        self.cache: Tensor | None = None
+    backend: AttentionBackend | None = None  # set with the cache, when its size is known
+    cache: Tensor | None = None
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         self.backend, self.cache = backend, cache
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """In what a layer's attention differs from the other layers'.
+
+    window: tokens a query sees, None for all. rotary: index of its tables in ForwardState.rotary, None for a layer
+    without. scale: a factor of its own for the scores.
+    """
+
+    kv_group: int
+    window: int | None = None
+    rotary: int | None = 0
+    scale: float = 1.0
+
+
+class Attention(CachedAttention):
+    """The attention of one layer. names: of its tensors in the checkpoint, by role."""
+
+    def __init__(self, builder: Builder, spec: AttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
+        share, dim = HeadShare.of(spec, builder.tensor_group), spec.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = len(share.heads), len(share.kv_heads), dim
+        self.place, self.soft_cap, self.interleaved = place, spec.soft_cap, spec.interleaved_rotary
+        self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
+        self.rotary_embedding = builder.kernels.rotary_embedding
+        hidden, transposed = spec.hidden_size, spec.transposed
+        self.qkv = ColumnParallelLinear(builder, hidden, share.parts(spec, names), spec.qkv_bias, transposed)
+        inputs = spec.num_heads * dim
+        self.out = RowParallelLinear(builder, names["o"], inputs, hidden, spec.output_bias, dim, transposed)
+        self.q_norm = self.k_norm = None
+        if (norm := spec.qk_norm) is not None:
+            over = spec.qk_norm_over
+            self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads)
+            self.k_norm = make_qk_norm(builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads)
+        self.sinks = None
+        if spec.sinks:
+            self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
+            builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        tokens, heads, kv_heads = x.shape[0], self.num_heads, self.num_kv_heads
+        tokens, heads, kv_heads, place = x.shape[0], self.num_heads, self.num_kv_heads, self.place
         qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, self.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary_embedding(q, k, state.cos, state.sin)
-        plan = state.plans[self.kv_group]
+        if place.rotary is not None:
+            q, k = self.rotary_embedding(q, k, *state.rotary[place.rotary], self.interleaved)
+        plan = state.plans[place.kv_group]
         self.backend.store(self.cache, k, v, plan)
-        out, _ = self.backend.attend(q, self.cache, plan, scale=self.scale, window=self.window)
+        out, _ = self.backend.attend(
+            q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
+        )
         return self.out(out.view(tokens, heads * self.head_dim))

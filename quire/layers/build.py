@@ -1,7 +1,8 @@
 """What layers are built with, and how they say which part of which checkpoint tensor each of their parameters is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,50 +10,56 @@ from torch import Tensor
 from quire.ops import Kernels
 from quire.parallel.mesh import TensorGroup
 
+if TYPE_CHECKING:
+    from quire.layers.linear import LinearMethod
+
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """A place for a checkpoint tensor: `target` takes source[start:stop] along `dim` (all of it if dim is None).
+    """A place for a checkpoint tensor: `target` takes source[pick], its last two dimensions exchanged if `transposed`.
 
-    shape: what the whole tensor has in the checkpoint.
+    shape: what the whole tensor has in the checkpoint. pick: one slice a leading dimension; () is all of it.
+    A shape () fits any tensor of one number.
     """
 
     name: str
     target: Tensor
     shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
+    pick: tuple[slice, ...] = ()
+    transposed: bool = False
 
 
 class Builder:
-    """Device, types, kernels and process group for the layers of one model; collects their weight slots."""
+    """Device, types, kernels and process group for the layers of one model; collects their weight slots.
 
-    def __init__(self, kernels: Kernels, tensor_group: TensorGroup | None = None) -> None:
+    method_of: the format in which the checkpoint keeps the linear layer of a given name.
+    """
+
+    def __init__(self, kernels: Kernels, tensor_group: TensorGroup, method_of: "Callable[[str], LinearMethod]") -> None:
         self.kernels = kernels
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
-        self.tensor_group = tensor_group or TensorGroup()
+        self.tensor_group = tensor_group
+        self.method_of = method_of
         self.slots: list[WeightSlot] = []
-        self.linears: list[Any] = []  # layers with an op `linear` and its `weight`
+        self.when_loaded: list[Callable[[], None]] = []
 
-    def parameter(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def whole(self, name: str, *shape: int) -> Tensor:
+    def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter that every rank keeps whole, such as a norm's weight."""
-        target = self.parameter(*shape)
+        target = self.parameter(*shape, dtype=dtype)
         self.slots.append(WeightSlot(name, target, shape))
         return target
 
-    def part(self, name: str, target: Tensor, shape: tuple[int, ...], dim: int, start: int, stop: int) -> None:
-        """Note that `target` is rows (dim 0) or columns (dim 1) [start, stop) of the tensor called `name`."""
-        self.slots.append(WeightSlot(name, target, shape, dim, start, stop))
+    def part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice, transposed: bool = False) -> None:
+        """Note that `target` is the part [pick] of the tensor called `name`."""
+        self.slots.append(WeightSlot(name, target, shape, pick, transposed))
 
     def finish(self) -> None:
-        """Call when the weights are loaded: packs those of linear layers, one by one, and lets go of the originals."""
+        """Call when the weights are loaded: layers bring theirs, one by one, into the form they compute from."""
         self.slots.clear()
-        for layer in self.linears:
-            if hasattr(layer.linear, "pack"):
-                layer.weight = layer.linear.pack(layer.weight)
-        self.linears.clear()
+        for action in self.when_loaded:
+            action()
+        self.when_loaded.clear()

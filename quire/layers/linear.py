@@ -1,8 +1,11 @@
 """Linear layers, split over a tensor group by rows (column parallel) or by columns (row parallel) of the weight.
 
 The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one all-reduce a pair.
+How the weight itself is kept (dense, or in some quantized format) is the business of the method it is built with.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,7 +15,7 @@ from quire.layers.build import Builder
 
 @dataclass(frozen=True)
 class OutputPart:
-    """Rows [start, stop) of the checkpoint tensor `name`.weight (and .bias), which has `rows` rows in all."""
+    """Outputs [start, stop) of the checkpoint's linear layer `name`, which has `rows` outputs in all."""
 
     name: str
     rows: int
@@ -20,49 +23,132 @@ class OutputPart:
     stop: int
 
 
+@dataclass(frozen=True)
+class LinearShape:
+    """One rank's share of a linear layer: the outputs of `parts`, one after the other, from inputs [start, stop).
+
+    in_features: inputs in the checkpoint. transposed: the checkpoint keeps [in, out], as GPT-2 does.
+    """
+
+    parts: tuple[OutputPart, ...]
+    in_features: int
+    start: int
+    stop: int
+    transposed: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return sum(p.stop - p.start for p in self.parts)
+
+
+class LinearWeight(ABC):
+    """The weight of one linear layer on one rank, in one format. Made with the slots that fill it."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The weight as [out, in] in the model's type; for layers that compute with it in another way."""
+
+
+LinearMethod = Callable[[Builder, LinearShape], LinearWeight]
+
+
+class DenseWeight(LinearWeight):
+    """A plain matrix in the model's type, packed when it is loaded if the kernel wants that."""
+
+    def __init__(self, builder: Builder, shape: LinearShape, weight: Tensor | None = None, pack: bool = True) -> None:
+        """weight: one that exists already (tied embeddings) and is loaded elsewhere."""
+        self.linear = builder.kernels.linear
+        self.weight = builder.parameter(shape.out_features, shape.stop - shape.start) if weight is None else weight
+        if pack and hasattr(self.linear, "pack"):
+            builder.when_loaded.append(self._pack)
+        if weight is None:
+            dense_slots(builder, shape, self.weight)
+
+    def _pack(self) -> None:
+        self.weight = self.linear.pack(self.weight)  # type: ignore[attr-defined]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = self.linear(x, self.weight, bias)
+        return out
+
+    def dense(self) -> Tensor:
+        return self.weight
+
+
+def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
+    """Note where in the checkpoint the dense weight [out, in] of `shape` is."""
+    offset = 0
+    for p in shape.parts:
+        end = offset + p.stop - p.start
+        whole, pick = (p.rows, shape.in_features), (slice(p.start, p.stop), slice(shape.start, shape.stop))
+        if shape.transposed:
+            whole, pick = whole[::-1], pick[::-1]
+        builder.part(f"{p.name}.weight", weight[offset:end], whole, *pick, transposed=shape.transposed)
+        offset = end
+
+
+def make_weight(builder: Builder, shape: LinearShape, pack: bool = True) -> LinearWeight:
+    """The weight in the checkpoint's format for this layer. pack: False if only its `dense()` is wanted.
+
+    Raises ValueError if fused parts have different formats.
+    """
+    methods = {builder.method_of(part.name) for part in shape.parts}
+    if len(methods) > 1:
+        raise ValueError(f"{', '.join(p.name for p in shape.parts)} are computed as one, but quantized differently")
+    method = methods.pop()
+    return DenseWeight(builder, shape, pack=pack) if method is DenseWeight else method(builder, shape)
+
+
 class ColumnParallelLinear:
     """y = x W^T + b with the outputs split over ranks; several checkpoint tensors may be fused into one product."""
 
-    def __init__(self, builder: Builder, in_features: int, parts: list[OutputPart], bias: bool = False) -> None:
-        self.linear = builder.kernels.linear
-        builder.linears.append(self)
-        out_features = sum(p.stop - p.start for p in parts)
-        self.weight = builder.parameter(out_features, in_features)
-        self.bias = builder.parameter(out_features) if bias else None
+    def __init__(
+        self, builder: Builder, in_features: int, parts: Sequence[OutputPart], bias: bool = False,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
+        shape = LinearShape(tuple(parts), in_features, 0, in_features, transposed)
+        self.weight = make_weight(builder, shape)
+        self.bias = builder.parameter(shape.out_features) if bias else None
         offset = 0
-        for p in parts:
+        for p in parts if bias else ():
+            assert self.bias is not None
             end = offset + p.stop - p.start
-            shape = (p.rows, in_features)
-            builder.part(f"{p.name}.weight", self.weight[offset:end], shape, 0, p.start, p.stop)
-            if self.bias is not None:
-                builder.part(f"{p.name}.bias", self.bias[offset:end], (p.rows,), 0, p.start, p.stop)
+            builder.part(f"{p.name}.bias", self.bias[offset:end], (p.rows,), slice(p.start, p.stop))
             offset = end
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, in_features] -> [tokens, this rank's outputs]"""
-        out: Tensor = self.linear(x, self.weight, self.bias)
-        return out
+        return self.weight(x, self.bias)
 
 
 class RowParallelLinear:
     """y = x W^T + b with the inputs split over ranks: each computes a summand of the whole output."""
 
     def __init__(
-        self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = False, unit: int = 1
-    ) -> None:
+        self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = False, unit: int = 1,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
         """unit: inputs that stay together (a head's size)."""
-        self.linear = builder.kernels.linear
-        builder.linears.append(self)
         self.group = builder.tensor_group
         start, stop = (bound * unit for bound in self.group.share(in_features // unit))
-        self.weight = builder.parameter(out_features, stop - start)
-        builder.part(f"{name}.weight", self.weight, (out_features, in_features), 1, start, stop)
+        parts = (OutputPart(name, out_features, 0, out_features),)
+        self.weight = make_weight(builder, LinearShape(parts, in_features, start, stop, transposed))
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, this rank's inputs] -> [tokens, out_features], the sum over ranks"""
         if self.group.size == 1:
-            out: Tensor = self.linear(x, self.weight, self.bias)
-            return out
-        out = self.group.all_reduce(self.linear(x, self.weight, None))
+            return self.weight(x, self.bias)
+        out = self.group.all_reduce(self.weight(x, None))
         return out if self.bias is None else out + self.bias
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(builder, in_features, [OutputPart(name, out_features, 0, out_features)], bias)

@@ -1,26 +1,77 @@
-"""Norm layers."""
+"""Norm layers. All of them compute in float32 and answer in the type of their input."""
 
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 
 
-class RMSNorm:
-    """Root-mean-square norm over the last dimension."""
+@dataclass(frozen=True)
+class NormSpec:
+    """What a model norms with.
 
-    def __init__(self, builder: Builder, name: str, size: int, eps: float) -> None:
-        self.kernels = builder.kernels
-        self.weight = builder.whole(f"{name}.weight", size)
-        self.eps = eps
+    bias: of a layer norm. affine: it has a weight. wide: the product with the weight is taken in float32, too (an RMS
+    norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma keeps weight - 1).
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    bias: bool = False
+    affine: bool = True
+    wide: bool = False
+    offset: float = 0.0
+
+
+class Norm:
+    """Norm over the last dimension; this one is the identity, for places where a model has no norm."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual), overwriting both; without a residual stream yet, x starts it."""
+        residual = x if residual is None else residual.add_(x)
+        return self(residual), residual
+
+
+class RMSNorm(Norm):
+    """Root-mean-square norm (arXiv:1910.07467)."""
+
+    def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
+        self.kernels, self.eps = builder.kernels, spec.eps
+        self.weight = builder.whole(f"{name}.weight", size, dtype=torch.float32 if spec.wide else None)
+        if spec.offset:
+            builder.when_loaded.append(lambda: self.weight.add_(spec.offset))  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.kernels.rms_norm(x, self.weight, self.eps)
         return out
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); without a residual stream yet, x starts it."""
         if residual is None:
             return self(x), x
         normed, residual = self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
         assert residual is not None
         return normed, residual
+
+
+class LayerNorm(Norm):
+    """Norm of mean and variance (arXiv:1607.06450)."""
+
+    def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
+        self.eps, self.size = spec.eps, (size,)
+        self.weight = builder.whole(f"{name}.weight", size) if spec.affine else None
+        self.bias = builder.whole(f"{name}.bias", size) if spec.bias and spec.affine else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+
+
+def make_norm(builder: Builder, name: str | None, size: int, spec: NormSpec) -> Norm:
+    """The norm called `name` in the checkpoint, or the identity if the model has none there."""
+    if name is None:
+        return Norm()
+    return (RMSNorm if spec.kind == "rms" else LayerNorm)(builder, name, size, spec)

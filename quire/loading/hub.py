@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 # What the engine reads of a repository; no Python files, no other frameworks' weights.
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+_PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
 # Second copies of the weights that some repositories hold: Mistral's own format, ONNX, adapters in folders.
 _LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
 
@@ -26,27 +26,34 @@ _Name = str | None
 def resolve(
     model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
 ) -> Path:
-    """The local directory of a model. Downloads it, with progress bars, if it is a hub id that is not cached.
+    """The local directory of a model, or its .gguf file. Downloads, with progress bars, a hub id that is not cached.
 
     weights: False leaves the tensors out (dummy weights, or only a tokenizer is wanted). Raises ModelNotFoundError.
     """
     if model is None:
         return bundled_model()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelNotFoundError(f"model {model!r} is neither a directory nor a Hugging Face id (owner/name)")
+        raise ModelNotFoundError(
+            f"model {model!r} is neither a directory nor a Hugging Face id (owner/name), nor a .gguf file"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = [p for p in _PATTERNS if weights or p != "*.safetensors"]
-    try:
+    def fetch(patterns: list[str]) -> Path:
         found = snapshot_download(
             model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns,
             ignore_patterns=_LEFT_OUT,
         )  # fmt: skip
         return Path(found)
+
+    try:
+        found = fetch([*_PATTERNS, "*.safetensors"] if weights else _PATTERNS)
+        if weights and not any(found.glob("*.safetensors")):
+            fetch(["pytorch_model*.bin"])  # where there is nothing better
+        return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelNotFoundError(

@@ -1,8 +1,13 @@
 """Filling a model's parameters: each checkpoint tensor is read once, lazily, straight into its place."""
 
+import math
+import re
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,56 +22,125 @@ class WeightError(ValueError):
     """The checkpoint's tensors are not those of the model. The message names the tensors."""
 
 
-class SafetensorsCheckpoint:
+class Checkpoint(ABC):
+    """The tensors of a checkpoint by name, each readable in parts without reading the whole."""
+
+    names: Mapping[str, Any]  # the keys are the tensors' names
+
+    @abstractmethod
+    def read(self, slot: WeightSlot) -> Tensor:
+        """slot's part of its tensor. Raises WeightError if the tensor is not of the slot's shape."""
+
+    def alias(self, name: str) -> str:
+        """What the checkpoint calls a tensor: it may have been saved without its head, or inside a larger model."""
+        bare = name.partition(".")[2]
+        names = (name, bare, f"language_model.{name}", f"model.language_model.{bare}", f"model.{name}")
+        return next((n for n in names if n in self.names), name)
+
+    def has(self, name: str) -> bool:
+        return self.alias(name) in self.names
+
+    def copy_into(self, slot: WeightSlot) -> None:
+        """Raises WeightError also where quantized numbers are asked for and others found, or the other way round."""
+        part = self.read(replace(slot, name=self.alias(slot.name)))
+        source, target = part.dtype, slot.target.dtype
+        integers = not source.is_floating_point and not target.is_floating_point
+        if source != target and not integers and not {source, target} <= _FLOATS:
+            raise WeightError(f"tensor {slot.name} is of type {source}, but the model's config asks for {target}")
+        part = part.transpose(-1, -2) if slot.transposed else part
+        slot.target.copy_(part if slot.shape else part.reshape(()))
+
+
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def _checked(slot: WeightSlot, shape: Sequence[int]) -> None:
+    if tuple(shape) != slot.shape and not (slot.shape == () and math.prod(shape) == 1):
+        raise WeightError(f"tensor {slot.name} has shape {tuple(shape)}, but the model's config asks for {slot.shape}")
+
+
+class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory's *.safetensors, single or sharded.
 
     A file is opened for one tensor at a time: a mapping that stays open would count all its pages as ours.
     """
 
     def __init__(self, directory: Path) -> None:
-        index = read_json(directory, "model.safetensors.index.json").get("weight_map")
-        if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
-            raise WeightError(f"{directory / 'model.safetensors.index.json'} has a weight_map that names no files")
-        if index:
-            files = sorted({directory / f for f in index.values()})
-        elif (single := directory / "model.safetensors").is_file():
-            files = [single]  # what lies beside it may be a second copy, such as consolidated.safetensors
-        else:
-            files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise ModelNotFoundError(f"{directory} has no *.safetensors file")
-        self.file_of: dict[str, Path] = {}
-        for file in files:
+        self.names: dict[str, Path] = {}
+        for file in _files(directory, "model.safetensors", "*.safetensors"):
             try:
                 with safe_open(file, framework="pt") as tensors:
-                    self.file_of.update(dict.fromkeys(tensors.keys(), file))
+                    self.names.update(dict.fromkeys(tensors.keys(), file))
             except (SafetensorError, OSError) as error:
                 raise WeightError(f"{file} cannot be read: {error}") from error
 
-    def copy_into(self, slot: WeightSlot) -> None:
-        with safe_open(self.file_of[slot.name], framework="pt") as tensors:
+    def read(self, slot: WeightSlot) -> Tensor:
+        with safe_open(self.names[slot.name], framework="pt") as tensors:
             source = tensors.get_slice(slot.name)
-            shape = tuple(source.get_shape())
-            if shape != slot.shape:
-                raise WeightError(f"tensor {slot.name} has shape {shape}, but the model's config asks for {slot.shape}")
-            if slot.dim is None:
-                part = source[:] if shape else tensors.get_tensor(slot.name)
-            elif slot.dim == 0:
-                part = source[slot.start : slot.stop]
-            else:
-                part = source[:, slot.start : slot.stop]
-            slot.target.copy_(part)
+            _checked(slot, source.get_shape())
+            if not slot.pick or any(s.step not in (None, 1) for s in slot.pick):
+                whole: Tensor = tensors.get_tensor(slot.name)
+                return whole[slot.pick]
+            part: Tensor = source[slot.pick]
+            return part
 
 
-def load_safetensors(directory: Path, slots: list[WeightSlot], ignored: tuple[str, ...], show_progress: bool) -> None:
-    """Fill every slot. Raises WeightError for tensors that are missing, superfluous or misshapen."""
-    checkpoint = SafetensorsCheckpoint(directory)
-    wanted = {slot.name for slot in slots}
-    missing = sorted(wanted - checkpoint.file_of.keys())
-    extra = sorted(n for n in checkpoint.file_of.keys() - wanted if not n.endswith(ignored))
+class TorchCheckpoint(Checkpoint):
+    """The tensors of a directory's pytorch_model*.bin: unpickled by torch's restricted reader only, and mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        self.names: dict[str, Tensor] = {}
+        for file in _files(directory, "pytorch_model.bin", "pytorch_model*.bin"):
+            try:
+                tensors = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+            except Exception as error:  # a pickle can fail in any way
+                raise WeightError(f"{file} cannot be read safely: {str(error).splitlines()[0]}") from error
+            if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+                raise WeightError(f"{file} is no table of tensors")
+            self.names.update(tensors)
+
+    def read(self, slot: WeightSlot) -> Tensor:
+        tensor = self.names[slot.name]
+        _checked(slot, tensor.shape)
+        return tensor[slot.pick]
+
+
+def _files(directory: Path, single: str, pattern: str) -> list[Path]:
+    """Those that the index lists, or the single file, or whatever fits the pattern."""
+    index = read_json(directory, f"{single}.index.json").get("weight_map")
+    if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
+        raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that names no files")
+    if index:
+        return sorted({directory / f for f in index.values()})
+    if (directory / single).is_file():  # what lies beside it may be a second copy, such as consolidated.safetensors
+        return [directory / single]
+    return sorted(directory.glob(pattern))
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Safetensors if there are any, else torch's format. Raises ModelNotFoundError or WeightError."""
+    for kind, single, pattern in (
+        (SafetensorsCheckpoint, "model.safetensors", "*.safetensors"),
+        (TorchCheckpoint, "pytorch_model.bin", "pytorch_model*.bin"),
+    ):
+        if _files(directory, single, pattern):
+            return kind(directory)
+    raise ModelNotFoundError(f"{directory} has no *.safetensors and no pytorch_model*.bin file")
+
+
+def load_weights(
+    checkpoint: Checkpoint, slots: list[WeightSlot], ignored: tuple[str, ...], show_progress: bool
+) -> None:
+    """Fill every slot. ignored: patterns of the names of tensors that are no parameters.
+
+    Raises WeightError for tensors that are missing, superfluous or misshapen.
+    """
+    wanted = {checkpoint.alias(slot.name) for slot in slots}
+    missing = sorted(wanted - checkpoint.names.keys())
+    extra = sorted(n for n in checkpoint.names.keys() - wanted if not any(re.search(p, n) for p in ignored))
     if missing or extra:
         parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("unexpected", extra)) if names]
-        raise WeightError(f"the tensors in {directory} are not those of the model; " + "; ".join(parts))
+        raise WeightError("the checkpoint's tensors are not those of the model; " + "; ".join(parts))
     _fill(slots, checkpoint.copy_into, show_progress, "Loading weights")
 
 
@@ -75,7 +149,9 @@ def load_dummy(slots: list[WeightSlot], show_progress: bool) -> None:
     generator = torch.Generator(slots[0].target.device).manual_seed(0)
 
     def draw(slot: WeightSlot) -> None:
-        if slot.target.dim() == 1:
+        if not slot.target.is_floating_point():
+            slot.target.zero_()
+        elif slot.target.dim() == 1:
             slot.target.fill_(0.0 if slot.name.endswith("bias") else 1.0)
         else:
             _normal(slot.target, generator)

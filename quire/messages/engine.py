@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import Logprobs
 
 
 class FinishReason(StrEnum):
@@ -40,6 +41,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    bad_words: list[list[int]] = []  # token ids of each way to write one
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -50,3 +52,5 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token, or what went wrong
     num_cached_tokens: int = 0
+    logprobs: Logprobs | None = None  # of new_token_ids, at least
+    prompt_logprobs: Logprobs | None = None  # once: of all prompt tokens but the first

@@ -3,9 +3,21 @@
 from dataclasses import dataclass, field
 
 
+@dataclass(slots=True)
+class Logprob:
+    """What a model says of a token at a place. rank: 1 is the likeliest. decoded_token: what it adds to the text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 @dataclass
 class CompletionOutput:
     """One completion of a prompt.
+
+    cumulative_logprob, logprobs: if the request asked for logprobs; logprobs holds {token id: Logprob} for each token,
+    itself first.
 
     finish_reason: "stop", "length", "abort", "error", or None while it runs; stop_reason: the stop string or the stop
     token id that ended it, None for end-of-sequence.
@@ -15,7 +27,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -25,7 +37,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A prompt and its completions so far. num_cached_tokens: prompt tokens that the prefix cache answered."""
+    """A prompt and its completions so far.
+
+    num_cached_tokens: prompt tokens that the prefix cache answered. prompt_logprobs: if the request asked for them,
+    None for the first token and {token id: Logprob} for each further one.
+    """
 
     request_id: str
     prompt: str | None
@@ -33,4 +49,4 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

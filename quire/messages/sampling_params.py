@@ -1,36 +1,50 @@
 """SamplingParams: how a request wants its tokens drawn. vLLM's names, defaults, ranges and messages."""
 
-from typing import Self
+import math
+from enum import Enum
+from typing import Any, Self
 
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is arg-max
 
-# vLLM's fields that Quire does not act on yet, with the value that asks for nothing.
-_NOT_YET = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "truncate_prompt_tokens": None,
-    "structured_outputs": None,
-    "logits_processors": None,
-    "extra_args": None,
-}
+_INTEGERS = ("n", "top_k", "min_tokens")
+_OPTIONAL_INTEGERS = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLAGS = """ignore_eos detokenize skip_special_tokens spaces_between_special_tokens
+    include_stop_str_in_output""".split()
+
+
+class RequestOutputKind(Enum):
+    """What a stream yields: all of the output so far, what is new since the last time, or the finished output alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
-    """Sampling parameters of a request. Raises ValueError for a value out of range, naming the field.
+    """Sampling parameters of a request. Raises ValueError or TypeError for a wrong value, naming the field.
 
     n: completions to draw for the prompt; completion i uses seed + i.
+    presence_penalty, frequency_penalty: in [-2, 2]; taken from the logit of each token in the output, once or as often
+        as it is there. repetition_penalty: divides positive logits, multiplies negative ones, of each token in prompt
+        or output.
     temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: the usual truncations of the distribution.
     seed: given equal logits, equal seeds give equal tokens whatever else runs; None draws a fresh one.
     stop, stop_token_ids: end before a string, or at a token. ignore_eos: go on after end-of-sequence.
     max_tokens: None is "up to max_model_len". min_tokens: no stop before that many.
+    logprobs, prompt_logprobs: log-probabilities of so many of the likeliest tokens at each place (-1: of all), and of
+        the token that is there. A request with prompt_logprobs does not read the prefix cache.
+    detokenize: False gives token ids and no text. skip_special_tokens, spaces_between_special_tokens,
+        include_stop_str_in_output: what the text holds.
+    output_kind: what LLM.stream yields; LLM.generate always returns finished outputs.
+    logit_bias: {token id: what is added to its logit}. allowed_token_ids: no other token. bad_words: the token that
+        would complete one of them is not drawn.
+    truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave room for one of output.
+    skip_reading_prefix_cache: compute the whole prompt, whatever is cached.
+    logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
+        [vocab]; only in the process that runs the model. extra_args: for logits processors that are plugins.
     """
 
     n: int = 1
@@ -53,20 +67,24 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
-    structured_outputs: dict[str, str] | None = None
-    logits_processors: list[str] | None = None
-    extra_args: dict[str, str] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    logits_processors: list[Any] | None = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, nothing in _NOT_YET.items():
-            if getattr(self, name) not in (nothing, [], {}):
-                raise ValueError(f"{name} is not supported by Quire yet; leave it at {nothing!r}.")
+        if self.structured_outputs is not None:
+            raise ValueError("structured_outputs is not supported by Quire yet; leave it at None.")
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = [] if self.bad_words is None else self.bad_words
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self._check_types()
         self._check_ranges()
         if self.greedy:
@@ -80,50 +98,101 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     def stop_strings(self) -> list[str]:
         return self.stop if isinstance(self.stop, list) else []
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
+
     def _check_types(self) -> None:
-        integers, optional, numbers = (
-            ("n", "top_k", "min_tokens"),
-            ("max_tokens", "seed"),
-            ("temperature", "top_p", "min_p"),
-        )
-        for name in (*integers, *optional, *numbers):
+        for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS):
             value = getattr(self, name)
-            kinds = (int, float) if name in numbers else int
-            if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and name in optional)):
-                kind = "a number" if name in numbers else "an integer"
+            kinds = (int, float) if name in _NUMBERS else int
+            if value is None and name in _OPTIONAL_INTEGERS:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                kind = "a number" if name in _NUMBERS else "an integer"
                 raise TypeError(f"{name} must be {kind}, got {type(value).__name__}.")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
         if not all(isinstance(s, str) for s in self.stop_strings):
-            raise TypeError("stop must be a string or a list of strings.")
-        if not all(isinstance(t, int) and not isinstance(t, bool) for t in self.stop_token_ids or ()):
-            raise TypeError(f"stop_token_ids must contain only integers, got {self.stop_token_ids}.")
+            raise TypeError(f"stop must be a string or a list of strings, got {self.stop}.")
+        if isinstance(self.bad_words, str) or not all(isinstance(word, str) for word in self.bad_words or ()):
+            raise TypeError(f"bad_words must be a list of strings, got {self.bad_words!r}.")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if not all(isinstance(v, int) and not isinstance(v, bool) for v in getattr(self, name) or ()):
+                raise TypeError(f"{name} must contain only integers, got {getattr(self, name)}.")
+        for name in ("logit_bias", "extra_args"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise TypeError(f"{name} must be a dict, got {type(getattr(self, name)).__name__}.")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not isinstance(token_id, int) or not isinstance(bias, int | float):
+                raise TypeError(f"logit_bias must map integer token ids to numbers, got {token_id!r}: {bias!r}.")
+        if not all(callable(processor) for processor in self.logits_processors or ()):
+            raise TypeError("logits_processors must contain only functions; plugins are given to the engine.")
 
     def _check_ranges(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}.")
-        if self.n > 1 and self.greedy:
-            raise ValueError(f"n must be 1 when using greedy sampling, got {self.n}.")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be non-negative and finite, got {self.temperature}.")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}.")
-        if self.top_k < -1:
-            raise ValueError(f"top_k must be 0 (disable), or at least 1, got {self.top_k}.")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}.")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}.")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."
-            )
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}.")
+        _check(self.n >= 1, "n must be at least 1", self.n)
+        _check(self.n == 1 or not self.greedy, "n must be 1 when using greedy sampling", self.n)
+        _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty)
+        _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", self.frequency_penalty)
+        repetition = self.repetition_penalty
+        _check(math.isfinite(repetition), "repetition_penalty must be a finite number", repetition)
+        _check(repetition > 0.0, "repetition_penalty must be greater than zero", repetition)
+        _check(0.0 <= self.temperature < math.inf, "temperature must be non-negative and finite", self.temperature)
+        _check(0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p)
+        _check(self.top_k >= -1, "top_k must be 0 (disable), or at least 1", self.top_k)
+        _check(0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]", self.min_p)
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        _check(limit >= 1, "max_tokens must be at least 1", self.max_tokens)
+        _check(self.min_tokens >= 0, "min_tokens must be greater than or equal to 0", self.min_tokens)
+        _check(
+            self.min_tokens <= limit,
+            f"min_tokens must be less than or equal to max_tokens={self.max_tokens}",
+            self.min_tokens,
+        )
+        _check(-(2**63) <= (self.seed or 0) < 2**63, "seed must fit in 64 bits", self.seed)
+        _check((self.logprobs or 0) >= -1, "logprobs must be non-negative or -1", self.logprobs)
+        _check((self.prompt_logprobs or 0) >= -1, "prompt_logprobs must be non-negative or -1", self.prompt_logprobs)
+        keep = self.truncate_prompt_tokens
+        _check(keep is None or keep == -1 or keep >= 1, "truncate_prompt_tokens must be -1 or at least 1", keep)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check(not math.isnan(bias), f"logit_bias of token {token_id} must be a number", bias)
         if any(not s for s in self.stop_strings):
             raise ValueError("stop cannot contain an empty string.")
         if self.stop_strings and not self.detokenize:
-            raise ValueError("stop strings are only supported when detokenize is True.")
+            raise ValueError(
+                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+            )
+        if any(not word for word in self.bad_words or ()):
+            raise ValueError(f"bad_words cannot contain an empty string. Got bad_words={self.bad_words}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is not None and empty!")
 
     def clone(self, **changes: object) -> Self:
         return msgspec.structs.replace(self, **changes)
+
+
+def _check(right: bool, rule: str, value: object) -> None:
+    if not right:
+        raise ValueError(f"{rule}, got {value}.")
+
+
+class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+    """Parameters of LLM.beam_search. Raises ValueError for a value out of range.
+
+    beam_width: beams that are kept, and sequences returned. max_tokens: of output. temperature: above 0, a beam is also
+    continued by a token drawn at that temperature. length_penalty: scores are log-probability / length ** penalty.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self.beam_width >= 1, "beam_width must be at least 1", self.beam_width)
+        _check(self.max_tokens >= 1, "max_tokens must be at least 1", self.max_tokens)
+        _check(math.isfinite(self.length_penalty), "length_penalty must be a finite number", self.length_penalty)

@@ -23,6 +23,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     sampling_params: SamplingParams
     seed: int
     stop_token_ids: list[int] = []  # all tokens that would end it: held down until min_tokens is reached
+    bad_words: list[list[int]] = []  # token ids of each way to write one
 
 
 class BlockTableEdits(msgspec.Struct, array_like=True):
@@ -48,8 +49,25 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     block_table_edits: BlockTableEdits = msgspec.field(default_factory=BlockTableEdits)
 
 
+class Logprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at consecutive places of a sequence, packed. At each place, the token that is there comes
+    first, then the width - 1 likeliest ones, best first.
+    """
+
+    width: int
+    token_ids: bytes  # int32 [places, width]
+    logprobs: bytes  # float32 [places, width]
+    ranks: bytes  # int32 [places]: of the token that is there; 1 is the likeliest
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """The tokens that a step sampled: one list a row, in the step's order; empty where the row did not sample."""
+    """The tokens that a step sampled: one list a row, in the step's order; empty where the row did not sample.
+
+    logprobs: of what was sampled, by place in the step; only of rows that asked. prompt_logprobs: of a whole prompt but
+    its first token, when its row samples for the first time.
+    """
 
     step_id: int
     sampled_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)

@@ -1,47 +1,72 @@
 """The one decoder: assembled from the layers by a spec."""
 
+import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import KVCacheSpec, group_layers
-from quire.layers.attention import Attention, ForwardState
+from quire.layers.attention import Attention, ForwardState, LayerPlace
 from quire.layers.build import Builder
-from quire.layers.embedding import LMHead, VocabParallelEmbedding
-from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
-from quire.layers.norm import RMSNorm
+from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
+from quire.layers.latent_attention import LatentAttention, LatentAttentionSpec
+from quire.layers.linear import ReplicatedLinear
+from quire.layers.mlp import MLP, MLPSpec
+from quire.layers.moe import MoE
+from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.spec import DecoderSpec
 
 
-class GatedMLP:
-    """down(silu(gate(x)) * up(x))"""
-
-    def __init__(self, builder: Builder, names: dict[str, str], hidden: int, intermediate: int, bias: bool) -> None:
-        start, stop = builder.tensor_group.share(intermediate)
-        parts = [OutputPart(names[key], intermediate, start, stop) for key in ("gate", "up")]
-        self.gate_up = ColumnParallelLinear(builder, hidden, parts, bias)
-        self.down = RowParallelLinear(builder, names["down"], intermediate, hidden, bias)
-        self.silu_and_mul = builder.kernels.silu_and_mul
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.silu_and_mul(self.gate_up(x)))
-
-
 class DecoderLayer:
-    """norm, attention, norm, MLP around a residual stream."""
+    """Attention, then MLP, each a branch off the residual stream, with the norms around them that the model has."""
 
-    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, window: int | None, kv_group: int) -> None:
-        names = {key: name.format(i=index) for key, name in spec.names.items()}
-        self.attention_norm = RMSNorm(builder, names["attention_norm"], spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(builder, spec.attention, names, window, kv_group)
-        self.mlp_norm = RMSNorm(builder, names["mlp_norm"], spec.hidden_size, spec.norm_eps)
-        self.mlp = GatedMLP(builder, names, spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
+        hidden, scale = spec.hidden_size, spec.residual_scale
 
-    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor]:
+        def norm(role: str):  # type: ignore[no-untyped-def]
+            return make_norm(builder, names.get(role), hidden, spec.norm)
+
+        self.attention_norm, self.attention_post_norm = norm("attention_norm"), norm("attention_post_norm")
+        latent = isinstance(spec.attention, LatentAttentionSpec)
+        self.attention = (LatentAttention if latent else Attention)(builder, spec.attention, names, place)  # type: ignore[arg-type]
+        self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
+        mlp = spec.mlps[index]
+        self.mlp = MLP(builder, mlp, hidden, names) if isinstance(mlp, MLPSpec) else MoE(builder, mlp, hidden, names)
+        self.scale = 1.0 if scale is None else scale
+
+    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor | None]:
+        """x: the last branch's result; residual: the stream it is yet to be added to (None at first)."""
         x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, state)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        x = self.attention_post_norm(self.attention(x, state))
+        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, residual)
+        x = self.mlp_post_norm(self.mlp(x))
+        return x if self.scale == 1 else x * self.scale, residual
+
+
+class ParallelLayer(DecoderLayer):
+    """Attention and MLP from the same input, with one norm or with one each (GPT-NeoX, Falcon, Cohere)."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        self.one_norm = spec.names.get("mlp_norm") is None
+
+    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor | None]:
+        x, residual = self.attention_norm.add(x, residual)
+        to_mlp = x if self.one_norm else self.mlp_norm(residual)
+        return self.attention(x, state) + self.mlp(to_mlp), residual
+
+
+class PostNormLayer(DecoderLayer):
+    """The norm comes after the sum, so the stream itself is normed (OPT-350m, and the first Transformer)."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor | None]:
+        x, _ = self.attention_norm.add(self.attention(x, state), x)
+        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        return x, None
+
+
+LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer}
 
 
 class Decoder:
@@ -49,15 +74,36 @@ class Decoder:
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec, self.kernels = spec, builder.kernels
+        self.cache_shape = spec.attention.cache_shape(builder.tensor_group)
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         self.kv_specs: list[KVCacheSpec] = group_layers(windows)
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
-        self.embedding = VocabParallelEmbedding(builder, spec.names["embedding"], spec.vocab_size, spec.hidden_size)
-        self.layers = [DecoderLayer(builder, spec, i, windows[i], group_of[i]) for i in range(spec.num_layers)]
-        self.final_norm = RMSNorm(builder, spec.names["final_norm"], spec.hidden_size, spec.norm_eps)
+        variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
+        self.rotary = [RotaryEmbedding(r, max_model_len, builder.device) for r in variants]
+
+        names = {key: name for key, name in spec.names.items() if name is not None}
+        embedding_size = spec.embedding_size or spec.hidden_size
+        self.embedding = VocabParallelEmbedding(builder, names["embedding"], spec.vocab_size, embedding_size)
+        self.embedding_scale = None
+        if spec.embedding_scale is not None:  # rounded to the model's type, as the models were trained
+            self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)
+        self.positions = self.project_in = self.project_out = None
+        if spec.position_offset is not None:
+            self.positions = LearnedPositions(
+                builder, names["positions"], spec.max_positions, spec.hidden_size, spec.position_offset
+            )
+        if embedding_size != spec.hidden_size:
+            self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
+            self.project_out = ReplicatedLinear(builder, names["project_out"], spec.hidden_size, embedding_size)
+        layer = LAYERS[spec.residual]
+        self.layers = []
+        for i, rotary in enumerate(spec.rotary):
+            table = None if rotary is None else variants.index(rotary)
+            scale = spec.score_scales[i] if spec.score_scales else 1.0
+            self.layers.append(layer(builder, spec, i, LayerPlace(group_of[i], windows[i], table, scale)))
+        self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
         tied = self.embedding if spec.tie_embeddings else None
-        self.lm_head = LMHead(builder, spec.names["lm_head"], spec.vocab_size, spec.hidden_size, tied)
-        self.rotary = RotaryEmbedding(spec.rotary, max_model_len, builder.device)
+        self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
 
     def bind_cache(self, backend: AttentionBackend, tensors: list[Tensor]) -> None:
         """Give each group's j-th layer cache tensor j."""
@@ -67,11 +113,26 @@ class Decoder:
 
     def forward(self, ids: Tensor, state: ForwardState) -> Tensor:
         """ids: [tokens] -> hidden states after the final norm: [tokens, hidden]"""
-        x, residual = self.embedding(ids), None
+        x, residual = self.embed(ids, state.positions), None
         for layer in self.layers:
             x, residual = layer(x, residual, state)
         return self.final_norm.add(x, residual)[0]
 
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions: [tokens] -> [tokens, hidden]"""
+        x = self.embedding(ids)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
+        if self.project_in is not None:
+            x = self.project_in(x)
+        return x if self.positions is None else x + self.positions(positions)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocab]"""
-        return self.lm_head(hidden)
+        spec = self.spec
+        logits = self.lm_head(hidden if self.project_out is None else self.project_out(hidden))
+        if spec.logit_scale is not None:
+            logits = logits * spec.logit_scale
+        if spec.logit_soft_cap is not None:
+            logits = torch.tanh(logits / spec.logit_soft_cap) * spec.logit_soft_cap
+        return logits

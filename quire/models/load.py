@@ -7,17 +7,30 @@ import torch
 
 from quire.config import EngineConfig
 from quire.layers.build import Builder
+from quire.loading.gguf import read_gguf
+from quire.loading.gguf_models import gguf_checkpoint, gguf_config, gguf_generation_config
 from quire.loading.hub import read_json
-from quire.loading.weights import load_dummy, load_safetensors
+from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint
 from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import TensorGroup
+from quire.quantization.config import extra_tensors, quantization_method
+from quire.text.tokenizer import Tokenizer
 
 
-def hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint's config.json with the user's overrides."""
-    return {**read_json(directory, "config.json", required=True), **overrides}
+def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's config.json, or what a GGUF file has in its place, with the user's overrides."""
+    config = gguf_config(read_gguf(path)) if path.is_file() else read_json(path, "config.json", required=True)
+    return {**config, **overrides}
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(read_gguf(path).metadata) if path.is_file() else Tokenizer.from_directory(path)
+
+
+def load_generation_config(path: Path) -> dict[str, Any]:
+    return gguf_generation_config(read_gguf(path)) if path.is_file() else read_json(path, "generation_config.json")
 
 
 def resolve_dtype(option: str) -> torch.dtype:
@@ -34,16 +47,26 @@ def load_model(
     group: TensorGroup,
     show_progress: bool,
 ) -> Decoder:
-    """Build the decoder that the directory's config.json describes and fill its parameters."""
+    """Build the decoder that the config of the directory, or GGUF file, describes and fill its parameters."""
     description = hf_config(directory, config.model.hf_overrides)
     spec = spec_of(description)
     target = Target(device, resolve_dtype(config.model.dtype))
-    builder = Builder(Kernels(target, config.kernels.kernels), group)
+    checkpoint: Checkpoint | None = None
+    if directory.is_file():
+        checkpoint = gguf = gguf_checkpoint(read_gguf(directory))
+        method_of = gguf.linear_method()
+    elif config.model.load_format == "dummy":
+        method_of = quantization_method(description)
+    else:
+        checkpoint = open_checkpoint(directory)
+        method_of = quantization_method(description, checkpoint.has)
+    builder = Builder(Kernels(target, config.kernels.kernels), group, method_of)
     model = Decoder(builder, spec, max_model_len)
-    if config.model.load_format == "dummy":
+    if checkpoint is None:
         load_dummy(builder.slots, show_progress)
     else:
-        ignored = spec.ignored + ((spec.names["lm_head"],) if spec.tie_embeddings else ())
-        load_safetensors(directory, builder.slots, ignored, show_progress)
+        tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
+        ignored = (*spec.ignored, *extra_tensors(description), *tied)
+        load_weights(checkpoint, builder.slots, ignored, show_progress)
     builder.finish()
     return model

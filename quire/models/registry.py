@@ -2,16 +2,55 @@
 
 import difflib
 
-from quire.models.architectures.llama import llama
-from quire.models.architectures.mistral import mistral
-from quire.models.architectures.qwen import qwen2, qwen3
+from quire.models.architectures.cohere import cohere, cohere2
+from quire.models.architectures.deepseek import deepseek
+from quire.models.architectures.falcon import falcon
+from quire.models.architectures.gemma import gemma, gemma2, gemma3, gemma3_multimodal
+from quire.models.architectures.glm import glm, glm4
+from quire.models.architectures.gpt import gpt2, gpt_neox
+from quire.models.architectures.gpt_oss import gpt_oss
+from quire.models.architectures.llama import granite, internlm2, llama, minicpm, mistral, smollm3
+from quire.models.architectures.mixtral import mixtral
+from quire.models.architectures.olmo import olmo2, olmo3
+from quire.models.architectures.opt import opt
+from quire.models.architectures.phi import phi, phi3
+from quire.models.architectures.qwen import qwen2, qwen2_moe, qwen3
+from quire.models.architectures.stablelm import stablelm
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "Cohere2ForCausalLM": cohere2,
+    "CohereForCausalLM": cohere,
+    "DeepseekV2ForCausalLM": deepseek,
+    "DeepseekV3ForCausalLM": deepseek,
+    "FalconForCausalLM": falcon,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_multimodal,
+    "GemmaForCausalLM": gemma,
+    "Glm4ForCausalLM": glm4,
+    "GlmForCausalLM": glm,
+    "GptOssForCausalLM": gpt_oss,
+    "GraniteForCausalLM": granite,
+    "InternLM2ForCausalLM": internlm2,
     "LlamaForCausalLM": llama,
+    "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "OPTForCausalLM": opt,
+    "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo3,
+    "Phi3ForCausalLM": phi3,
+    "PhiForCausalLM": phi,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3,
+    "SmolLM3ForCausalLM": smollm3,
+    "StableLmForCausalLM": stablelm,
+    "YiForCausalLM": llama,
 }
 
 
@@ -24,7 +63,7 @@ def spec_of(config: HfConfig) -> DecoderSpec:
                 return ARCHITECTURES[name](config)
             except KeyError as missing:
                 raise ValueError(f"config.json of a {name} lacks {missing}") from missing
-    near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1) if names else []
+    near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1, cutoff=0.4) if names else []
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "
         f"{', '.join(sorted(ARCHITECTURES))}" + (f"; the nearest is {near[0]}" if near else "")

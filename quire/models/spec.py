@@ -2,16 +2,23 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quire.layers.attention import AttentionSpec
-from quire.layers.rotary import RotarySpec
+from quire.layers.latent_attention import LatentAttentionSpec
+from quire.layers.mlp import MLPSpec
+from quire.layers.moe import MoESpec
+from quire.layers.norm import NormSpec
+from quire.layers.rotary import RotarySpec, max_model_positions, rotary_spec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
+Names = Mapping[
+    str, str | None
+]  # role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head
 
-# Names of the checkpoint tensors that Llama introduced and most models follow; {i} is the layer.
-LLAMA_NAMES: Mapping[str, str] = {
-    "embedding": "model.embed_tokens.weight",
+# The names that Llama introduced and most models follow. A role that is missing or None is a part that the model lacks.
+LLAMA_NAMES: Names = {
+    "embedding": "model.embed_tokens",
     "attention_norm": "model.layers.{i}.input_layernorm",
     "q": "model.layers.{i}.self_attn.q_proj",
     "k": "model.layers.{i}.self_attn.k_proj",
@@ -24,64 +31,104 @@ LLAMA_NAMES: Mapping[str, str] = {
     "up": "model.layers.{i}.mlp.up_proj",
     "down": "model.layers.{i}.mlp.down_proj",
     "final_norm": "model.norm",
-    "lm_head": "lm_head.weight",
+    "lm_head": "lm_head",
+}
+SANDWICH_NORMS: Names = {  # Gemma 2's: a norm before and after each branch
+    "attention_post_norm": "model.layers.{i}.post_attention_layernorm",
+    "mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
+    "mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
 }
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Everything in which decoder-only models differ. windows: tokens that each layer's queries see, None for all."""
+    """Everything in which decoder-only models differ.
+
+    mlps, windows, rotary: one a layer; windows: tokens that a layer's queries see, None for all; rotary: None in layers
+    without. residual: how a layer's branches meet the stream: one after the other ("sequential"), both from the same
+    input ("parallel"), or with the norm after the sum ("post_norm"). Norms are where `names` has them.
+    position_offset: rows of the learned positions' table before position 0, None without such a table.
+    embedding_size: of the token table, if it is not hidden_size (then projected). score_scales: a layer's own factor.
+    """
 
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention: AttentionSpec
-    intermediate_size: int
-    norm_eps: float
-    rotary: RotarySpec
+    attention: AttentionSpec | LatentAttentionSpec
+    mlps: tuple[MLPSpec | MoESpec, ...]
+    norm: NormSpec
+    rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    mlp_bias: bool = False
+    residual: Literal["sequential", "parallel", "post_norm"] = "sequential"
     tie_embeddings: bool = False
-    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)  # endings of checkpoint tensors that are not parameters
+    lm_head_bias: bool = False
+    embedding_size: int | None = None
+    embedding_scale: float | None = None
+    position_offset: int | None = None
+    residual_scale: float | None = None
+    logit_scale: float | None = None
+    logit_soft_cap: float | None = None
+    score_scales: tuple[float, ...] | None = None
+    names: Names = field(default_factory=lambda: LLAMA_NAMES)
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of checkpoint tensors that are no parameters
 
 
 Architecture = Callable[[HfConfig], DecoderSpec]
 
 
-def rotary_spec(config: HfConfig, head_dim: int) -> RotarySpec:
-    """From transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(parameters.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)
-    if parameters.get("rope_type", parameters.get("type")) == "llama3":
-        parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    return RotarySpec(theta, head_dim, parameters)
-
-
 def decoder_spec(
-    config: HfConfig, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False, **differences: Any
+    config: HfConfig,
+    *,
+    attention: Mapping[str, Any] = {},
+    latent: LatentAttentionSpec | None = None,
+    mlp: MLPSpec | MoESpec | tuple[MLPSpec | MoESpec, ...] | None = None,
+    norm: NormSpec | None = None,
+    rotary: RotarySpec | tuple[RotarySpec | None, ...] | Literal["default"] | None = "default",
+    names: Names = {},  # noqa: B006
+    **differences: Any,
 ) -> DecoderSpec:
-    """The spec of a Llama-like config; an architecture states in `differences` where it is unlike Llama."""
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"hidden_act={config['hidden_act']!r} is not supported yet; supported: silu")
-    if quantization := config.get("quantization_config"):
-        raise ValueError(f"checkpoints quantized with {quantization.get('quant_method')!r} are not supported yet")
-    norm_eps, kv_heads = config.get("rms_norm_eps", 1e-6), config.get("num_key_value_heads") or num_heads
-    qk_norm_eps = norm_eps if qk_norm else None
-    hidden_size = config["hidden_size"]
+    """The spec of a Llama-like config; an architecture states where it is unlike Llama.
+
+    attention: fields of AttentionSpec, or latent: the whole spec of a latent one; names: changes to LLAMA_NAMES; mlp,
+    rotary: one for all layers, or one a layer.
+    """
+    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    sizes = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    if rotary == "default":
+        rotary = rotary_spec(config, head_dim)
+    if mlp is None:
+        mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"))
+    rotaries = rotary if isinstance(rotary, tuple) else (rotary,) * layers
+    positions = config.get("max_position_embeddings", 2048)
+    longest = [max_model_positions(config, r) for r in rotaries if r is not None]
     common: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "attention": AttentionSpec(hidden_size, num_heads, kv_heads, head_dim, qkv_bias, output_bias, qk_norm_eps),
-        "intermediate_size": config["intermediate_size"],
-        "norm_eps": norm_eps,
-        "rotary": rotary_spec(config, head_dim),
-        "max_positions": config.get("max_position_embeddings", 2048),
-        "windows": (None,) * num_layers,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "attention": latent or AttentionSpec(**{**sizes, **attention}),
+        "mlps": mlp if isinstance(mlp, tuple) else (mlp,) * layers,
+        "norm": norm or NormSpec("rms", config.get("rms_norm_eps", 1e-6)),
+        "rotary": rotaries,
+        "max_positions": max(longest, default=0) or positions,
+        "windows": (None,) * layers,
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "names": {**LLAMA_NAMES, **names},
     }
     return DecoderSpec(**{**common, **differences})
+
+
+def rotary_by_window(config: HfConfig, windows: tuple[int | None, ...]) -> tuple[RotarySpec, ...]:
+    """One a layer, for models that rotate layers with a window in another way."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kinds = ("full_attention" if w is None else "sliding_attention" for w in windows)
+    return tuple(rotary_spec(config, head_dim, kind) for kind in kinds)
+
+
+def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: True) -> tuple[int | None, ...]:
+    """Windows by the config's `layer_types`, or where those are absent in the layers that `default` says."""
+    window, layers = config.get("sliding_window"), config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    sliding = [k == "sliding_attention" for k in kinds] if kinds else [default(i) for i in range(layers)]
+    return tuple(window if slides else None for slides in sliding)

@@ -1,19 +1,22 @@
 """From logits to token ids, for all rows of a step at once. Rows that ask for nothing pay nothing."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.ops import Kernels
+from quire.sampling.logits_processors import Ints, LogitsProcessor, LogitsProcessors, SamplingRows, load_plugins
+from quire.sampling.logprobs import TopLogprobs
+from quire.sampling.penalties import Penalties
+from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, MinTokens, RequestFunctions
 
 
 @dataclass
 class SamplingBatch:
-    """The parameters of the rows that sample, as tensors [rows]; None where no row asks for it.
-
-    masked: pairs of index tensors (rows, token ids) that must not be sampled now.
-    """
+    """The parameters of the rows that sample, as tensors [rows]; None where no row asks for it."""
 
     temperature: Tensor | None  # None: every row is greedy
     seeds: Tensor | None = None  # int64
@@ -21,26 +24,55 @@ class SamplingBatch:
     top_k: Tensor | None = None  # int64, vocab_size where a row has none
     top_p: Tensor | None = None
     min_p: Tensor | None = None
-    masked: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_logprobs: Ints | None = None  # -1 where a row has none
+    rows: SamplingRows | None = None  # for logits processors
 
 
 class Sampler:
-    """Greedy, or temperature then min-p, top-k and top-p, then a draw that depends on (seed, position) alone."""
+    """In this order, vLLM's: logprobs of the logits as they are; allowed tokens, bad words, min_tokens, logit_bias,
+    functions of the request, plugins, penalties; then arg-max, or temperature, min-p, top-k, top-p and a draw that
+    depends on (seed, position) alone.
+    """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, config: EngineConfig, device: torch.device) -> None:
+        """Raises ConfigError for a plugin that cannot be loaded."""
         self.sample_gumbel = kernels.sample_gumbel
+        mode = config.sampling.logprobs_mode
+        self._scores_processed, self._scores_are_logits = mode.startswith("processed"), mode.endswith("logits")
+        rules = AllowedTokenIds, BadWords, MinTokens, LogitBias, RequestFunctions
+        kinds: list[type[LogitsProcessor]] = [*rules, *load_plugins(config.sampling.logits_processors), Penalties]
+        self.processors = LogitsProcessors([kind(config, device) for kind in kinds], config.scheduler.max_num_seqs)
 
-    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """logits: [rows, vocab], any float type -> token ids [rows], int64"""
-        for rows, tokens in batch.masked:
-            logits[rows, tokens] = float("-inf")
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, TopLogprobs | None]:
+        """logits: [rows, vocab], any float type, may be overwritten -> token ids [rows], int64, and logprobs of the
+        rows that ask for some, in their order."""
+        asks, scores = None, None
+        if batch.num_logprobs is not None:
+            asks = torch.from_numpy(np.flatnonzero(batch.num_logprobs >= 0)).to(logits.device)
+            if not self._scores_processed:
+                scores = self.score(logits if len(asks) == len(logits) else logits[asks])
+        if batch.rows is not None:
+            logits = self.processors.apply(logits, batch.rows)
         if batch.temperature is None:
-            return logits.argmax(-1)
+            tokens = logits.argmax(-1)
+        else:
+            tokens, logits = self._draw(logits, batch, batch.temperature)
+        if asks is None or batch.num_logprobs is None:
+            return tokens, None
+        scores = self.score(logits[asks]) if scores is None else scores
+        return tokens, TopLogprobs.of(scores, tokens[asks], int(batch.num_logprobs.max()))
+
+    def score(self, logits: Tensor) -> Tensor:
+        """What is reported of logits [places, vocab], as a copy: log-probabilities, or what logprobs_mode says."""
+        return logits.to(torch.float32, copy=True) if self._scores_are_logits else logits.log_softmax(-1, torch.float32)
+
+    def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens, and what they were drawn from (if anybody wants to know that)."""
         assert batch.seeds is not None
         assert batch.positions is not None
-        random = (batch.temperature > 0).nonzero().squeeze(1)
+        random = (temperature > 0).nonzero().squeeze(1)
         everyone = len(random) == len(logits)
-        scaled = (logits if everyone else logits[random]).float() / batch.temperature[random][:, None]
+        scaled = (logits if everyone else logits[random]).float() / temperature[random][:, None]
         if batch.min_p is not None:
             floor = scaled.amax(-1, keepdim=True) + batch.min_p[random][:, None].log()
             scaled.masked_fill_(scaled < floor, float("-inf"))
@@ -52,10 +84,13 @@ class Sampler:
             )
         drawn: Tensor = self.sample_gumbel(scaled, batch.seeds[random], batch.positions[random])
         if everyone:
-            return drawn
+            return drawn, scaled
         tokens = logits.argmax(-1)
         tokens[random] = drawn
-        return tokens
+        if self._scores_processed:
+            logits = logits.float()
+            logits[random] = scaled
+        return tokens, logits
 
 
 def _mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> None:

@@ -167,13 +167,15 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None:
                 return
-            num_cached = self.kv.admit(request)
+            known, params = len(request.token_ids), request.source.sampling_params
+            # With its first output a request has reported its prompt's logprobs: then its cached blocks will do.
+            read_cache = params.reads_prefix_cache or known > request.num_prompt_tokens
+            num_cached = self.kv.admit(request, read_cache)
             if num_cached is None:
                 return
-            known = len(request.token_ids)
             end = min(known, num_cached + budget)
             self.waiting.pop()
-            self.stats.prefix_queries += known
+            self.stats.prefix_queries += known * read_cache
             self.stats.prefix_hits += num_cached
             if not request.num_retired_tokens:  # else it was preempted: what it finds now are its own blocks
                 request.num_cached_tokens = num_cached
@@ -191,9 +193,10 @@ class Scheduler:
                     list(request.token_ids),
                     request.num_prompt_tokens,
                     num_cached,
-                    source.sampling_params,
+                    params,
                     source.seed,
-                    sorted(request.stop_token_ids) if source.sampling_params.min_tokens else [],
+                    sorted(request.stop_token_ids) if params.min_tokens else [],
+                    source.bad_words,
                 )
             )
             self.kv.write_tables(request, step.block_table_edits)
@@ -223,6 +226,12 @@ class Scheduler:
                     outputs.append(self._advance(request, sampled))
             if status is not Status.RUNNING and not request.num_in_flight_steps:  # it was leaving already
                 self._release(request)
+        if output.logprobs or output.prompt_logprobs:
+            made = {made.request_id: made for made in outputs}
+            for place, request in enumerate(requests):
+                if request.request_id in made:
+                    made[request.request_id].logprobs = output.logprobs.get(place)
+                    made[request.request_id].prompt_logprobs = output.prompt_logprobs.get(place)
         return outputs
 
     def _advance(self, request: Request, sampled: list[int]) -> EngineCoreOutput:

@@ -63,6 +63,11 @@ class IncrementalDetokenizer:
         self._at_start = not tail
 
     @property
+    def partial(self) -> bytes:
+        """The bytes of a character that is not yet complete."""
+        return self._partial
+
+    @property
     def output_text(self) -> str:
         """All text so far, without a character that is not yet complete; whole after `flush` or `next_delta(True)`."""
         return self._text.getvalue()

@@ -15,7 +15,7 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_level_alphabet()
+BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
@@ -60,6 +60,6 @@ class TokenBytes(dict[int, bytes]):
             return text.encode()
         if match := _BYTE_TOKEN.fullmatch(token):  # byte fallback, as in SentencePiece
             return bytes.fromhex(match[1])
-        if all(character in _BYTE_OF_CHARACTER for character in token):  # byte-level BPE
-            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        if all(character in BYTE_OF_CHARACTER for character in token):  # byte-level BPE
+            return bytes(BYTE_OF_CHARACTER[character] for character in token)
         return text.encode()  # a token that really is U+FFFD

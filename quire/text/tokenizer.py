@@ -1,7 +1,7 @@
-"""A checkpoint's tokenizer: tokenizer.json, and what the files beside it say of special tokens and chat templates."""
+"""A checkpoint's tokenizer in any of its formats, and what the files beside it say of special tokens and templates."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -9,14 +9,21 @@ from typing import Any, Self
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from quire.text.bpe import read_vocab_and_merges
+from quire.text.gguf_tokenizer import gguf_tokenizer
+from quire.text.sentencepiece import read_sentencepiece
+from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes
 
+# The first that is there counts. merges.txt needs a vocab.json beside it; tokenizer.model is of two kinds.
+_FILES = ("tokenizer.json", "tekken.json", "merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
     """Text to token ids and back, as transformers 5 does it with the same directory; but a BOS or EOS that
-    tokenizer_config.json asks for is added even where tokenizer.json forgets it, as transformers 4 did.
+    tokenizer_config.json asks for is added even where tokenizer.json forgets it, as transformers 4 did, and a
+    tokenizer.model means what it means to SentencePiece.
 
     special_tokens: the named ones, {"bos_token": "<s>", ...}: variables of the chat template
     all_special_ids: the ids that `decode(skip_special_tokens=True)` leaves out
@@ -29,13 +36,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = _special_tokens(config)
-        _add_missing_tokens(backend, config, self.special_tokens)
+        _add_missing_tokens(backend, config)
         self._backend = backend
         self.chat_templates = chat_templates
         added = backend.get_added_tokens_decoder()
         self.added_tokens: dict[int, str] = {token_id: token.content for token_id, token in added.items()}
         self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         # The clean-up was made for WordPiece; transformers 5 applies it to no BPE, whatever the configuration says.
@@ -49,22 +55,32 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
-        """Raises FileNotFoundError without a tokenizer.json, ValueError where a file cannot be understood."""
+        """Raises FileNotFoundError without a tokenizer's file, ValueError where a file cannot be understood."""
         path = Path(path)
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"no tokenizer.json in {path}: Quire reads the format of Hugging Face's tokenizers library only, not "
-                "vocab.json with merges.txt, nor SentencePiece's tokenizer.model"
-            )
-        try:
-            backend = Backend.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"cannot read {file}: {error}") from error
         config = _read_json(path / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # written since 2023, and then it has the last word
             config |= _read_json(path / "special_tokens_map.json")
+        file = next((file for name in _FILES for file in sorted(path.glob(name))), None)
+        if file is None:
+            raise FileNotFoundError(f"no tokenizer in {path}: looked for {', '.join(_FILES)}")
+        if file.name != "tokenizer.json":
+            ids = _read_json(path / "added_tokens.json")
+            config.setdefault("added_tokens_decoder", {str(ids[token]): {"content": token} for token in ids})
+            config.setdefault("tokenizer_class", _read_json(path / "config.json").get("model_type"))
+        try:
+            backend, config = _read(file, config)
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(f"cannot read {file}: {error}") from error
         return cls(backend, config, _chat_templates(path, config))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """The tokenizer and the chat templates of a GGUF file, by its keys and values. Raises ValueError."""
+        try:
+            backend, config = gguf_tokenizer(metadata)
+        except Exception as error:
+            raise ValueError(f"cannot read the GGUF file's tokenizer: {error}") from error
+        return cls(backend, config, config["chat_template"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises ValueError for a text that is not Unicode (a lone surrogate, from JSON's backslash-u escapes)."""
@@ -90,6 +106,10 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     @cached_property
+    def vocab_size(self) -> int:
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+
+    @cached_property
     def token_bytes(self) -> TokenBytes:
         return TokenBytes(self._backend)
 
@@ -110,6 +130,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def _read(file: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
+    """A backend, and the configuration completed by what the format implies."""
+    if file.name == "tokenizer.json":
+        return Backend.from_file(str(file)), config
+    if file.name == "merges.txt":
+        return read_vocab_and_merges(file, config)
+    data = file.read_bytes()
+    if file.name == "tekken.json":
+        return read_tekken(data, config)
+    if data.startswith(b"\n"):  # the tag of a SentencePiece model's first piece
+        return read_sentencepiece(data, config)
+    return read_tiktoken(data, config), config
+
+
 def _content(token: Any) -> str | None:
     """A special token is written as "<s>" or as {"content": "<s>", "lstrip": false, ...}."""
     content = token.get("content") if isinstance(token, dict) else token
@@ -124,14 +158,15 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: content for name, token in named.items() if (content := _content(token)) is not None}
 
 
-def _add_missing_tokens(backend: Backend, config: dict[str, Any], named: dict[str, str]) -> None:
+def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
     """Tokens that only tokenizer_config.json knows get ids in transformers' order. What tokenizer.json calls ordinary
     stays so even if listed as special: decoding would lose the <tool_call> that a parser waits for."""
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    contents = [*named.values(), *(_content(token) for token in extra if not isinstance(extra, dict))]
-    tokens = [AddedToken(**token) for _, token in listed]
-    tokens += [AddedToken(content, special=True) for content in contents if content]
+    contents = [*_special_tokens(config).values(), *(_content(token) for token in extra if not isinstance(extra, dict))]
+    special = [content for content in contents if content]
+    tokens = [AddedToken(**{"special": token["content"] in special, **token}) for _, token in listed]
+    tokens += [AddedToken(content, special=True) for content in special]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     missing: dict[str, AddedToken] = {}
     for token in tokens:

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.messages.step import NewRequest, SchedulerOutput
-
-Ints = npt.NDArray[np.int64]
+from quire.sampling.logits_processors import Ints, SamplingRows
 
 
 @dataclass
@@ -43,8 +42,8 @@ class InputBatch:
         self.top_k = np.zeros(rows, np.int64)
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
-        self.min_tokens = np.zeros(rows, np.int64)
-        self.stop_token_ids: dict[int, list[int]] = {}  # of the rows that have min_tokens
+        self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
+        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # the same, or where they have been reported
 
     def install(self, new: NewRequest) -> None:
         """Give a request its row. Raises ValueError if the model cannot run it."""
@@ -64,8 +63,13 @@ class InputBatch:
         self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab_size
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
-        self.min_tokens[row] = params.min_tokens
-        self.stop_token_ids[row] = [t for t in new.stop_token_ids if t < self.vocab_size]
+        self.num_logprobs[row] = self._count(params.logprobs)
+        # A preempted request that has output has had its prompt's logprobs reported with the first of it.
+        resumed = len(tokens) > new.num_prompt_tokens
+        self.num_prompt_logprobs[row] = -1 if resumed else self._count(params.prompt_logprobs)
+
+    def _count(self, logprobs: int | None) -> int:
+        return -1 if logprobs is None else self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
 
     def edit_block_tables(self, step: SchedulerOutput) -> None:
         edits = step.block_table_edits
@@ -97,6 +101,11 @@ class InputBatch:
             block_tables=self.block_tables[:, rows, :width],
             samples=seq_lens == self.num_tokens[rows],
         )
+
+    def sampling_rows(self, rows: Ints) -> SamplingRows:
+        """These rows as logits processors see them: the logits of rows[i] are those of place i."""
+        num_prompt, num_tokens = self.num_prompt[rows], self.num_tokens[rows]
+        return SamplingRows(np.arange(len(rows)), rows, num_prompt, num_tokens, self.token_ids)
 
     def append(self, rows: Ints, tokens: Ints) -> None:
         """A sampled token for each of `rows`."""

@@ -11,8 +11,12 @@ from quire.layers.attention import ForwardState
 from quire.messages.engine import RequestError
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.models.decoder import Decoder
+from quire.sampling.logits_processors import Ints
+from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
-from quire.worker.input_batch import FlatBatch, InputBatch, Ints
+from quire.worker.input_batch import FlatBatch, InputBatch
+
+_SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
 
 
 class ModelRunner:
@@ -21,7 +25,11 @@ class ModelRunner:
     def __init__(self, model: Decoder, batch: InputBatch, backend: AttentionBackend, sampler: Sampler) -> None:
         self.model, self.batch, self.backend, self.sampler = model, batch, backend, sampler
         self.device = backend.shape.device
+        self.processors = sampler.processors
         self._submitted: dict[int, tuple[FlatBatch, Tensor]] = {}  # by step id: the batch and its logits
+        self._prompt_logprobs: dict[
+            int, list[TopLogprobs]
+        ] = {}  # by row: of the chunks so far, until they are reported
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
@@ -29,11 +37,14 @@ class ModelRunner:
         for new in step.new_requests:
             try:
                 self.batch.install(new)
+                self.processors.add(new.row, new)
             except ValueError as error:
                 raise RequestError(new.request_id, str(error)) from error
+            self._prompt_logprobs.pop(new.row, None)
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
         hidden = self.model.forward(self._upload(flat.input_ids), self._forward_state(flat))
+        self._score_prompts(flat, hidden)
         last = (flat.query_start_loc[1:] - 1)[flat.samples]
         self._submitted[step.step_id] = flat, self.model.logits(hidden[self._upload(last.astype(np.int64))])
 
@@ -42,50 +53,81 @@ class ModelRunner:
         """Draw the tokens of a submitted step; they are the next step's inputs."""
         flat, logits = self._submitted.pop(step_id)
         rows = flat.rows[flat.samples]
-        sampled: list[list[int]] = [[] for _ in flat.rows]
+        output = ModelRunnerOutput(step_id, [[] for _ in flat.rows])
         if len(rows):
-            tokens = self.sampler(logits, self._sampling_batch(rows)).cpu().numpy()
-            self.batch.append(rows, tokens)
-            for index, token in zip(flat.samples.nonzero()[0].tolist(), tokens.tolist(), strict=True):
-                sampled[index] = [token]
-        return ModelRunnerOutput(step_id, sampled)
+            batch = self._sampling_batch(rows)
+            tokens, logprobs = self.sampler(logits, batch)
+            drawn = tokens.cpu().numpy()
+            self.batch.append(rows, drawn)
+            places = flat.samples.nonzero()[0].tolist()
+            for place, token in zip(places, drawn.tolist(), strict=True):
+                output.sampled_token_ids[place] = [token]
+            if logprobs is not None and batch.num_logprobs is not None:
+                logprobs = logprobs.cpu()
+                asks = (batch.num_logprobs >= 0).nonzero()[0].tolist()
+                for line, index in enumerate(asks):
+                    width = 1 + int(batch.num_logprobs[index])
+                    output.logprobs[places[index]] = logprobs.slice(line, line + 1, width).pack()
+            if self._prompt_logprobs:
+                self._report_prompts(rows.tolist(), places, output)
+        return output
+
+    def _score_prompts(self, flat: FlatBatch, hidden: Tensor) -> None:
+        """Logprobs of the prompt tokens that follow those of this step, for rows that ask; kept until they sample."""
+        batch = self.batch
+        asks = (batch.num_prompt_logprobs[flat.rows] >= 0).nonzero()[0]
+        if not len(asks):
+            return
+        rows, start = flat.rows[asks], flat.query_start_loc[asks]
+        first = flat.seq_lens[asks] - (flat.query_start_loc[asks + 1] - start)
+        counts = np.maximum(np.minimum(flat.seq_lens[asks], batch.num_prompt[rows] - 1) - first, 0)
+        ends = np.cumsum(counts)
+        if not ends[-1]:
+            return
+        within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # [places]: of the row's tokens in this step
+        following = batch.token_ids[np.repeat(rows, counts), np.repeat(first, counts) + within + 1]
+        index, tokens = self._upload(np.repeat(start, counts) + within), self._upload(following.astype(np.int64))
+        most, parts = int(batch.num_prompt_logprobs[rows].max()), []
+        for these, those in zip(*(torch.split(t, _SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
+            parts.append(TopLogprobs.of(self.sampler.score(self.model.logits(hidden[these])), those, most))
+        scored = TopLogprobs.join(parts)
+        widths = 1 + batch.num_prompt_logprobs[rows]
+        for row, count, end, width in zip(*(a.tolist() for a in (rows, counts, ends, widths)), strict=True):
+            self._prompt_logprobs.setdefault(row, []).append(scored.slice(end - count, end, width))
+
+    def _report_prompts(self, rows: list[int], places: list[int], output: ModelRunnerOutput) -> None:
+        """Of the rows that sample, each for the first time if it is in `_prompt_logprobs`."""
+        for row, place in zip(rows, places, strict=True):
+            if row in self._prompt_logprobs:
+                output.prompt_logprobs[place] = TopLogprobs.join(self._prompt_logprobs.pop(row)).pack()
+                self.batch.num_prompt_logprobs[row] = -1
 
     def _upload(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _forward_state(self, flat: FlatBatch) -> ForwardState:
-        cos, sin = self.model.rotary(self._upload(flat.positions))
+        positions = self._upload(flat.positions)
+        rotary = [table(positions) for table in self.model.rotary]
         query_start_loc, seq_lens = self._upload(flat.query_start_loc), self._upload(flat.seq_lens)
         plans = []
         for slots, tables in zip(flat.slot_mapping, flat.block_tables, strict=True):
             slots, tables = self._upload(slots), self._upload(tables)
             plans.append(self.backend.plan(StepLayout(query_start_loc, seq_lens, slots, tables)))
-        return ForwardState(cos, sin, plans)
+        return ForwardState(positions, rotary, plans)
 
     def _sampling_batch(self, rows: Ints) -> SamplingBatch:
         """The parameters of the rows that sample; what no row asks for stays None."""
         batch = self.batch
-        masked = self._stop_tokens_held_down(rows)
+        at = batch.sampling_rows(rows)
+        num_logprobs = batch.num_logprobs[rows]
+        sampling = SamplingBatch(None, rows=at, num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None)
         temperature = batch.temperature[rows]
-        if not temperature.any():
-            return SamplingBatch(None, masked=masked)
-        top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-        return SamplingBatch(
-            temperature=self._upload(temperature),
-            seeds=self._upload(batch.seed[rows]),
-            positions=self._upload(batch.num_tokens[rows] - batch.num_prompt[rows]),
-            top_k=self._upload(top_k) if (top_k < batch.vocab_size).any() else None,
-            top_p=self._upload(top_p) if (top_p < 1).any() else None,
-            min_p=self._upload(min_p) if min_p.any() else None,
-            masked=masked,
-        )
-
-    def _stop_tokens_held_down(self, rows: Ints) -> list[tuple[Tensor, Tensor]]:
-        """What would end a row that has not reached its min_tokens."""
-        batch = self.batch
-        short = batch.num_tokens[rows] - batch.num_prompt[rows] < batch.min_tokens[rows]
-        masked = []
-        for index in short.nonzero()[0].tolist():
-            tokens = torch.tensor(batch.stop_token_ids[int(rows[index])], dtype=torch.int64, device=self.device)
-            masked.append((torch.full_like(tokens, index), tokens))
-        return masked
+        if temperature.any():
+            top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
+            sampling.temperature = self._upload(temperature)
+            sampling.seeds = self._upload(batch.seed[rows])
+            sampling.positions = self._upload(at.num_output)
+            sampling.top_k = self._upload(top_k) if (top_k < batch.vocab_size).any() else None
+            sampling.top_p = self._upload(top_p) if (top_p < 1).any() else None
+            sampling.min_p = self._upload(min_p) if min_p.any() else None
+        return sampling

@@ -10,7 +10,6 @@ from quire.attention.base import AttentionShape
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.layers.attention import HeadShare
 from quire.metrics.logging import logger
 from quire.models.load import load_model
 from quire.parallel.mesh import TensorGroup
@@ -30,10 +29,9 @@ class Worker:
         started = time.perf_counter()
         model = load_model(directory, config, max_model_len, device, group, show_progress=group.rank == 0)
         spec, dtype = model.spec, model.embedding.weight.dtype
-        share = HeadShare.of(spec.attention, group)
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
-        head_dim = spec.attention.head_dim
-        shape = AttentionShape(share.num_heads, share.num_kv_heads, head_dim, block_size, dtype, device)
+        c = model.cache_shape
+        shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, device, c.value_dim)
         backend = choose_backend(shape, config.kernels.attention_backend)
         if group.rank == 0:
             seconds = time.perf_counter() - started
@@ -46,7 +44,7 @@ class Worker:
         model.bind_cache(backend, [backend.allocate(num_blocks) for _ in range(num_tensors)])
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
-        self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels))
+        self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels, config, device))
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int, useful: int, ranks: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,15 @@ BORDERS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
 
 
 def build(
-    backend: type[AttentionBackend], heads: int, kv_heads: int, dim: int, block: int, dtype: torch.dtype
+    backend: type[AttentionBackend],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    dtype: torch.dtype,
+    value_dim: int | None = None,
 ) -> AttentionBackend:
-    shape = AttentionShape(heads, kv_heads, dim, block, dtype, torch.device("cpu"))
+    shape = AttentionShape(heads, kv_heads, dim, block, dtype, torch.device("cpu"), value_dim)
     if reason := backend.unsupported(shape):
         pytest.skip(reason)
     return backend(shape)
@@ -42,7 +49,10 @@ class World:
         draw = lambda *size: torch.randn(*size, generator=g).to(s.dtype)  # noqa: E731
         lengths = [cached + new for cached, new in self.requests]
         self.k = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
-        self.v = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
+        if s.value_dim is None:
+            self.v = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
+        else:
+            self.v = [k[..., : s.value_dim] for k in self.k]
         for r in range(1, len(lengths)):
             self.k[r][: self.shared], self.v[r][: self.shared] = self.k[0][: self.shared], self.v[0][: self.shared]
         self.q = [draw(new, s.num_heads, s.head_dim) for _, new in self.requests]
@@ -63,7 +73,8 @@ class World:
     def store(self, parts: list[tuple[int, int]]) -> None:
         k = torch.cat([k[start : start + count] for k, (start, count) in zip(self.k, parts, strict=True)])
         v = torch.cat([v[start : start + count] for v, (start, count) in zip(self.v, parts, strict=True)])
-        self.backend.store(self.cache, k, v, self.backend.plan(self.layout(parts)))
+        latent = self.backend.shape.value_dim is not None
+        self.backend.store(self.cache, k, None if latent else v, self.backend.plan(self.layout(parts)))
 
     def layout(self, requests: list[tuple[int, int]]) -> StepLayout:
         size = self.backend.shape.block_size
@@ -73,30 +84,43 @@ class World:
         lengths = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
         return StepLayout(starts, lengths, torch.cat(slots), self.table)
 
-    def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None) -> None:
+    def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
+              soft_cap: float | None = None, sinks: Tensor | None = None) -> None:  # fmt: skip
         s = self.backend.shape
         scale = scale or s.head_dim**-0.5
-        plan = self.backend.plan(self.layout(self.requests))
-        out, lse = self.backend.attend(torch.cat(self.q), self.cache, plan, scale=scale, window=window)
+        plan, q = self.backend.plan(self.layout(self.requests)), torch.cat(self.q)
+        how: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        out, lse = self.backend.attend(q, self.cache, plan, **how)
         tolerance = tolerance or (1e-5 if s.dtype is torch.float32 else 1e-2)
         at = 0
         for r, (_, new) in enumerate(self.requests):
-            wanted, wanted_lse = dense(self.q[r], self.k[r], self.v[r], scale, window)
+            wanted, wanted_lse = dense(self.q[r], self.k[r], self.v[r], **how)
             torch.testing.assert_close(out[at : at + new].float(), wanted, atol=tolerance, rtol=tolerance)
             torch.testing.assert_close(lse[at : at + new], wanted_lse, atol=1e-5, rtol=1e-5)
             at += new
-        assert (out.dtype, lse.dtype) == (s.dtype, torch.float32)
+        assert (out.dtype, lse.dtype, out.is_contiguous()) == (s.dtype, torch.float32, True)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float | None,
+          sinks: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention over one request's tokens in float64. Without caps and sinks it is torch's own."""
     length, new, group = len(k), len(q), q.shape[1] // k.shape[1]
     position, key = torch.arange(length - new, length)[:, None], torch.arange(length)[None, :]
     mask = (key <= position) & (key > position - (window or length + 1))
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    lse = ((q @ k.transpose(1, 2)) * scale).masked_fill(~mask, -math.inf).logsumexp(-1)
-    return out.transpose(0, 1).float(), lse.transpose(0, 1).float()
+    scores = (q @ k.transpose(1, 2)) * scale  # [heads, queries, keys]
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:  # one key more, whose value is 0
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, new, 1)], dim=-1)
+        v = torch.cat([v, v.new_zeros(len(v), 1, v.shape[2])], dim=1)
+    if soft_cap is None and sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    else:
+        out = scores.softmax(-1) @ v
+    return out.transpose(0, 1).float(), scores.logsumexp(-1).transpose(0, 1).float()
 
 
 MIXED = [(0, 1), (16, 1), (0, 40), (200, 1), (37, 20), (130, 70), (15, 2), (64, 1)]
@@ -134,6 +158,55 @@ def test_lengths_around_the_borders_of_blocks_and_tiles(backend, dtype, window):
     World(attention, [(n, 19) for n in BORDERS]).check(window)
 
 
+@dtypes
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+def test_scores_are_capped(backend, dtype, window, soft_cap):
+    """With scores from near 0 to far beyond the cap."""
+    World(build(backend, 8, 2, 64, 16, dtype), MIXED).check(window, soft_cap=soft_cap)
+    World(build(backend, 8, 2, 64, 32, dtype), MIXED).check(window, soft_cap=soft_cap, scale=20.0, tolerance=2e-2)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 1, 16])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_sinks_take_part_in_the_softmax(backend, dtype, window, soft_cap):
+    """From those that count nothing to those that leave nothing for the keys."""
+    sinks = torch.tensor([-200.0, -3.0, 0.0, 1.5, 4.0, 9.0, 90.0, 300.0])
+    World(build(backend, 8, 2, 64, 16, dtype), MIXED).check(window, soft_cap=soft_cap, sinks=sinks)
+
+
+@dtypes
+@pytest.mark.parametrize(("dim", "value_dim"), [(40, 32), (576, 512), (24, 24), (33, 17), (80, 1), (192, 128)])
+@pytest.mark.parametrize("heads", [1, 5, 16])
+def test_every_size_of_latents(backend, dtype, heads, dim, value_dim):
+    World(build(backend, heads, 1, dim, 16, dtype, value_dim), MIXED).check()
+
+
+@dtypes
+@pytest.mark.parametrize("heads", [16, 64, 65, 128])
+@pytest.mark.parametrize("block", [16, 32, 48])
+def test_many_heads_share_a_latent(backend, dtype, heads, block):
+    World(build(backend, heads, 1, 40, block, dtype, 32), MIXED).check()
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 5, 64])
+def test_latents_with_everything_else(backend, dtype, window):
+    attention = build(backend, 4, 1, 40, 16, dtype, 32)
+    for requests in ([(n - 1, 1) for n in BORDERS], [(0, n) for n in BORDERS], [(n, 19) for n in BORDERS]):
+        World(attention, requests).check(window, soft_cap=2.0, sinks=torch.tensor([-1.0, 0.0, 1.0, 5.0]))
+        World(attention, requests).check(window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_latent_is_stored_once(backend, dtype):
+    attention = build(backend, 4, 1, 576, 16, dtype, 512)
+    assert attention.block_bytes() == 16 * 576 * dtype.itemsize == attention.allocate(3).nbytes // 3
+    ordinary = build(backend, 4, 2, 64, 16, dtype)
+    assert ordinary.block_bytes() == 2 * 16 * 2 * 64 * dtype.itemsize == ordinary.allocate(3).nbytes // 3
+
+
 @pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -146,10 +219,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)  # several threads split the keys
 @pytest.mark.parametrize("window", [None, 300])
-def test_long_contexts_of_a_single_stream(backend, dtype, window):
-    attention = build(backend, 4, 1, 32, 16, dtype)
-    World(attention, [(2999, 1)]).check(window)
-    World(attention, [(1500, 33), (10, 1)]).check(window)
+@pytest.mark.parametrize("value_dim", [None, 24])
+def test_long_contexts_of_a_single_stream(backend, dtype, window, value_dim):
+    attention = build(backend, 4, 1, 32, 16, dtype, value_dim)
+    for requests in ([(2999, 1)], [(1500, 33), (10, 1)]):
+        World(attention, requests).check(window)
+        World(attention, requests).check(window, soft_cap=5.0, sinks=torch.tensor([-9.0, 0.0, 7.0, 20.0]))
 
 
 def test_requests_share_blocks_and_one_stores_what_another_reads(backend):

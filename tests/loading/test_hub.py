@@ -95,6 +95,22 @@ answer["tokens"] = llm.generate("Once upon a time", params, use_tqdm=False)[0].o
     assert in_a_process(run, hub.address, tmp_path / "home") == answer
 
 
+def test_of_an_older_repository_come_the_pickled_weights_and_whatever_tokenizer_it_has(tmp_path):
+    wanted = ["config.json", "merges.txt", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
+    wanted += ["qwen.tiktoken", "tekken.json", "tiktoken.model", "tokenizer.model", "vocab.json"]
+    directory = tmp_path / "hub" / "old" / "opt"
+    for name in [*wanted, "flax_model.msgpack", "tf_model.h5", "training_args.bin", "original/tokenizer.model"]:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)  # the client fetches equal files once
+    with Hub(tmp_path / "hub") as hub:
+        run = ERROR_OF + "answer['weights'] = files(resolve('old/opt'))"
+        answer = in_a_process(run, hub.address, tmp_path / "home")
+        assert answer["weights"] == wanted == sorted(hub.fetched())
+        run = ERROR_OF + "answer['none'] = files(resolve('old/opt', weights=False))"
+        answer = in_a_process(run, hub.address, tmp_path / "another home")
+        assert answer["none"] == [name for name in wanted if not name.endswith(".bin")]
+
+
 def test_what_may_be_asked_of_the_hub(folder, tmp_path):
     with Hub(folder, tokens=("sesame",), revisions=("main", "v2", COMMIT)) as hub:
         answer = in_a_process(

@@ -170,7 +170,7 @@ def test_dummy_weights_need_no_weight_file(checkpoints, tmp_path, variant):
     assert bool((model.final_norm.weight == 1).all())
     first, second = (tokens_of(generate(engine, ["a"])) for engine in (llm, make_llm(path, load_format="dummy")))
     assert first == second
-    with pytest.raises(ModelNotFoundError, match=r"has no \*.safetensors file"):
+    with pytest.raises(ModelNotFoundError, match=r"has no \*.safetensors and no pytorch_model\*.bin file"):
         make_llm(path)
 
 
@@ -227,9 +227,9 @@ def test_a_directory_without_config_json_says_what_was_expected(tmp_path):
         make_llm(tmp_path)
 
 
-def test_a_checkpoint_without_tokenizer_json_says_what_is_read(copy):
+def test_a_checkpoint_without_tokenizer_says_what_is_read(copy):
     (copy / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json in"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer in .*: looked for tokenizer.json, "):
         make_llm(copy)
 
 
@@ -255,11 +255,11 @@ def test_a_file_is_no_model(copy):
 
 def test_an_unknown_architecture_is_told_which_there_are(copy):
     set_config(copy, architectures=["LlamaForCasualLM"])
-    message = "LlamaForCasualLM is not supported; supported: LlamaForCausalLM, .*; the nearest is LlamaForCausalLM"
+    message = "LlamaForCasualLM is not supported; supported: .*, LlamaForCausalLM, .*; the nearest is LlamaForCausalLM"
     with pytest.raises(ValueError, match=message):
         make_llm(copy)
     set_config(copy, architectures=...)
-    with pytest.raises(ValueError, match=r"\(none named in config.json\) is not supported; supported: Llama"):
+    with pytest.raises(ValueError, match=r"\(none named in config.json\) is not supported; supported: Cohere2For"):
         make_llm(copy)
 
 
@@ -275,12 +275,9 @@ def test_a_config_that_lacks_a_size_is_told_which(copy, field):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported yet; supported: silu"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2}},
-            "rope type 'yarn' is not supported",
-        ),
-        ({"quantization_config": {"quant_method": "gptq"}}, "checkpoints quantized with 'gptq' are not supported yet"),
+        ({"hidden_act": "xielu"}, "activation 'xielu' is not supported; supported: gelu, .*silu"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     ],
 )
 def test_what_a_checkpoint_asks_for_and_is_not_there_is_an_error_and_not_a_wrong_answer(copy, changes, message):
@@ -291,5 +288,5 @@ def test_what_a_checkpoint_asks_for_and_is_not_there_is_an_error_and_not_a_wrong
 
 def test_overrides_replace_what_the_config_says(copy, checkpoints):
     theta = make_llm(copy, hf_overrides={"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}})
-    assert runner_of(theta).model.spec.rotary.theta == 500.0
+    assert runner_of(theta).model.spec.rotary[0].theta == 500.0
     assert tokens_of(generate(theta, ["Once upon"])) != tokens_of(generate(make_llm(copy), ["Once upon"]))

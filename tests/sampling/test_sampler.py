@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import library
-from quire.ops.reference.sampling import gumbel_noise
 from quire.sampling.sampler import Sampler, SamplingBatch
+from support.sampling import chi_square, chi_square_bound, distribution, gumbel_scores
 
 VOCAB = 101
 
@@ -22,35 +23,25 @@ VOCAB = 101
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     if request.param == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
-    return Sampler(Kernels(Target(torch.device("cpu"), torch.float32), {"sample_gumbel": request.param}))
+    kernels = Kernels(Target(torch.device("cpu"), torch.float32), {"sample_gumbel": request.param})
+    return Sampler(kernels, EngineConfig(), torch.device("cpu"))
 
 
-def distribution(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """What a row is drawn from: plain Python, in the order temperature, min-p, top-k, top-p. Zero: not allowed."""
-    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
-    weights = [w if w >= min_p else 0.0 for w in weights]  # the largest is 1
-    order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
-    for token in order[top_k:]:
-        weights[token] = 0.0
-    total, before = sum(weights), 0.0
-    for token in order:
-        probability = weights[token] / total
-        if before >= top_p:
-            weights[token] = 0.0
-        before += probability
-    return [w / sum(weights) for w in weights]
+def draw_tokens(sampler: Sampler, logits: Tensor, batch: SamplingBatch) -> Tensor:
+    tokens, logprobs = sampler(logits.clone(), batch)
+    assert logprobs is None
+    return tokens
 
 
 def expected_token(logits: list[float], row: dict[str, Any]) -> int:
-    if row["temperature"] == 0:
-        return max(range(len(logits)), key=lambda token: logits[token])
-    allowed = distribution(logits, row["temperature"], row["top_k"], row["top_p"], row["min_p"])
-    noise = gumbel_noise(torch.tensor([row["seed"]]), torch.tensor([row["position"]]), len(logits))[0].tolist()
-    scores = [math.log(p) + n if p else -math.inf for p, n in zip(allowed, noise, strict=True)]
+    scores = logits
+    if row["temperature"] > 0:
+        allowed = distribution(logits, row["temperature"], row["top_k"], row["top_p"], row["min_p"])
+        scores = gumbel_scores(allowed, row["seed"], row["position"])
     return max(range(len(logits)), key=lambda token: scores[token])
 
 
-def batch_of(rows: list[dict[str, Any]], **more: Any) -> SamplingBatch:
+def batch_of(rows: list[dict[str, Any]]) -> SamplingBatch:
     """As the model runner makes it: what no row asks for is None."""
 
     def column(name: str, nothing: float, dtype: torch.dtype) -> Tensor | None:
@@ -64,7 +55,6 @@ def batch_of(rows: list[dict[str, Any]], **more: Any) -> SamplingBatch:
         top_k=column("top_k", VOCAB, torch.int64),
         top_p=column("top_p", 1, torch.float32),
         min_p=column("min_p", 0, torch.float32),
-        **more,
     )
 
 
@@ -95,42 +85,27 @@ def test_every_row_is_drawn_as_if_it_were_alone(sampler, kind):
         logits = torch.randn(count, VOCAB, generator=generator) * 3
         rows = rows_of(kind, count, draw)
         expected = [expected_token(row_logits, row) for row_logits, row in zip(logits.tolist(), rows, strict=True)]
-        assert sampler(logits.clone(), batch_of(rows)).tolist() == expected
+        assert draw_tokens(sampler, logits, batch_of(rows)).tolist() == expected
 
 
 def test_greedy_rows_take_the_largest_logit(sampler):
     logits = torch.randn(5, VOCAB)
-    assert sampler(logits.clone(), SamplingBatch(None)).tolist() == logits.argmax(-1).tolist()
+    assert draw_tokens(sampler, logits, SamplingBatch(None)).tolist() == logits.argmax(-1).tolist()
 
 
 def test_logits_may_be_bfloat16(sampler):
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows = rows_of("all", 8, random.Random(1))
     expected = [expected_token(row_logits, row) for row_logits, row in zip(logits.float().tolist(), rows, strict=True)]
-    assert sampler(logits.clone(), batch_of(rows)).tolist() == expected
-
-
-def test_masked_tokens_are_never_drawn(sampler):
-    logits = torch.zeros(4, 8)
-    logits[:, 3] = 50
-    masked = [(torch.tensor([1, 1]), torch.tensor([3, 4])), (torch.tensor([2]), torch.tensor([3]))]
-    tokens = sampler(logits.clone(), SamplingBatch(None, masked=masked)).tolist()
-    assert (tokens[0], tokens[3]) == (3, 3)
-    assert tokens[1] not in (3, 4)
-    assert tokens[2] != 3
-    rows = [{**NEUTRAL, "seed": i, "position": 0} for i in range(4)]
-    tokens = sampler(logits.clone(), batch_of(rows, masked=masked)).tolist()
-    assert (tokens[0], tokens[3]) == (3, 3)
-    assert tokens[1] not in (3, 4)
-    assert tokens[2] != 3
+    assert draw_tokens(sampler, logits, batch_of(rows)).tolist() == expected
 
 
 def test_equal_logits_leave_exactly_k_tokens_and_the_first_of_them(sampler):
     rows = [{**NEUTRAL, "top_k": 3, "seed": i, "position": 0} for i in range(200)]
-    tokens = sampler(torch.zeros(200, VOCAB), batch_of(rows)).tolist()
+    tokens = draw_tokens(sampler, torch.zeros(200, VOCAB), batch_of(rows)).tolist()
     assert set(tokens) == {0, 1, 2}
     rows = [{**NEUTRAL, "top_p": 0.5, "seed": i, "position": 0} for i in range(400)]
-    tokens = sampler(torch.zeros(400, 10), batch_of(rows)).tolist()
+    tokens = draw_tokens(sampler, torch.zeros(400, 10), batch_of(rows)).tolist()
     assert set(tokens) == {0, 1, 2, 3, 4}
 
 
@@ -152,22 +127,19 @@ def test_draws_have_the_distribution_that_was_asked_for(sampler, options, what_v
     count, vocab = 20_000, 20
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(2)) * 1.5
     rows = [{**NEUTRAL, "seed": 7, "position": 3, **options, what_varies: i} for i in range(count)]
-    tokens = sampler(logits.expand(count, vocab).clone(), batch_of(rows))
+    tokens = draw_tokens(sampler, logits.expand(count, vocab), batch_of(rows))
     observed = torch.bincount(tokens, minlength=vocab).tolist()
     asked = {**NEUTRAL, **options}
     wanted = distribution(logits.tolist(), asked["temperature"], asked["top_k"], asked["top_p"], asked["min_p"])
-    assert all(seen == 0 for seen, p in zip(observed, wanted, strict=True) if p == 0)
-    possible = [(seen, p * count) for seen, p in zip(observed, wanted, strict=True) if p > 0]
-    chi_square = sum((seen - mean) ** 2 / mean for seen, mean in possible)
-    freedom = len(possible) - 1
-    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 8  # beyond one in ten thousand
+    freedom = sum(p > 0 for p in wanted) - 1
+    assert chi_square(observed, wanted) < chi_square_bound(freedom)
 
 
 def test_draws_at_neighbouring_seeds_and_positions_are_independent(sampler):
     """Completion i uses seed + i, and token j position j: equal tokens must not run along either diagonal."""
     size = 150
     rows = [{**NEUTRAL, "seed": s, "position": p} for s in range(size) for p in range(size)]
-    tokens = sampler(torch.zeros(size * size, 10), batch_of(rows)).view(size, size)
+    tokens = draw_tokens(sampler, torch.zeros(size * size, 10), batch_of(rows)).view(size, size)
     for shifted in (tokens.roll(1, 0), tokens.roll(1, 1), tokens.roll((1, 1), (0, 1)), tokens.roll((1, -1), (0, 1))):
         share = (tokens == shifted).float().mean().item()
         assert abs(share - 0.1) < 5 * math.sqrt(0.09 / size**2)

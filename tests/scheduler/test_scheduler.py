@@ -11,7 +11,7 @@ import pytest
 from quire.kvcache.specs import KVCacheSpec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import Logprobs, ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Status
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 
@@ -471,6 +471,44 @@ def test_results_of_another_step_are_refused() -> None:
     step = scheduler.schedule()
     with pytest.raises(ValueError, match=f"results of step {step.step_id}, got those of step 9"):
         scheduler.update(ModelRunnerOutput(9, [[5]]))
+
+
+# ---- logprobs
+
+
+def test_logprobs_reach_the_request_of_their_place() -> None:
+    scheduler = make_scheduler(depth=2)
+    for name in "abcd":
+        scheduler.add(make_request(name, [1, 2, 3]))
+    step = scheduler.schedule()
+    scheduler.abort("b")  # its place in the step stays
+    made = {place: Logprobs(1, bytes(4 * place), b"", b"") for place in (1, 2, 3)}
+    output = ModelRunnerOutput(step.step_id, [[5], [6], [7], [8]], made, {3: made[3]})
+    outputs = scheduler.update(output)
+    assert [(o.request_id, o.logprobs, o.prompt_logprobs) for o in outputs] == [
+        ("a", None, None),
+        ("c", made[2], None),
+        ("d", made[3], made[3]),
+    ]
+
+
+def test_a_request_with_prompt_logprobs_reads_the_cache_only_after_its_first_output() -> None:
+    scheduler = make_scheduler(num_blocks=6, budget=16, max_model_len=20)
+    scheduler.add(make_request("earlier", list(range(1, 10)), max_tokens=1))
+    answer(scheduler, scheduler.schedule(), 50)
+    asking = make_request("asking", list(range(1, 10)), max_tokens=9)
+    asking.sampling_params = SamplingParams(prompt_logprobs=1)
+    scheduler.add(asking)
+    step = scheduler.schedule()
+    assert (step.num_tokens, step.new_requests[0].num_computed_tokens) == ([9], 0)
+    scheduler.withdraw(step)  # before its first output
+    step = scheduler.schedule()
+    assert (step.num_tokens, step.new_requests[0].num_computed_tokens) == ([9], 0)
+    answer(scheduler, step, 51)
+    scheduler.withdraw(scheduler.schedule())
+    step = scheduler.schedule()
+    assert (step.num_tokens, step.new_requests[0].num_computed_tokens) == ([2], 8)
+    assert scheduler.stats.prefix_queries == 9 + 10
 
 
 # ---- traffic

@@ -8,11 +8,16 @@ matter, and the output wanders through the vocabulary; `test_the_checkpoints_can
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.families import NEW_VARIANTS
+from support.families.base import MAX_POSITIONS, Variant, rope
+from support.layouts import HUB_LAYOUTS, STAND_INS, edit_config, edit_tensors, stand_in_config
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the cat sat on the mat with the hat.",
@@ -21,7 +26,6 @@ CORPUS = [
 ]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
 EOS, END = 2, 3  # generation_config.json names both; the tokenizer's own is EOS
-MAX_POSITIONS = 256
 
 _BASE = {
     "vocab_size": 320,
@@ -37,43 +41,39 @@ _BASE = {
 }
 
 
-def _rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
-    return {"rope_theta": theta, "rope_type": kind, **more}
-
-
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 # name: (model type, differences from _BASE, how config.json is written:
 #   old_rope writes rope_theta and rope_scaling as before transformers 5; without drops fields from the file;
 #   seed: one whose greedy continuations do not run into loops)
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+VARIANTS: dict[str, Variant] = {
     "llama": ("llama", {"num_key_value_heads": 4}, {}),
     "llama-gqa2-tied-llama3": (
         "llama",
-        {"tie_word_embeddings": True, "rope_parameters": _rope(500_000.0, "llama3", **_LLAMA3), "vocab_size": 333},
+        {"tie_word_embeddings": True, "rope_parameters": rope(500_000.0, "llama3", **_LLAMA3), "vocab_size": 333},
         {"seed": 4},
     ),
     "llama-gqa4-llama3-old": (
         "llama",
-        {"num_attention_heads": 8, "rope_parameters": _rope(100.0, "llama3", **_LLAMA3)},
+        {"num_attention_heads": 8, "rope_parameters": rope(100.0, "llama3", **_LLAMA3)},
         {"old_rope": True},
     ),
     "llama-6-heads-over-2": (
         "llama",
-        {"num_attention_heads": 6, "hidden_size": 48, "head_dim": 24, "rope_parameters": _rope(2_000.0)},
+        {"num_attention_heads": 6, "hidden_size": 48, "head_dim": 24, "rope_parameters": rope(2_000.0)},
         {},
     ),
     "llama-mqa-linear": (
         "llama",
-        {"num_key_value_heads": 1, "head_dim": 40, "rope_parameters": _rope(10_000.0, "linear", factor=3.0)},
+        {"num_key_value_heads": 1, "head_dim": 40, "rope_parameters": rope(10_000.0, "linear", factor=3.0)},
         {},
     ),
     "llama-biases-linear-old": (
         "llama",
-        {"attention_bias": True, "mlp_bias": True, "rope_parameters": _rope(10_000.0, "linear", factor=2.0)},
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": rope(10_000.0, "linear", factor=2.0)},
         {"old_rope": True},
     ),
-    "mistral-window-20": ("mistral", {"sliding_window": 20, "rope_parameters": _rope(1_000_000.0)}, {"old_rope": True}),
+    "mistral-window-20": ("mistral", {"sliding_window": 20, "rope_parameters": rope(1_000_000.0)}, {"old_rope": True}),
     "mistral-window-32-tied": (
         "mistral",
         {"sliding_window": 32, "tie_word_embeddings": True, "head_dim": 24},
@@ -82,7 +82,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 40, "num_key_value_heads": 1}, {}),
     "qwen2": (
         "qwen2",
-        {"tie_word_embeddings": True, "rope_parameters": _rope(1_000_000.0), "num_key_value_heads": 1},
+        {"tie_word_embeddings": True, "rope_parameters": rope(1_000_000.0), "num_key_value_heads": 1},
         {"old_rope": True, "without": ["layer_types"], "seed": 2},
     ),
     "qwen2-windows-in-upper-layers": (
@@ -95,7 +95,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "vocab_size": 401},
         {"old_rope": True, "without": ["layer_types"]},
     ),
-    "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": _rope(1_000_000.0)}, {}),
+    "qwen3": ("qwen3", {"head_dim": 32, "rope_parameters": rope(1_000_000.0)}, {}),
     "qwen3-mixed-windows-biases": (
         "qwen3",
         {
@@ -111,13 +111,31 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+ALL_VARIANTS = {**VARIANTS, **NEW_VARIANTS}
+FAMILIES: dict[str, list[str]] = {}  # the variants of each model type, its usual form first
+for _name, (_kind, _, _) in ALL_VARIANTS.items():
+    FAMILIES.setdefault(_kind, []).append(_name)
+
+PLAIN_DOWN = r"fc2|mlp\.c_proj|dense_4h_to_h"  # of MLPs without a gate
+EMBEDDINGS = r"embed_(tokens|positions|in)\.|word_embeddings|wte|wpe"
+
 
 def model_class(kind: str) -> Any:
     """(config class, model class) of transformers; imported here because that takes seconds."""
-    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    config_class = type(AutoConfig.for_model(STAND_INS.get(kind, kind)))
+    return config_class, MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+def build(kind: str, config: dict[str, Any], seed: int = 0) -> Any:
+    """The model itself. config: differences from those fields of _BASE that the family has."""
+    config_class, model = model_class(kind)
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    base = {name: value for name, value in _BASE.items() if name in known}
+    network = model(config_class(**{**base, "pad_token_id": None, **stand_in_config(kind, config)})).float()
+    scale_weights(network, seed)
+    return network.eval()
 
 
 def scale_weights(model: Any, seed: int) -> None:
@@ -125,20 +143,55 @@ def scale_weights(model: Any, seed: int) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    hidden, tied = model.config.hidden_size, model.config.tie_word_embeddings
+    kind, tied = model.config.model_type, model.config.tie_word_embeddings
+    correction = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *correction]:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("bias"):
-                noise *= 0.3
-            elif "norm" in name:
-                noise = (2 if "q_norm" in name or "k_norm" in name else 1) * (1 + 0.3 * noise)
-            elif "lm_head" in name or ("embed" in name and tied):
-                noise *= 2 / hidden**0.5
-            elif "embed" not in name:
-                gain = 2.0 if "self_attn" in name else 1.2
-                noise *= gain / parameter.shape[1] ** 0.5
+                noise *= bias_size(name)
+            elif name.endswith("sinks"):
+                noise = 4 + 2 * noise  # among the largest of the scores
+            elif re.search(r"norm|ln_", name):
+                noise = norm_size(name, kind) * (1 + 0.3 * noise)
+                if kind.startswith("gemma"):
+                    noise -= 1  # its norms multiply by 1 + weight
+            elif tied or not re.search(EMBEDDINGS, name):
+                transposed = (kind == "gpt2" and ".h." in name) or (kind == "gpt_oss" and "experts" in name)
+                inputs = -2 if transposed else -1
+                if re.search(PLAIN_DOWN, name):
+                    noise -= noise.mean(inputs, keepdim=True)  # else the mean of GELU, which is not 0, says most
+                noise *= gain(name, kind) / parameter.shape[inputs] ** 0.5
             parameter.copy_(noise)
+
+
+def bias_size(name: str) -> float:
+    if "router" in name:
+        return 1
+    return 0.1 if re.search(r"norm|ln_|fc[12]|dense|c_proj|c_fc|out_proj", name) else 0.3
+
+
+def norm_size(name: str, kind: str) -> float:
+    if re.search(r"[qk]_(layer)?norm", name):
+        return 2  # sharp attention
+    if kind in ("gemma2", "gemma3_text") and "post_" in name:
+        return 2.5  # what a layer adds must outshine the embedding, or tokens repeat themselves
+    return 1
+
+
+def gain(name: str, kind: str) -> float:
+    """How large the outputs of a weight are, if its inputs are of size 1."""
+    if re.search(PLAIN_DOWN, name):
+        return 2.5
+    if kind.startswith("gemma") and re.search(EMBEDDINGS, name):
+        return 1.0
+    if re.search(r"embed_positions|wpe", name):
+        return 4.0
+    if "project_in" in name:
+        return 4.0  # its inputs are tied embeddings, which are small
+    if re.search(rf"lm_head|embed_out|attn|attention|{EMBEDDINGS}", name):
+        return 2.0
+    return 1.2
 
 
 @cache
@@ -163,43 +216,33 @@ def write_checkpoint(
     config: dict[str, Any] | None = None,
     *,
     seed: int = 0,
+    hub_layout: bool = False,
     old_rope: bool = False,
     without: list[str] | None = None,
+    adds: dict[str, Any] | None = None,
     dtype: str = "float32",
+    network: Any = None,
     **save_options: Any,
 ) -> Path:
-    """A whole checkpoint: config, weights, tokenizer, generation_config. save_options: of save_pretrained."""
+    """A whole checkpoint: config, weights, tokenizer, generation_config.
+
+    network: what `build` made and somebody changed, if not a new one; hub_layout: with the tensors' names of the
+    family's first checkpoints; save_options: of save_pretrained.
+    """
     import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config_class, model = model_class(kind)
-    network = model(config_class(**{**_BASE, **(config or {})})).float()
-    scale_weights(network, seed)
-    network.to(getattr(torch, dtype))
+    network = (build(kind, config or {}, seed) if network is None else network).to(getattr(torch, dtype))
     network.config.dtype = getattr(torch, dtype)
     network.generation_config.eos_token_id = [EOS, END]
     network.save_pretrained(directory, **save_options)
-    edit_config(directory, old_rope, without or [])
+    edit_config(directory, kind, config or {}, old_rope=old_rope, without=without or [], adds=adds or {})
+    if hub_layout:
+        edit_tensors(directory, HUB_LAYOUTS[kind])
     byte_level_tokenizer().save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return directory
-
-
-def edit_config(directory: Path, old_rope: bool, without: list[str]) -> None:
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    assert "rope_parameters" in config
-    if old_rope:
-        parameters = config.pop("rope_parameters")
-        config["rope_theta"] = parameters.pop("rope_theta")
-        if parameters["rope_type"] == "linear":
-            parameters["type"] = parameters.pop("rope_type")  # older still
-        if set(parameters) != {"rope_type"}:
-            config["rope_scaling"] = parameters
-    for name in without:
-        del config[name]
-    path.write_text(json.dumps(config, indent=2))
 
 
 class Checkpoints:
@@ -212,6 +255,6 @@ class Checkpoints:
     def path(self, variant: str) -> Path:
         """The directory of a variant. Read only: copy it to change it."""
         if variant not in self._paths:
-            kind, config, writing = VARIANTS[variant]
+            kind, config, writing = ALL_VARIANTS[variant]
             self._paths[variant] = write_checkpoint(self._factory.mktemp(variant), kind, config, **writing)
         return self._paths[variant]

@@ -84,10 +84,14 @@ def runner_of(llm: LLM) -> ModelRunner:
     return llm.core.executor.runner
 
 
-@torch.inference_mode()
 def teacher_forced_logits(llm: LLM, text: list[int], chunks: Sequence[int] = ()) -> Tensor:
     """The logits after each token of `text`, computed in steps of `chunks` tokens: [tokens, vocab]."""
-    runner = runner_of(llm)
+    return forced_logits(runner_of(llm), text, chunks)
+
+
+@torch.inference_mode()
+def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = ()) -> Tensor:
+    """The same of one rank's runner; all ranks must be asked at once."""
     batch, model = runner.batch, runner.model
     groups, count = len(batch.block_tables), -(-len(text) // batch.block_size)
     blocks = list(range(1, groups * count + 1))

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.checkpoints import VARIANTS, Checkpoints
+from support.checkpoints import ALL_VARIANTS, FAMILIES, VARIANTS, Checkpoints, build
+from support.families import REFERENCE_CONFIG
+from support.layouts import STAND_INS
 
 NUM_TOKENS = 64
 TIE = 1e-4  # where the two best logits are nearer than this, either is right, and what follows may differ
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 100)  # around the borders of blocks of 16
 NUM_PROMPTS = 32
+FEWER_PROMPTS = 12  # for all but the first variant of a family
 
 
 def prompts(vocab_size: int, count: int = NUM_PROMPTS) -> list[list[int]]:
@@ -38,12 +41,21 @@ class Continuation:
         assert token_ids[: self.certain] == self.token_ids[: self.certain], f"prompt of {len(self.prompt)} tokens"
 
 
-def load(path: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+def load(path: Path, **config: Any) -> Any:
+    """config: what the reference's config has otherwise than the file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    settings = AutoConfig.from_pretrained(path, **config)
+    return AutoModelForCausalLM.from_pretrained(
+        path,
+        config=settings,
+        dtype=torch.float32,
+        # Falcon's eager attention of transformers 5 adds the slopes of ALiBi twice
+        attn_implementation="sdpa" if getattr(settings, "alibi", False) else "eager",
+        experts_implementation="eager",  # grouped products ask for widths that divide by 4
+    ).eval()
 
 
 @torch.inference_mode()
@@ -80,11 +92,19 @@ class References:
 
     def model(self, variant: str) -> Any:
         if variant not in self._models:
-            self._models[variant] = load(self._checkpoints.path(variant))
+            kind, config, writing = ALL_VARIANTS[variant]
+            if kind in STAND_INS:  # transformers cannot read the file
+                model = build(kind, config, writing.get("seed", 0))
+                model.set_attn_implementation("eager")
+            else:
+                model = load(self._checkpoints.path(variant), **REFERENCE_CONFIG.get(variant, {}))
+            self._models[variant] = model
         return self._models[variant]
 
     def continuations(self, variant: str) -> list[Continuation]:
         if variant not in self._continuations:
-            vocab_size = VARIANTS[variant][1].get("vocab_size", 320)
-            self._continuations[variant] = greedy(self.model(variant), prompts(vocab_size))
+            kind, config, _ = ALL_VARIANTS[variant]
+            count = NUM_PROMPTS if variant in VARIANTS or variant == FAMILIES[kind][0] else FEWER_PROMPTS
+            texts = prompts(config.get("vocab_size", 320), count)
+            self._continuations[variant] = greedy(self.model(variant), texts)
         return self._continuations[variant]

@@ -1,7 +1,9 @@
 """Tiny tokenizers, trained here, in the formats of the models people run."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -98,6 +100,20 @@ class Checkpoints:
     def both(self, *args, **kwargs) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
         path = self.write(*args, **kwargs)
         return Tokenizer.from_directory(path), PreTrainedTokenizerFast.from_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
+    """Writes files, JSON from what is neither text nor bytes, into a directory of their own."""
+
+    def write(files: dict[str, Any]) -> Path:
+        path = tmp_path_factory.mktemp("files")
+        for name, content in files.items():
+            content = content if isinstance(content, str | bytes) else json.dumps(content)
+            (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

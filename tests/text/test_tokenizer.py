@@ -92,10 +92,16 @@ def test_a_lone_surrogate_is_an_error_that_names_its_place(tokenizer):
         tokenizer.encode("ab\ud83d!")
 
 
-def test_a_directory_without_tokenizer_json_is_an_error_that_says_what_is_read(tmp_path):
+def test_a_directory_without_a_tokenizer_is_an_error_that_says_what_was_looked_for(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=f"no tokenizer.json in {tmp_path}.*vocab.json"):
+    with pytest.raises(FileNotFoundError, match=f"no tokenizer in {tmp_path}.*tokenizer.json, .*merges.txt, "):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_of_several_formats_tokenizer_json_counts(checkpoints, backends):
+    others = {"merges__txt": "no merges", "tekken__json": "[]", "tokenizer__model": "nonsense"}
+    path = checkpoints.write(backends["byte level"], **others)
+    assert Tokenizer.from_directory(path).encode("a b") == backends["byte level"].encode("a b").ids
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -1,8 +1,61 @@
-"""Llama 1 to 3.x and the checkpoints that call themselves Llama."""
+"""Llama 1 to 3.x and its relatives: those that call themselves Llama (SmolLM, TinyLlama, Yi), and those that do not."""
 
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+from dataclasses import replace
+
+from quire.layers.mlp import MLPSpec
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
 def llama(config: HfConfig) -> DecoderSpec:
     bias = bool(config.get("attention_bias", False))
-    return decoder_spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias", False)))
+    mlp = MLPSpec(
+        config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False))
+    )
+    return decoder_spec(config, attention={"qkv_bias": bias, "output_bias": bias}, mlp=mlp)
+
+
+def mistral(config: HfConfig) -> DecoderSpec:
+    """A sliding window in every layer (the first 7B; later ones have none)."""
+    return decoder_spec(config, windows=layer_windows({"sliding_window": 4096, **config}))
+
+
+def smollm3(config: HfConfig) -> DecoderSpec:
+    """No rotation in every fourth layer, and if there are windows, then there."""
+    spec = llama({"tie_word_embeddings": True, **config})
+    interval = config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(spec.num_layers)]
+    rotary = tuple(r if on else None for r, on in zip(spec.rotary, rotated, strict=True))
+    windows = layer_windows(config, lambda i: not rotated[i]) if config.get("use_sliding_window") else spec.windows
+    return replace(spec, rotary=rotary, windows=windows)
+
+
+def internlm2(config: HfConfig) -> DecoderSpec:
+    """Llama with q, k and v in one tensor, by KV head, and other names."""
+    layer = "model.layers.{i}."
+    names = {
+        "embedding": "model.tok_embeddings", "qkv": layer + "attention.wqkv", "o": layer + "attention.wo",
+        "attention_norm": layer + "attention_norm", "mlp_norm": layer + "ffn_norm", "gate": layer + "feed_forward.w1",
+        "up": layer + "feed_forward.w3", "down": layer + "feed_forward.w2", "lm_head": "output",
+    }  # fmt: skip
+    bias = bool(config.get("bias", False))
+    attention = {"qkv_bias": bias, "output_bias": bias, "qkv_layout": "by_kv_head"}
+    return decoder_spec(config, attention=attention, names=names)
+
+
+def granite(config: HfConfig) -> DecoderSpec:
+    """Four multipliers: of embeddings, branches, attention scores and logits."""
+    spec = llama(config)
+    return replace(
+        spec, attention=replace(spec.attention, scale=config["attention_multiplier"]),
+        embedding_scale=config["embedding_multiplier"], residual_scale=config["residual_multiplier"],
+        logit_scale=1 / config["logits_scaling"],
+    )  # fmt: skip
+
+
+def minicpm(config: HfConfig) -> DecoderSpec:
+    """Scaled embeddings, branches and logits, as in the muP parametrization."""
+    return replace(
+        llama({"tie_word_embeddings": True, **config}), embedding_scale=config.get("scale_emb", 1),
+        residual_scale=config.get("scale_depth", 1) / config["num_hidden_layers"] ** 0.5,
+        logit_scale=config.get("dim_model_base", config["hidden_size"]) / config["hidden_size"],
+    )  # fmt: skip

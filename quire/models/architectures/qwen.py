@@ -1,23 +1,57 @@
-"""Qwen2, Qwen2.5 and Qwen3: biases on q, k, v until 2.5, norms on q and k since 3; windows, if any, in upper layers."""
+"""Qwen2, Qwen2.5, Qwen3 and their mixtures of experts.
 
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+Biases on q, k, v until 2.5, norms on q and k since 3; windows, if any, in upper layers.
+"""
+
+from quire.layers.mlp import MLPSpec
+from quire.layers.moe import MoESpec
+from quire.layers.norm import NormSpec
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
+
+_EXPERTS = {
+    "router": "model.layers.{i}.mlp.gate",
+    **{f"expert_{k}": f"model.layers.{{i}}.mlp.experts.{{e}}.{k}_proj" for k in ("gate", "up", "down")},
+    **{f"shared_{k}": f"model.layers.{{i}}.mlp.shared_expert.{k}_proj" for k in ("gate", "up", "down")},
+    "shared_expert_gate": "model.layers.{i}.mlp.shared_expert_gate",
+}
 
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
-    num_layers = config["num_hidden_layers"]
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = config.get("max_window_layers", 28)
-    return tuple(window if i >= first else None for i in range(num_layers))
+    window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
+    return layer_windows(
+        {**config, "sliding_window": window if config.get("use_sliding_window") else None}, lambda i: bool(i >= first)
+    )
+
+
+def _mlps(config: HfConfig, normalize: bool, shared: int | None) -> tuple[MLPSpec | MoESpec, ...]:
+    """Experts in every decoder_sparse_step-th layer that is not listed as dense."""
+    act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
+    dense = MLPSpec(config["intermediate_size"], act)
+    experts = MoESpec(
+        config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"], act,
+        normalize=bool(config.get("norm_topk_prob", normalize)), shared=MLPSpec(shared, act) if shared else None,
+        shared_gate=bool(shared),
+    )  # fmt: skip
+    listed = config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    return tuple(experts if (i + 1) % step == 0 and i not in listed else dense for i in layers)
 
 
 def qwen2(config: HfConfig) -> DecoderSpec:
-    return decoder_spec(config, qkv_bias=True, windows=_windows(config))
+    return decoder_spec(config, attention={"qkv_bias": True}, windows=_windows(config))
 
 
 def qwen3(config: HfConfig) -> DecoderSpec:
-    bias = bool(config.get("attention_bias", False))
+    bias, eps = bool(config.get("attention_bias", False)), config.get("rms_norm_eps", 1e-6)
     config = {"head_dim": 128, **config}  # the default of a config that does not say
-    return decoder_spec(config, qkv_bias=bias, output_bias=bias, qk_norm=True, windows=_windows(config))
+    attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
+    mlp = _mlps(config, normalize=False, shared=None) if config.get("num_experts") else None
+    return decoder_spec(config, attention=attention, mlp=mlp, names=_EXPERTS, windows=_windows(config))
+
+
+def qwen2_moe(config: HfConfig) -> DecoderSpec:
+    mlp = _mlps(config, normalize=False, shared=config["shared_expert_intermediate_size"])
+    bias = bool(config.get("qkv_bias", True))
+    return decoder_spec(
+        config, attention={"qkv_bias": bias}, mlp=mlp, names=_EXPERTS, windows=_windows(config)
+    )  # fmt: skip

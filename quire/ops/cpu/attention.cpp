@@ -1,103 +1,23 @@
 // Causal attention over a paged cache: decode rows and prefill chunks in one call.
 //
-// The cache of a layer is [blocks][kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16
-// with zeros. A block's keys are transposed, and keys and values are interleaved in pairs (bfloat16; "pairs" of one for
-// float32), so that everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast
-// word of the other operand in a dot product. No sum ever runs across a register:
-//
-//   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
-//                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1
-//   dims 0,1   | k0[0] k0[1] | k1[0] k1[1] | ... |          tokens 0,1 | v0[0] v1[0] | v0[1] v1[1] | ... |
-//   dims 2,3   | k0[2] k0[3] | k1[2] k1[3] | ... |          tokens 2,3 | v2[0] v3[0] | v2[1] v3[1] | ... |
-//
-//   scores[row][16 tokens] += keys line . q[row][2 dims]    out[row][16 dims] += values line . p[row][2 tokens]
-//
-// Work is cut into tasks: the tokens of a tile of one request's queries, times the query heads that share a KV head,
-// are the rows; keys are visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one
-// token. Where there are too few tasks for the threads, the keys are split as well and the partial results merged.
-#include <sys/mman.h>
+// A task's rows are the tokens of a tile of one request's queries, times the query heads that share a KV head; keys are
+// visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token. Where there are too
+// few tasks for the threads, the keys are split as well and the partial results merged.
+#include "attention.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <type_traits>
 #include <vector>
-
-#include "vector.h"
 
 using namespace quire;
 
 namespace {
 
-constexpr int TILE_KEYS = 64;
 constexpr int TILE_LINES = TILE_KEYS / LANES;
-constexpr int TILE_ROWS = 64;         // a tile of queries holds about as many rows
-constexpr int MIN_SPLIT_KEYS = 256;   // splitting costs a merge
-constexpr int TASKS_PER_THREAD = 4;   // enough that threads end together
-constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done before a second one has woken up
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-
-#ifdef __AVX512F__
-constexpr int MAX_ROWS = 6, MAX_COLUMNS = 4;  // 24 accumulators of the 32 registers
-#else
-constexpr int MAX_ROWS = 4, MAX_COLUMNS = 1;
-#endif
-
-template <class T>
-constexpr int PAIR = 4 / sizeof(T);  // elements of a 32-bit word
-
-}  // namespace
-
-extern "C" {
-
-// Mirrored in quire/attention/cpu.py.
-struct Geometry {
-  int32_t is_bf16, heads, kv_heads, head_dim, dim, block_size;
-};
-
-struct Task {
-  int32_t request;
-  int32_t token, tokens;       // rows of q, and how many
-  int32_t position;            // of the first token in its sequence
-  int32_t key_begin, key_end;  // multiples of TILE_KEYS, except the last task's end
-  int32_t partial;             // first row of the partial results, or -1 where the keys were not split
-  int32_t cost;
-};
-
-struct Merge {
-  int32_t token, tokens, partial, splits;
-};
-
-struct Step {
-  const int32_t* block_table;
-  int64_t table_stride;
-  const Task* tasks;
-  const Merge* merges;
-  int32_t num_tasks, num_merges, partial_rows, threads;
-};
-}
-
-namespace {
-
-template <class T>
-inline f32x16 dot(f32x16 sum, u32x16 line, u32x16 word);
-
-template <>
-inline f32x16 dot<float>(f32x16 sum, u32x16 line, u32x16 word) {
-  return sum + as<f32x16>(line) * as<f32x16>(word);
-}
-
-template <>
-inline f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
-#ifdef __AVX512BF16__
-  return as<f32x16>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(line), as<__m512bh>(word)));
-#else
-  sum += as<f32x16>(line << 16) * as<f32x16>(word << 16);
-  return sum + as<f32x16>(line & 0xffff0000u) * as<f32x16>(word & 0xffff0000u);
-#endif
-}
 
 // Where a tile's keys and values are, by groups of 16 tokens, as many as there are.
 struct Tile {
@@ -164,35 +84,38 @@ void weigh(const uint32_t* p, const uint32_t* const* values, int from, int words
     for (int c = 0; c < C; c++) store(out + r * dim + c * LANES, sums[r][c]);
 }
 
-template <int N>
-using Constant = std::integral_constant<int, N>;
-
-// f(Constant<n>, start): cuts `count` into pieces of at most MAX, each piece's size known to the compiler.
-template <int MAX, class F>
-inline void in_pieces(int count, F f) {
-  int at = 0;
-  for (; count - at >= MAX; at += MAX) f(Constant<MAX>{}, at);
-  if constexpr (MAX > 4)
-    if (count - at >= 4) f(Constant<4>{}, at), at += 4;
-  if constexpr (MAX > 2)
-    if (count - at >= 2) f(Constant<2>{}, at), at += 2;
-  if constexpr (MAX > 1)
-    if (count - at >= 1) f(Constant<1>{}, at);
+// Turns the keys of 16 tokens into as many values of `dims` elements: lines of tokens into lines of dims.
+template <class T>
+void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
+  constexpr int P = PAIR<T>;
+  for (int w = 0; w < dims / P; w++) {
+    u32x16 line = load_words(keys + w * stride);
+    if (P == 2) {  // words of (token, dims 2w and 2w + 1) become words of (two tokens, dim)
+      u32x16 other = __builtin_shufflevector(line, line, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+      u32x16 first = (line & 0xffffu) | other << 16, second = (line & 0xffff0000u) | other >> 16;
+      line = __builtin_shufflevector(first, second, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+    }
+    uint32_t words[LANES];
+    memcpy(words, &line, sizeof(line));
+    for (int i = 0; i < LANES / P; i++) memcpy(values + i * dims + w * P, words + i * P, P * sizeof(uint32_t));
+  }
 }
 
 // A thread's working memory, kept between calls.
 struct Scratch {
   std::vector<float> storage;
-  float *q, *scores, *p, *out, *edges, *maximum, *rescale;  // q, p, edges hold words
+  float *q, *scores, *p, *out, *edges, *values, *maximum, *rescale;  // q, p, edges, values hold words
   f32x16* sums;
 
-  void reserve(int rows, int dim) {
-    const size_t needed = rows * (dim + TILE_KEYS + TILE_KEYS + dim + LANES) + 2 * dim + 2 * (rows + LANES) + LANES;
+  void reserve(int rows, const Geometry& g) {
+    const size_t values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
+    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + g.out_pad + LANES) + 2 * g.out_pad + values_size +
+                          2 * (rows + LANES) + LANES;
     if (storage.size() < needed) storage.resize(needed);
     float* at = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) / 4 % LANES;
     auto take = [&](size_t n) { float* p = at; at += n; return p; };
-    q = take(rows * dim), scores = take(rows * TILE_KEYS), p = take(rows * TILE_KEYS), out = take(rows * dim);
-    edges = take(2 * dim), sums = reinterpret_cast<f32x16*>(take(rows * LANES));
+    q = take(rows * g.dim), scores = take(rows * TILE_KEYS), p = take(rows * TILE_KEYS), out = take(rows * g.out_pad);
+    edges = take(2 * g.out_pad), values = take(values_size), sums = reinterpret_cast<f32x16*>(take(rows * LANES));
     maximum = take(rows), rescale = take(rows);
   }
 };
@@ -205,13 +128,15 @@ struct Attention {
   int64_t q_stride, q_head_stride;
   const uint32_t* cache;
   float scale;
-  int window;  // 0: none
-  T* out;  // [tokens, heads, head_dim]
+  int window;          // 0: none
+  float soft_cap;      // 0: none
+  const float* sinks;  // [heads] or null
+  T* out;  // [tokens, heads, out_dim]
   float *lse, *partials;  // lse: [tokens, heads]
 
-  int group() const { return g.heads / g.kv_heads; }
+  int group() const { return g.group(); }
   int words() const { return g.dim / PAIR<T>; }
-  int partial_size() const { return g.dim + LANES; }  // the unscaled result, then maximum and sum
+  int partial_size() const { return g.out_pad + LANES; }  // the unscaled result, then maximum and sum
 
   // The keys that at least one of the task's tokens sees.
   int first_key(const Task& t) const { return std::max(t.key_begin, window ? t.position - window + 1 : 0); }
@@ -220,7 +145,7 @@ struct Attention {
   const uint32_t* keys_at(const Task& t, int head, int token) const {
     const int64_t chunk = int64_t(g.block_size) * words();
     const int64_t block = step.block_table[t.request * step.table_stride + token / g.block_size];
-    return cache + (block * g.kv_heads + head) * 2 * chunk + token % g.block_size;
+    return cache + (block * g.kv_heads + head) * g.planes() * chunk + token % g.block_size;
   }
 
   // The values of 16 tokens whose keys start at `keys`; token is a multiple of 16.
@@ -234,7 +159,7 @@ struct Attention {
     const int end = std::min(base + TILE_KEYS, last_key(t));
     for (int c = 0; base + c * LANES < end; c++) {
       tile.keys[c] = keys_at(t, head, base + c * LANES);
-      tile.values[c] = values_of(tile.keys[c], base + c * LANES);
+      if (!g.is_latent) tile.values[c] = values_of(tile.keys[c], base + c * LANES);
     }
     return tile;
   }
@@ -251,12 +176,14 @@ struct Attention {
   }
 
   // Turns a row's scores into probabilities relative to its running maximum; keys outside [begin, end) count nothing.
-  template <bool MASKED>
+  template <bool MASKED, bool CAPPED>
   void softmax_row(const float* scores, int begin, int end, T* p, float& maximum, float& rescale, f32x16& sums) const {
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 x[TILE_LINES], top = splat(MINUS_INFINITY);
     for (int c = 0; c < TILE_LINES; c++) {
-      x[c] = load(scores + c * LANES) * (scale * LOG2_E);
+      x[c] = load(scores + c * LANES);
+      if (CAPPED) x[c] = tanh(x[c] * (scale / soft_cap)) * (soft_cap * LOG2_E);
+      else x[c] *= scale * LOG2_E;
       if (MASKED) {
         i32x16 key = lane + c * LANES;
         x[c] = (key >= begin) & (key < end) ? x[c] : splat(MINUS_INFINITY);
@@ -275,8 +202,19 @@ struct Attention {
     }
   }
 
+  template <bool MASKED, bool CAPPED>
+  void softmax(const Task& t, int base, int from, int to, Scratch& s) const {
+    for (int row = 0; row < t.tokens * group(); row++) {
+      const int position = t.position + row / group();
+      const int begin = std::max(from, window ? position - window + 1 : 0) - base;
+      const int end = std::min(to, position + 1) - base;
+      softmax_row<MASKED, CAPPED>(s.scores + row * TILE_KEYS, begin, end, reinterpret_cast<T*>(s.p) + row * TILE_KEYS,
+                                  s.maximum[row], s.rescale[row], s.sums[row]);
+    }
+  }
+
   // The task's rows against the keys of [from, to), at most a tile; base is the multiple of 16 at or below `from`.
-  void visit_tile(const Task& t, int base, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
+  void visit_tile(const Task& t, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group(), lines = (to - base + LANES - 1) / LANES;
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
     in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
@@ -288,56 +226,64 @@ struct Attention {
 
     const bool masked = from > base || to < base + TILE_KEYS || to > t.position + 1 ||
                         (window && base < t.position + t.tokens - window);
-    T* probabilities = reinterpret_cast<T*>(s.p);
-    for (int row = 0; row < rows; row++) {
-      const int position = t.position + row / group();
-      const int begin = std::max(from, window ? position - window + 1 : 0) - base;
-      const int end = std::min(to, position + 1) - base;
-      const float* scores = s.scores + row * TILE_KEYS;
-      T* p = probabilities + row * TILE_KEYS;
-      if (masked) softmax_row<true>(scores, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
-      else softmax_row<false>(scores, begin, end, p, s.maximum[row], s.rescale[row], s.sums[row]);
-    }
+    if (soft_cap) masked ? softmax<true, true>(t, base, from, to, s) : softmax<false, true>(t, base, from, to, s);
+    else masked ? softmax<true, false>(t, base, from, to, s) : softmax<false, false>(t, base, from, to, s);
+
+    if (g.is_latent)
+      for (int c = 0; c < lines; c++) {
+        uint32_t* values = reinterpret_cast<uint32_t*>(s.values) + c * LANES / PAIR<T> * g.out_pad;
+        transpose<T>(tile.keys[c], g.block_size, g.out_pad, values);
+        tile.values[c] = values;
+      }
 
     // One pointer for each pair of tokens. A slot outside [from, to) may hold anything, and 0 * NaN is NaN: a pair of
     // which half is outside is read from a copy without that half.
     constexpr int P = PAIR<T>;
     const uint32_t* values[TILE_KEYS / P];
     const int first = (from - base) / P, last = (to - base + P - 1) / P;
-    for (int w = first; w < last; w++) values[w] = tile.values[w * P / LANES] + w * P % LANES / P * g.dim;
+    for (int w = first; w < last; w++) values[w] = tile.values[w * P / LANES] + w * P % LANES / P * g.out_pad;
     if (P == 2 && (from - base) % 2) clear_half(values[first], 0xffff0000u, s.edges);
-    if (P == 2 && (to - base) % 2) clear_half(values[last - 1], 0x0000ffffu, s.edges + g.dim);
+    if (P == 2 && (to - base) % 2) clear_half(values[last - 1], 0x0000ffffu, s.edges + g.out_pad);
 
     const uint32_t* words_of_p = reinterpret_cast<const uint32_t*>(s.p) + first;
     in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
       constexpr int COLUMNS = r.value <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;
-      in_pieces<COLUMNS>(g.dim / LANES, [&](auto c, int column) {
+      in_pieces<COLUMNS>(g.out_pad / LANES, [&](auto c, int column) {
         weigh<T, r.value, c.value>(words_of_p + row * (TILE_KEYS / P), values + first, column * LANES, last - first,
-                                   s.out + row * g.dim, g.dim, s.rescale + row, row || column ? nullptr : ahead.values);
+                                   s.out + row * g.out_pad, g.out_pad, s.rescale + row,
+                                   row || column ? nullptr : ahead.values);
       });
     });
   }
 
   void clear_half(const uint32_t*& words, uint32_t kept, float* copy) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(copy);
-    for (int i = 0; i < g.dim; i++) to[i] = words[i] & kept;
+    for (int i = 0; i < g.out_pad; i++) to[i] = words[i] & kept;
     words = to;
   }
 
+  // Scales a row's result by its sum, in which its head's sink is one summand more.
   void write_row(const float* from, float sum, float maximum, int token, int head) const {
-    T* to = out + (int64_t(token) * g.heads + head) * g.head_dim;
-    for_lanes(g.head_dim, [&](int64_t i, int n) { store_up_to(to + i, load(from + i) * (1 / sum), n); });
+    T* to = out + (int64_t(token) * g.heads + head) * g.out_dim;
+    float weight = 1;
+    if (sinks) {
+      const float sink = sinks[head] * LOG2_E, raised = std::max(maximum, sink);
+      weight = std::exp2(maximum - raised);
+      sum = sum * weight + std::exp2(sink - raised);
+      maximum = raised;
+    }
+    for_lanes(g.out_dim, [&](int64_t i, int n) { store_up_to(to + i, load(from + i) * (weight / sum), n); });
     lse[int64_t(token) * g.heads + head] = maximum * LN_2 + std::log(sum);
   }
 
   // `next` is the task this thread will run afterwards, if any: its first keys are fetched in time.
   void run(const Task& t, int head, const Task* next, int next_head, Scratch& s) const {
     const int rows = t.tokens * group(), from = first_key(t), to = last_key(t);
-    s.reserve(std::max(rows, TILE_ROWS), g.dim);
+    s.reserve(std::max(rows, TILE_ROWS), g);
     gather_queries(t, head, s);
     std::fill(s.maximum, s.maximum + rows, MINUS_INFINITY);
     std::fill(s.sums, s.sums + rows, f32x16{});
-    memset(s.out, 0, rows * g.dim * sizeof(float));
+    memset(s.out, 0, rows * g.out_pad * sizeof(float));
     Tile tile = tile_at(t, head, tile_start(from));
     for (int base = tile_start(from); base < to; base += TILE_KEYS) {
       Tile ahead;
@@ -349,30 +295,31 @@ struct Attention {
     for (int row = 0; row < rows; row++) {
       const float total = sum(s.sums[row]);
       if (t.partial < 0) {
-        write_row(s.out + row * g.dim, total, s.maximum[row], t.token + row / group(), head * group() + row % group());
+        const int query_head = head * group() + row % group();
+        write_row(s.out + row * g.out_pad, total, s.maximum[row], t.token + row / group(), query_head);
         continue;
       }
       float* partial = partials + (int64_t(head) * step.partial_rows + t.partial + row) * partial_size();
-      memcpy(partial, s.out + row * g.dim, g.dim * sizeof(float));
-      partial[g.dim] = s.maximum[row];
-      partial[g.dim + 1] = total;
+      memcpy(partial, s.out + row * g.out_pad, g.out_pad * sizeof(float));
+      partial[g.out_pad] = s.maximum[row];
+      partial[g.out_pad + 1] = total;
     }
   }
 
   void merge(const Merge& m, int head, Scratch& s) const {
     const int rows = m.tokens * group();
-    s.reserve(TILE_ROWS, g.dim);
+    s.reserve(TILE_ROWS, g);
     for (int row = 0; row < rows; row++) {
       const float* first = partials + (int64_t(head) * step.partial_rows + m.partial + row) * partial_size();
       const int64_t next = int64_t(rows) * partial_size();
       float maximum = MINUS_INFINITY, total = 0;
-      for (int i = 0; i < m.splits; i++) maximum = std::max(maximum, first[i * next + g.dim]);
-      memset(s.out, 0, g.dim * sizeof(float));
+      for (int i = 0; i < m.splits; i++) maximum = std::max(maximum, first[i * next + g.out_pad]);
+      memset(s.out, 0, g.out_pad * sizeof(float));
       for (int i = 0; i < m.splits; i++) {
         const float* partial = first + i * next;
-        const float weight = std::exp2(partial[g.dim] - maximum);
-        total += weight * partial[g.dim + 1];
-        for (int d = 0; d < g.dim; d++) s.out[d] += weight * partial[d];
+        const float weight = std::exp2(partial[g.out_pad] - maximum);
+        total += weight * partial[g.out_pad + 1];
+        for (int d = 0; d < g.out_pad; d++) s.out[d] += weight * partial[d];
       }
       write_row(s.out, total, maximum, m.token + row / group(), head * group() + row % group());
     }
@@ -404,97 +351,19 @@ struct Attention {
   }
 };
 
-template <class T>
-void store_tokens(const Geometry& g, T* cache, const T* k, int64_t k_stride, int64_t k_head_stride, const T* v,
-                  int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens, int threads) {
-  constexpr int P = PAIR<T>;
-  const int64_t chunk = int64_t(g.block_size) * g.dim;
-  // Heads outside: a thread's consecutive tokens then fall into the same cache lines.
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (threads > 1 && tokens * g.kv_heads >= 32)
-  for (int64_t head = 0; head < g.kv_heads; head++)
-    for (int64_t t = 0; t < tokens; t++) {
-      if (slots[t] < 0) continue;
-      const int64_t offset = slots[t] % g.block_size;
-      T* keys = cache + (slots[t] / g.block_size * g.kv_heads + head) * 2 * chunk + offset * P;
-      T* values = keys - offset * P + chunk + offset / P * g.dim * P + offset % P;
-      const T *from_k = k + t * k_stride + head * k_head_stride, *from_v = v + t * v_stride + head * v_head_stride;
-      for (int d = 0; d < g.head_dim; d++) {
-        keys[d / P * g.block_size * P + d % P] = from_k[d];
-        values[d * P] = from_v[d];
-      }
-      for (int d = g.head_dim; d < g.dim; d++) keys[d / P * g.block_size * P + d % P] = values[d * P] = T{};
-    }
-}
-
 }  // namespace
 
 extern "C" {
-
-// Cuts a step into tasks, dearest first; step's tasks and merges must have room (see cpu.py), the rest of it is set.
-void quire_attention_plan(const Geometry* g, const int32_t* query_start, const int32_t* lengths, int32_t requests,
-                          int32_t threads, Task* tasks, Merge* merges, Step* step) {
-  const int group = g->heads / g->kv_heads, tile = std::max(1, TILE_ROWS / group);
-  // Reading keys for a few rows takes as long as for one.
-  auto cost_of = [&](int tokens, int keys) { return int64_t(std::max(tokens * group, 8)) * keys; };
-  auto for_tiles = [&](auto f) {
-    for (int r = 0; r < requests; r++) {
-      const int count = query_start[r + 1] - query_start[r], cached = lengths[r] - count;
-      for (int i = 0; i < count; i += tile) {
-        const int tokens = std::min(tile, count - i);
-        f(r, query_start[r] + i, tokens, cached + i, cost_of(tokens, cached + i + tokens));
-      }
-    }
-  };
-  int64_t total = 0;
-  for_tiles([&](int, int, int, int, int64_t cost) { total += cost * g->kv_heads; });
-  const int64_t share = total / (threads * TASKS_PER_THREAD) + 1;
-  *step = {step->block_table, step->table_stride, tasks, merges, 0, 0, 0, total < PARALLEL_COST ? 1 : threads};
-  for_tiles([&](int request, int token, int tokens, int position, int64_t cost) {
-    const int keys = position + tokens, rows = tokens * group;
-    const int wanted = threads == 1 ? 1 : std::min<int64_t>((cost + share - 1) / share, keys / MIN_SPLIT_KEYS);
-    const int size = ((keys - 1) / std::max(wanted, 1) / TILE_KEYS + 1) * TILE_KEYS, splits = (keys + size - 1) / size;
-    const int32_t cost_of_split = std::min<int64_t>(cost / splits, INT32_MAX);
-    for (int i = 0; i < splits; i++) {
-      const int partial = splits > 1 ? step->partial_rows + i * rows : -1, end = std::min((i + 1) * size, keys);
-      tasks[step->num_tasks++] = {request, token, tokens, position, i * size, end, partial, cost_of_split};
-    }
-    if (splits > 1) {
-      merges[step->num_merges++] = {token, tokens, step->partial_rows, splits};
-      step->partial_rows += splits * rows;
-    }
-  });
-  std::stable_sort(tasks, tasks + step->num_tasks, [](const Task& a, const Task& b) { return a.cost > b.cost; });
-}
-
-void quire_attention_store(const Geometry* g, void* cache, const void* k, int64_t k_stride, int64_t k_head_stride,
-                           const void* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
-                           int32_t threads) {
-  auto store = [&](auto type) {
-    using T = decltype(type);
-    store_tokens(*g, (T*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride, slots,
-                 tokens, threads);
-  };
-  g->is_bf16 ? store(bf16{}) : store(float{});
-}
-
-// window: 0 for none.
+// window, soft_cap: 0 for none. sinks: null for none.
 void quire_attention_attend(const Geometry* g, const Step* step, const void* q, int64_t q_stride, int64_t q_head_stride,
-                            const void* cache, float scale, int32_t window, void* out, float* lse) {
-  const uint32_t* words = (const uint32_t*)cache;
+                            const void* cache, float scale, int32_t window, float soft_cap, const float* sinks,
+                            void* out, float* lse) {
   auto attend = [&](auto type) {
     using T = decltype(type);
-    const T* queries = (const T*)q;
-    Attention<T>{*g, *step, queries, q_stride, q_head_stride, words, scale, window, (T*)out, lse, nullptr}.run_all();
+    Attention<T>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, scale, window, soft_cap,
+                 sinks, (T*)out, lse, nullptr}
+        .run_all();
   };
   g->is_bf16 ? attend(bf16{}) : attend(float{});
-}
-
-// Asks for huge pages, which make reading a large cache 7-12 % faster. To be called before the memory is first used.
-void quire_advise_huge_pages(void* memory, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-  const uintptr_t page = 4096, begin = (uintptr_t(memory) + page - 1) / page * page;
-  const uintptr_t end = (uintptr_t(memory) + bytes) / page * page;
-  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-#endif
 }
 }

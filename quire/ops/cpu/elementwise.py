@@ -1,4 +1,4 @@
-"""Norms, activation and rotary embedding in C++: the arguments' addresses and strides, handed to elementwise.cpp.
+"""Norms, activations and rotary embedding in C++: the arguments' addresses and strides, handed to elementwise.cpp.
 
 These are called hundreds of times a step, often on a few kilobytes: what is done here is kept to a few microseconds.
 """
@@ -17,18 +17,18 @@ def on_cpu(target: Target) -> bool:
 
 @reference.rms_norm.implementation("cpu", supports=on_cpu)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dtype, dims = x.dtype, x.dim()
+    dtype, wide_weight, dims = x.dtype, weight.dtype is torch.float32, x.dim()
     inner, inner_stride, last = 1, 0, 0
     if dims == 2:
         (outer, dim), (outer_stride, last) = x.shape, x.stride()
     elif dims == 3:
         (outer, inner, dim), (outer_stride, inner_stride, last) = x.shape, x.stride()
-    if last != 1 or weight.dtype is not dtype:
+    if last != 1 or not (wide_weight or weight.dtype is dtype):
         return reference.rms_norm.reference(x, weight, eps)  # type: ignore[no-any-return]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    kernel("quire_rms_norm", "iplllllpfpi")(
-        dtype is torch.bfloat16, x.data_ptr(), outer, inner, outer_stride, inner_stride, dim, weight.data_ptr(), eps,
-        out.data_ptr(), torch.get_num_threads(),
+    kernel("quire_rms_norm", "iiplllllpfpi")(
+        dtype is torch.bfloat16, wide_weight, x.data_ptr(), outer, inner, outer_stride, inner_stride, dim,
+        weight.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -36,42 +36,62 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @reference.add_rms_norm.implementation("cpu", supports=on_cpu)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Overwrites both: residual with the sum, x with the norm."""
-    dtype, to, source = x.dtype, residual.data_ptr(), x.data_ptr()
+    dtype, wide_weight, to, source = x.dtype, weight.dtype is torch.float32, residual.data_ptr(), x.data_ptr()
     rows, dim = x.shape
     stride, last = x.stride()
     to_stride, to_last = residual.stride()
-    if weight.dtype is not dtype or residual.dtype is not dtype or last != 1 or to_last != 1 or source == to:
+    same_types = residual.dtype is dtype and (wide_weight or weight.dtype is dtype)
+    if not same_types or last != 1 or to_last != 1 or source == to:
         return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
-    kernel("quire_add_rms_norm", "iplplllpfi")(
-        dtype is torch.bfloat16, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
+    kernel("quire_add_rms_norm", "iiplplllpfi")(
+        dtype is torch.bfloat16, wide_weight, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
         torch.get_num_threads(),
     )  # fmt: skip
     return x, residual
 
 
-@reference.silu_and_mul.implementation("cpu", supports=on_cpu)
-def silu_and_mul(x: Tensor) -> Tensor:
+def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """activation: 0 silu, 1 gelu, 2 gelu by tanh, 3 gpt-oss's, as elementwise.cpp numbers them."""
     rows, width = x.shape
     stride, last = x.stride()
     if last != 1:
         x, stride = x.contiguous(), width
     out = x.new_empty(rows, width // 2)
-    kernel("quire_silu_and_mul", "iplllpi")(
-        x.dtype is torch.bfloat16, x.data_ptr(), stride, rows, width // 2, out.data_ptr(), torch.get_num_threads()
-    )
+    kernel("quire_gate", "iiffplllpi")(
+        x.dtype is torch.bfloat16, activation, alpha, limit, x.data_ptr(), stride, rows, width // 2, out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
+@reference.silu_and_mul.implementation("cpu", supports=on_cpu)
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _gate(0, x)
+
+
+@reference.gelu_and_mul.implementation("cpu", supports=on_cpu)
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    return _gate(2 if approximate == "tanh" else 1, x)
+
+
+@reference.swiglu_oai.implementation("cpu", supports=on_cpu)
+def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    return _gate(3, x, alpha, limit)
+
+
 @reference.rotary_embedding.implementation("cpu", supports=on_cpu)
-def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotates q and k in place."""
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     tokens, heads, _ = q.shape
     q_stride, q_head_stride, _ = q.stride()
     k_stride, k_head_stride, _ = k.stride()
-    kernel("quire_rotary", "iplllplllpplli")(
+    kernel("quire_rotary", "iplllplllppllii")(
         q.dtype is torch.bfloat16, q.data_ptr(), q_stride, q_head_stride, heads, k.data_ptr(), k_stride,
-        k_head_stride, k.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens, torch.get_num_threads(),
+        k_head_stride, k.shape[1], cos.data_ptr(), sin.data_ptr(), cos.shape[1], tokens, interleaved,
+        torch.get_num_threads(),
     )  # fmt: skip
     return q, k

@@ -1,9 +1,17 @@
 """Norms, activations and rotary embedding: what happens between the matrix products."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from quire.ops.registry import declare
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype) if weight.dtype == x.dtype else (weight * wide).to(x.dtype)
 
 
 @declare
@@ -11,10 +19,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, computed in float32 (arXiv:1910.07467).
 
     x: [..., dim], any strides over the leading dimensions; weight: [dim]. Returns a contiguous [..., dim] of x's dtype.
+    What is normed is rounded to x's dtype before it meets a weight of that dtype (as Llama does); with a float32 weight
+    their product is rounded, once (Gemma, OLMo 2, gpt-oss).
     """
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return _norm(x, weight, eps)
 
 
 @declare
@@ -24,9 +32,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Both arguments may be overwritten; use only what is returned.
     """
     residual = x + residual
-    wide = residual.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype), residual
+    return _norm(residual, weight, eps), residual
 
 
 @declare
@@ -37,18 +43,45 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @declare
-def rotary_embedding(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate pairs (i, i + rotary_dim / 2) of each head's first rotary_dim elements (arXiv:2104.09864, "half" layout).
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """gelu(x[:, :half]) * x[:, half:], the gated activation of Gemma's MLP. x: [tokens, 2 * half] -> [tokens, half].
 
-    q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], last dimension contiguous, may be overwritten;
-    cos, sin: [tokens, rotary_dim / 2], float32, already gathered for the tokens' positions. Products in float32.
+    approximate: "none" by the error function, "tanh" by the usual approximation of it (arXiv:1606.08415).
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+@declare
+def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """The clamped gated activation of gpt-oss, in float32: (up + 1) * gate * sigmoid(alpha * gate).
+
+    x: [tokens, 2 * half] -> [tokens, half]; gate = x[:, :half] up to limit, up = x[:, half:] within -limit ... limit.
+    """
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+
+
+@declare
+def rotary_embedding(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate the pairs of each head's first rotary_dim elements by their angles (arXiv:2104.09864).
+
+    Pair i is the elements (i, i + rotary_dim / 2), or (2 i, 2 i + 1) where they are interleaved (GPT-J, Cohere, GLM-4,
+    DeepSeek). q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], last dimension contiguous, may be
+    overwritten; cos, sin: [tokens, rotary_dim / 2], float32, already gathered for the tokens' positions, and possibly
+    with a factor in them (YaRN). Products in float32.
     """
 
     def rotate(x: Tensor) -> Tensor:
         half = cos.shape[-1]
         c, s = cos[:, None, :], sin[:, None, :]
-        first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-        return torch.cat([(first * c - second * s).to(x.dtype), (second * c + first * s).to(x.dtype), rest], dim=-1)
+        turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+        first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+        pairs = (first * c - second * s).to(x.dtype), (second * c + first * s).to(x.dtype)
+        return torch.cat([torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, -1), rest], -1)
 
     return rotate(q), rotate(k)
 
@@ -61,3 +94,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from; layers call it once, when their weights are loaded.
     """
     return torch.nn.functional.linear(x, weight, bias)
+
+
+@declare
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """x_e W_e^T + b_e for each expert e, whose rows of x are offsets[e] : offsets[e + 1].
+
+    x: [rows, in], sorted by expert; weight: [experts, out, in]; bias: [experts, out]; offsets: [experts + 1], int64,
+    rising from 0 to rows -> [rows, out]. An implementation may have an attribute `pack`, as one of `linear` may.
+    """
+    out = x.new_empty(len(x), weight.shape[1])
+    bounds = offsets.tolist()
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        if start < stop:
+            out[start:stop] = torch.nn.functional.linear(x[start:stop], weight[e], None if bias is None else bias[e])
+    return out

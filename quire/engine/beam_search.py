@@ -1,0 +1,96 @@
+"""Beam search on top of the engine: at each step, every beam is a request for one token and its likeliest rivals.
+
+The prefix cache keeps the keys and values of a beam between the steps, all but its last block.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.processor import Prompt, PromptFields
+from quire.messages.outputs import Logprob, RequestOutput
+from quire.messages.sampling_params import BeamSearchParams, SamplingParams
+
+
+@dataclass
+class BeamSearchSequence:
+    """tokens: prompt and output; logprobs: of each token of the output; cum_logprob: the sum over the output; text: of
+    all tokens; finish_reason: "stop" at end-of-sequence, else "length"."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best sequences, best first; at most beam_width."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class _Search:
+    """What is known for one prompt."""
+
+    salt: PromptFields  # the part of a prompt that keeps cached prefixes apart
+    max_length: int
+    beams: list[BeamSearchSequence]
+    completed: list[BeamSearchSequence] = field(default_factory=list)
+
+
+Generate = Callable[[list[Prompt], SamplingParams], list[RequestOutput]]
+
+
+def beam_search(
+    prompts: Sequence[tuple[list[int], str | None]],
+    params: BeamSearchParams,
+    generate: Generate,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+) -> list[BeamSearchOutput]:
+    """prompts: token ids and cache salt of each; generate: LLM.generate. Sequences have no text yet.
+
+    As in vLLM, the score of a sequence is its log-probability / length ** length_penalty, where the length counts the
+    prompt but no end-of-sequence, and the search goes on for max_tokens, as long as there are beams.
+    """
+    ends = frozenset() if params.ignore_eos else eos_token_ids
+    sampling = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
+
+    def score(beam: BeamSearchSequence) -> float:
+        return beam.cum_logprob / math.pow(len(beam.tokens) - (beam.tokens[-1] in ends), params.length_penalty)
+
+    def best(beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        return sorted(beams, key=score, reverse=True)[: params.beam_width]
+
+    searches = []
+    for token_ids, salt in prompts:
+        longest = min(len(token_ids) + params.max_tokens, max_model_len)
+        beams = [BeamSearchSequence(token_ids)]
+        searches.append(_Search({} if salt is None else {"cache_salt": salt}, longest, beams))
+    while growing := [s for s in searches if s.beams and len(s.beams[0].tokens) < s.max_length]:
+        inputs: list[Prompt] = [
+            {"prompt_token_ids": beam.tokens, **search.salt} for search in growing for beam in search.beams
+        ]
+        outputs = iter(generate(inputs, sampling))
+        for search in growing:
+            candidates = []
+            for beam in search.beams:
+                [logprobs] = next(outputs).outputs[0].logprobs or []
+                for token_id, logprob in logprobs.items():
+                    total = beam.cum_logprob + logprob.logprob
+                    longer = BeamSearchSequence([*beam.tokens, token_id], [*beam.logprobs, logprobs], total)
+                    if token_id in ends:
+                        longer.finish_reason = "stop"
+                        search.completed.append(longer)
+                    else:
+                        candidates.append(longer)
+            search.beams = best(candidates)
+            search.completed = best(search.completed)  # no worse one will ever be asked for
+    for search in searches:
+        for beam in search.beams:
+            beam.finish_reason = "length"
+    return [BeamSearchOutput(best(search.completed + search.beams)) for search in searches]

@@ -1,0 +1,112 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache keeps one compressed vector a token.
+
+A head's keys and values are linear maps of that latent vector. They are never made: the map of the keys is applied to
+the queries, and that of the values to the result ("absorbed"), so that attention runs over the latents themselves.
+
+  cached a token   [ latent, normed | rotary key ]       latent: kv_rank, rotary key: rope_dim, shared by all heads
+  query of a head  [ q_nope W_UK    | rotary query ]
+  result of a head ( sum of p * latent ) W_UV
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention import CachedAttention, CacheShape, ForwardState, LayerPlace
+from quire.layers.build import Builder
+from quire.layers.linear import (
+    ColumnParallelLinear,
+    LinearShape,
+    OutputPart,
+    ReplicatedLinear,
+    RowParallelLinear,
+    make_weight,
+)
+from quire.layers.norm import NormSpec, make_norm
+from quire.parallel.mesh import TensorGroup
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """q_rank: None where queries are not compressed. nope_dim, rope_dim: parts of a query without and with rotation."""
+
+    hidden_size: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: NormSpec
+    scale: float
+    bias: bool = False
+    interleaved_rotary: bool = True
+
+    def heads(self, group: TensorGroup) -> range:
+        """This rank's. Raises ValueError if they cannot be shared evenly."""
+        if self.num_heads % group.size:
+            raise ValueError(f"tensor_parallel_size={group.size} does not divide {self.num_heads} attention heads")
+        count = self.num_heads // group.size
+        return range(group.rank * count, (group.rank + 1) * count)
+
+    def cache_shape(self, group: TensorGroup) -> CacheShape:
+        return CacheShape(len(self.heads(group)), 1, self.kv_rank + self.rope_dim, self.kv_rank)
+
+
+class LatentAttention(CachedAttention):
+    """names: q, or q_a, q_a_norm and q_b; kv_a, kv_a_norm, kv_b; o."""
+
+    def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
+        self.spec, self.place = spec, place
+        self.rotary_embedding = builder.kernels.rotary_embedding
+        heads, hidden = spec.heads(builder.tensor_group), spec.hidden_size
+        query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
+        self.num_heads = len(heads)
+
+        def rows(name: str, dim: int) -> list[OutputPart]:
+            return [OutputPart(names[name], total * dim, heads.start * dim, heads.stop * dim)]
+
+        self.q_a = self.q_a_norm = None
+        if spec.q_rank is None:
+            self.q = ColumnParallelLinear(builder, hidden, rows("q", query_dim))
+        else:
+            self.q_a = ReplicatedLinear(builder, names["q_a"], hidden, spec.q_rank, spec.bias)
+            self.q_a_norm = make_norm(builder, names["q_a_norm"], spec.q_rank, spec.norm)
+            self.q = ColumnParallelLinear(builder, spec.q_rank, rows("q_b", query_dim))
+        self.kv_a = ReplicatedLinear(builder, names["kv_a"], hidden, spec.kv_rank + spec.rope_dim, spec.bias)
+        self.kv_a_norm = make_norm(builder, names["kv_a_norm"], spec.kv_rank, spec.norm)
+        shape = LinearShape(tuple(rows("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
+        self.kv_b = make_weight(builder, shape, pack=False)
+        builder.when_loaded.append(self._absorb)
+        self.out = RowParallelLinear(builder, names["o"], total * spec.value_dim, hidden, spec.bias, spec.value_dim)
+
+    def _absorb(self) -> None:
+        spec = self.spec
+        maps = self.kv_b.dense().view(self.num_heads, spec.nope_dim + spec.value_dim, spec.kv_rank)
+        self.to_latent = maps[:, : spec.nope_dim].contiguous()  # [heads, nope_dim, kv_rank]
+        self.from_latent = maps[:, spec.nope_dim :].transpose(1, 2).contiguous()  # [heads, kv_rank, value_dim]
+        del self.kv_b
+
+    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]"""
+        assert self.backend is not None, "bind the cache first"
+        assert self.cache is not None
+        assert self.place.rotary is not None
+        spec, tokens = self.spec, x.shape[0]
+        q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        q = self.q(q).view(tokens, self.num_heads, -1)
+        compressed = self.kv_a(x)
+        latent = self.kv_a_norm(compressed[:, : spec.kv_rank])
+        q_rope, k_rope = self.rotary_embedding(
+            q[..., spec.nope_dim :], compressed[:, None, spec.kv_rank :], *state.rotary[self.place.rotary],
+            spec.interleaved_rotary,
+        )  # fmt: skip
+        absorbed = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), self.to_latent).transpose(0, 1)
+        plan = state.plans[self.place.kv_group]
+        self.backend.store(self.cache, torch.cat([latent[:, None], k_rope], dim=-1), None, plan)
+        out, _ = self.backend.attend(
+            torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window
+        )  # [tokens, heads, kv_rank]
+        values = torch.bmm(out.transpose(0, 1), self.from_latent).transpose(0, 1)  # [tokens, heads, value_dim]
+        return self.out(values.reshape(tokens, -1))

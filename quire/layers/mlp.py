@@ -1,0 +1,91 @@
+"""The dense feed-forward layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from torch.nn import functional
+
+from quire.layers.build import Builder
+from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from quire.ops import Kernels
+
+Activation = Callable[[Tensor], Tensor]
+
+_PLAIN: dict[str, Activation] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+_SAME = {
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python": "gelu",
+}  # transformers' names
+
+
+def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, float] = (1.702, 7.0)) -> Activation:
+    """The function of that name; a gated one takes [tokens, 2 * half] and gives act(first half) * second half.
+
+    Raises ValueError for a name that is not known.
+    """
+    name = _SAME.get(name, name)
+    if gated:
+        fused: dict[str, Activation] = {
+            "silu": kernels.silu_and_mul,
+            "gelu": kernels.gelu_and_mul,
+            "gelu_tanh": partial(kernels.gelu_and_mul, approximate="tanh"),
+            "swiglu_oai": partial(kernels.swiglu_oai, alpha=swiglu[0], limit=swiglu[1]),
+        }
+        if name in fused:
+            return fused[name]
+    if name not in _PLAIN:
+        raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*_PLAIN, *_SAME}))}")
+    plain = _PLAIN[name]
+    return _gated(plain) if gated else plain
+
+
+def _gated(plain: Activation) -> Activation:
+    def function(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return plain(gate) * up
+
+    return function
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated. transposed: see LinearShape."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    transposed: bool = False
+
+
+class MLP:
+    """names: of gate, up (or both in one, gate_up) and down."""
+
+    def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
+        size = spec.intermediate_size
+        start, stop = builder.tensor_group.share(size)
+        if not spec.gated:
+            parts = [OutputPart(names["up"], size, start, stop)]
+        elif "gate_up" in names:
+            fused = names["gate_up"]
+            parts = [OutputPart(fused, 2 * size, start, stop), OutputPart(fused, 2 * size, size + start, size + stop)]
+        else:
+            parts = [OutputPart(names[key], size, start, stop) for key in ("gate", "up")]
+        self.up = ColumnParallelLinear(builder, hidden, parts, spec.bias, spec.transposed)
+        self.activation = activation(builder.kernels, spec.activation, spec.gated)
+        self.down = RowParallelLinear(builder, names["down"], size, hidden, spec.bias, transposed=spec.transposed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]"""
+        return self.down(self.activation(self.up(x)))

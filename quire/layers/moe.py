@@ -1,0 +1,192 @@
+"""Mixture of experts: a router chooses experts for each token, and the tokens of an expert are computed together."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import (
+    DenseWeight,
+    LinearShape,
+    LinearWeight,
+    OutputPart,
+    ReplicatedLinear,
+    dense_slots,
+    make_weight,
+)
+from quire.layers.mlp import MLP, MLPSpec, activation
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """num_experts feed-forward layers, of which each token takes top_k.
+
+    swiglu: alpha and limit of the activation "swiglu_oai". scoring: of the router's logits. normalize: chosen scores
+    are made to sum to 1. scale: factor of the result. groups: only experts of the topk_groups best groups may be
+    chosen; group_score: a group's score is its best expert's, or the sum of its two best. correction_bias: added to the
+    scores for the choice alone (DeepSeek-V3, arXiv:2412.19437). shared: an expert that every token takes, times
+    sigmoid(gate(x)) if shared_gate. layout: the experts' projections as tensors of their own, or of all experts in one,
+    [experts, in, out], gate and up taking turns (gpt-oss).
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str = "silu"
+    swiglu: tuple[float, float] = (1.702, 7.0)
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["best", "two_best"] = "best"
+    correction_bias: bool = False
+    bias: bool = False  # of the router and of the experts
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+    layout: Literal["separate", "fused"] = "separate"
+
+
+class GroupedExperts:
+    """One projection of all experts, dense: a grouped product over tokens in the order of their experts."""
+
+    def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
+        self.grouped_linear = builder.kernels.grouped_linear
+        self.weight = builder.parameter(num_experts, out_features, in_features)
+        self.bias = builder.parameter(num_experts, out_features) if bias else None
+        if hasattr(self.grouped_linear, "pack"):
+            builder.when_loaded.append(self._pack)
+
+    def _pack(self) -> None:
+        self.weight = self.grouped_linear.pack(self.weight)  # type: ignore[attr-defined]
+
+    def drop_bias(self) -> None:
+        self.bias = None
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x: [rows, in], those of expert e in offsets[e]:offsets[e + 1] -> [rows, out]"""
+        out: Tensor = self.grouped_linear(x, self.weight, self.bias, offsets)
+        return out
+
+
+class SeparateExperts:
+    """One projection of all experts where each has a (quantized) weight of its own."""
+
+    def __init__(self, weights: list[LinearWeight]) -> None:
+        self.weights = weights
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        ends = offsets.tolist()
+        parts = [w(x[a:b], None) for w, a, b in zip(self.weights, ends[:-1], ends[1:], strict=True) if b > a]
+        return torch.cat(parts) if parts else x.new_empty(0, self.weights[0].dense().shape[0])
+
+
+Experts = GroupedExperts | SeparateExperts
+
+
+def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
+    """From a tensor for each expert and projection. shapes: one an expert."""
+    if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
+        return SeparateExperts([make_weight(builder, shape) for shape in shapes])
+    first = shapes[0]
+    experts = GroupedExperts(builder, len(shapes), first.out_features, first.stop - first.start, bias=False)
+    for weight, shape in zip(experts.weight, shapes, strict=True):
+        dense_slots(builder, shape, weight)
+    return experts
+
+
+def _fused(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> tuple[Experts, Experts]:
+    """From a tensor for all experts, [experts, in, out], in which gate and up take turns: (gate_up, down)."""
+    count, size = spec.num_experts, spec.intermediate_size
+    start, stop = builder.tensor_group.share(size)
+    mine, all_of = stop - start, slice(None)
+    gate_up = GroupedExperts(builder, count, 2 * mine, hidden, spec.bias)
+    down = GroupedExperts(builder, count, hidden, mine, spec.bias)
+    for which in (0, 1):
+        rows, columns = slice(which * mine, (which + 1) * mine), slice(2 * start + which, 2 * stop, 2)
+        target, shape = gate_up.weight[:, rows], (count, hidden, 2 * size)
+        builder.part(names["experts_gate_up"], target, shape, all_of, all_of, columns, transposed=True)
+        if gate_up.bias is not None:
+            name = f"{names['experts_gate_up']}_bias"
+            builder.part(name, gate_up.bias[:, rows], (count, 2 * size), all_of, columns)
+    shape = (count, size, hidden)
+    builder.part(names["experts_down"], down.weight, shape, all_of, slice(start, stop), transposed=True)
+    if down.bias is not None:
+        builder.part(f"{names['experts_down']}_bias", down.bias, (count, hidden))
+        if builder.tensor_group.rank > 0:  # the ranks' results are added up
+            builder.when_loaded.append(down.drop_bias)
+    return gate_up, down
+
+
+class MoE:
+    """names: router, correction_bias; expert_gate, expert_up, expert_down with {e} for the expert, or experts_gate_up,
+    experts_down for all; shared_gate, shared_up, shared_down, shared_expert_gate."""
+
+    def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
+        self.spec, self.group = spec, builder.tensor_group
+        self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
+        self.correction_bias = None
+        if spec.correction_bias:
+            self.correction_bias = builder.whole(names["correction_bias"], spec.num_experts, dtype=torch.float32)
+        self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
+        self.bounds = torch.arange(spec.num_experts + 1, device=builder.device)
+        if spec.layout == "fused":
+            self.gate_up, self.down = _fused(builder, spec, hidden, names)
+        else:
+            size = spec.intermediate_size
+            start, stop = self.group.share(size)
+
+            def name(key: str, expert: int) -> str:
+                return names[key].replace("{e}", str(expert))
+
+            up_shapes, down_shapes = [], []
+            for e in range(spec.num_experts):
+                parts = [OutputPart(name(key, e), size, start, stop) for key in ("expert_gate", "expert_up")]
+                up_shapes.append(LinearShape(tuple(parts), hidden, 0, hidden))
+                parts = [OutputPart(name("expert_down", e), hidden, 0, hidden)]
+                down_shapes.append(LinearShape(tuple(parts), size, start, stop))
+            self.gate_up, self.down = _separate(builder, up_shapes), _separate(builder, down_shapes)
+        self.shared = self.shared_gate = None
+        if spec.shared is not None:
+            shared = {key: names[f"shared_{key}"] for key in ("gate", "up", "down")}
+            self.shared = MLP(builder, spec.shared, hidden, shared)
+            if spec.shared_gate:
+                self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden]"""
+        weights, experts = self.route(x)  # [tokens, top_k]
+        chosen, order = experts.flatten().sort(stable=True)
+        offsets = torch.searchsorted(chosen, self.bounds)
+        out = self.down(self.activation(self.gate_up(x[order // self.spec.top_k], offsets)), offsets)
+        by_token = torch.empty_like(out)
+        by_token[order] = out
+        by_token = by_token.view(*experts.shape, -1)  # [tokens, top_k, hidden]
+        routed = self.group.all_reduce(torch.bmm(weights.to(x.dtype)[:, None], by_token).squeeze(1))
+        if self.shared is None:
+            return routed
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x))
+        return routed + shared
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""
+        spec = self.spec
+        logits = self.router(x).float()
+        scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+        choice = scores if self.correction_bias is None else scores + self.correction_bias
+        if spec.groups > 1:
+            grouped = choice.view(len(x), spec.groups, -1)
+            best = grouped.topk(1 if spec.group_score == "best" else 2, dim=-1).values.sum(-1)
+            lost = torch.ones_like(best, dtype=torch.bool).scatter_(
+                1, best.topk(spec.topk_groups, dim=-1).indices, False
+            )
+            choice = grouped.masked_fill(lost[:, :, None], float("-inf")).flatten(1)
+        experts = choice.topk(spec.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * spec.scale, experts

@@ -1,0 +1,58 @@
+"""Norms of queries and keys."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.norm import NormSpec, make_norm
+
+QKNorm = Callable[[Tensor], Tensor]  # [tokens, heads, head_dim] -> the same
+
+
+def make_qk_norm(
+    builder: Builder, name: str, spec: NormSpec, over: str, head_dim: int, num_heads: int, heads: range
+) -> QKNorm:
+    """over: see AttentionSpec. heads: those of this rank, of num_heads in all."""
+    if over == "head":
+        return make_norm(builder, name, head_dim, spec)
+    return (NormOfEachHead if over == "heads" else RMSNormOfAllHeads)(builder, name, spec, head_dim, num_heads, heads)
+
+
+class NormOfEachHead:
+    """A layer norm for each head with a weight of its own, no bias (Cohere). The checkpoint's weight: [heads, dim]."""
+
+    def __init__(
+        self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
+    ) -> None:
+        self.eps = spec.eps
+        self.weight = builder.parameter(len(heads), head_dim)
+        if "{h}" in name:  # StableLM: a tensor a head
+            for row, head in zip(self.weight, heads, strict=True):
+                builder.part(f"{name.replace('{h}', str(head))}.weight", row, (head_dim,))
+        else:
+            builder.part(f"{name}.weight", self.weight, (num_heads, head_dim), slice(heads.start, heads.stop))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        normed = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (normed * self.weight).to(x.dtype)
+
+
+class RMSNormOfAllHeads:
+    """An RMS norm over the heads of all ranks as one vector (OLMo-2). The checkpoint's weight: [heads * head_dim]."""
+
+    def __init__(
+        self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
+    ) -> None:
+        self.eps, self.group, self.size = spec.eps, builder.tensor_group, num_heads * head_dim
+        self.weight = builder.parameter(len(heads), head_dim, dtype=torch.float32)
+        rows = slice(heads.start * head_dim, heads.stop * head_dim)
+        builder.part(f"{name}.weight", self.weight.view(-1), (self.size,), rows)
+        # With fewer KV heads than ranks, several ranks hold the same ones, which must be counted once.
+        self.copies = self.group.size * (len(heads)) // num_heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = self.group.all_reduce(wide.square().sum((-2, -1), keepdim=True)) / self.copies
+        return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)

@@ -1,0 +1,243 @@
+"""GGUF, llama.cpp's file format: metadata and tensors in one file, or in several that are numbered.
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
+"""
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.build import WeightSlot
+from quire.layers.linear import DenseWeight, LinearMethod
+from quire.loading.weights import Checkpoint, WeightError
+from quire.quantization.gguf import GGUF, TYPES, TensorType
+
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_STRING, _ARRAY = 8, 9
+_MAX_COUNT = 2**24  # values of an array in the metadata: sixty times the largest vocabulary's
+_CHUNK = 2**24  # elements that are dequantized at a time when a tensor is read as floats
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """`shape` as torch has it: outputs first. `offset` in the file."""
+
+    file: Path
+    offset: int
+    kind: TensorType
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row; a vector's elements are its rows, so that they can be picked alike."""
+        width = self.shape[-1] if len(self.shape) > 1 else 1
+        return width // self.kind.elements * self.kind.nbytes
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """What a file says about itself, and where its tensors are."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+class _Cursor:
+    """Reads the header. Every length is checked against what is left of the file before anything is made of it."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, size: int) -> int:
+        """Where the next `size` bytes begin; moves behind them."""
+        start = self.at
+        if size > len(self.data) - start:
+            raise WeightError("the file ends early")
+        self.at += size
+        return start
+
+    def number(self, kind: str) -> Any:
+        return self.array(kind, 1)[0]
+
+    def array(self, kind: str, count: int) -> list[Any]:
+        start = self.take(np.dtype(kind).itemsize * count)
+        values: list[Any] = np.frombuffer(self.data, kind, count, start).tolist()
+        return values
+
+    def strings(self, count: int) -> list[str]:
+        data, at, end, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        made = []
+        for _ in range(count):
+            if at + 8 > end or (stop := at + 8 + length(data, at)[0]) > end:
+                raise WeightError("the file ends early")
+            made.append(data[at + 8 : stop].decode("utf-8", errors="replace"))
+            at = stop
+        self.at = at
+        return made
+
+    def value(self) -> Any:
+        kind = self.number("<u4")
+        if kind != _ARRAY:
+            return self._values(kind, 1)[0]
+        kind, count = self.number("<u4"), self.number("<u8")
+        if count > _MAX_COUNT:
+            raise WeightError(f"it has an array of {count} values in its metadata")
+        return self._values(kind, count)
+
+    def _values(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return self.strings(count)
+        if kind not in _NUMBERS:
+            raise WeightError(f"a metadata value is of the unknown type {kind}")
+        return self.array(_NUMBERS[kind], count)
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The metadata and the table of tensors of a file and, if it is the first of several, of those that follow.
+
+    Raises WeightError for files that are damaged or not supported.
+    """
+    first = _read_one(path)
+    count = first.metadata.get("split.count", 1)
+    if not isinstance(count, int) or count < 2:
+        return first
+    if not (part := re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)):
+        raise WeightError(
+            f"{path} is one of {count} files; give the first, whose name ends in -00001-of-{count:05}.gguf"
+        )
+    for i in range(2, count + 1):
+        first.tensors.update(_read_one(path.with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf")).tensors)
+    return first
+
+
+def _read_one(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(path, _Cursor(data))
+    except (WeightError, OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise WeightError(f"{path} cannot be read as GGUF: {error}") from error
+
+
+def _parse(path: Path, cursor: _Cursor) -> GgufFile:
+    if cursor.data[cursor.take(4) : 4] != b"GGUF":
+        raise WeightError("it does not begin with the letters GGUF")
+    if (version := cursor.number("<u4")) not in (2, 3):
+        raise WeightError(f"its version is {version} (supported: 2 and 3, little-endian)")
+    num_tensors, num_values = cursor.number("<u8"), cursor.number("<u8")
+    metadata = {}
+    for _ in range(num_values):
+        name = cursor.strings(1)[0]
+        metadata[name] = cursor.value()
+    table = []
+    for _ in range(num_tensors):
+        name, dims = cursor.strings(1)[0], cursor.number("<u4")
+        if not 1 <= dims <= 4:
+            raise WeightError(f"tensor {name} has {dims} dimensions")
+        shape = tuple(reversed(cursor.array("<u8", dims)))
+        table.append((name, shape, cursor.number("<u4"), cursor.number("<u8")))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise WeightError(f"general.alignment is {alignment!r}")
+    base = -(-cursor.at // alignment) * alignment
+    tensors = {}
+    for name, shape, number, offset in table:
+        kind = TYPES.get(number)
+        if kind is None:
+            supported = ", ".join(t.name for t in TYPES.values())
+            raise WeightError(f"tensor {name} is of ggml type {number}, which is not supported; supported: {supported}")
+        if shape[-1] % kind.elements or (len(shape) == 1 and not kind.is_float):
+            raise WeightError(f"tensor {name} has rows of {shape[-1]} elements, which cannot be {kind.name}")
+        if base + offset + math.prod(shape) // kind.elements * kind.nbytes > len(cursor.data):
+            raise WeightError(f"tensor {name} lies beyond the end of the file")
+        tensors[name] = GgufTensor(path, base + offset, kind, shape)
+    return GgufFile(metadata, tensors)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint tensor is stored. expert: its place in a tensor of all experts. rotary_heads: heads whose rows
+    llama.cpp has in another order, pairs side by side. shift: what was added to the values."""
+
+    tensor: GgufTensor
+    expert: int | None = None
+    rotary_heads: int | None = None
+    shift: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """The bytes of rows [start, stop): [rows, bytes of a row]"""
+        total, width = math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0], self.tensor.row_bytes
+        if self.rotary_heads is not None:
+            pairs = torch.arange(total).view(self.rotary_heads, -1, 2).transpose(1, 2).flatten()
+            return self._read(0, total, total, width)[pairs[start:stop]]
+        return self._read(start, stop, total, width)
+
+    def _read(self, start: int, stop: int, total: int, width: int) -> Tensor:
+        offset = self.tensor.offset + ((self.expert or 0) * total + start) * width
+        data = np.fromfile(self.tensor.file, np.uint8, (stop - start) * width, offset=offset)
+        return torch.from_numpy(data).view(stop - start, width)
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors by the names they have in the Hugging Face layout: floats, dequantized where they have to be, or for
+    targets of type uint8 the bytes of quantized rows."""
+
+    names: dict[str, Stored]
+
+    def __init__(self, names: dict[str, Stored]) -> None:
+        self.names = names
+
+    def linear_method(self) -> Callable[[str], LinearMethod]:
+        """The `method_of` of a `Builder`: the same for all layers, each of whose tensors has a type of its own."""
+        linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
+        method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of)
+        return lambda name: method
+
+    def _type_of(self, name: str) -> TensorType:
+        stored = self.names.get(self.alias(name))
+        return TYPES[0] if stored is None else stored.tensor.kind  # its absence is found when weights are loaded
+
+    def read(self, slot: WeightSlot) -> Tensor:
+        stored = self.names[slot.name]
+        as_bytes = slot.target.dtype == torch.uint8
+        shape = (*stored.shape[:-1], stored.tensor.row_bytes) if as_bytes else stored.shape
+        if [n for n in shape if n > 1] != [n for n in slot.shape if n > 1]:  # ggml drops dimensions of size 1
+            raise WeightError(f"tensor {slot.name} has shape {shape}, but the model's config asks for {slot.shape}")
+        first = slot.pick[0] if slot.pick else slice(0, slot.shape[0])
+        data = stored.rows(first.start, first.stop)
+        if not as_bytes:
+            data = stored.tensor.kind.dequantize(data).float() + stored.shift
+        return data.view(-1, *slot.shape[1:])[:, *slot.pick[1:]]
+
+    def copy_into(self, slot: WeightSlot) -> None:
+        """As any checkpoint does, but some rows at a time: a whole embedding table would be large in float32."""
+        start, stop = (slot.pick[0].start, slot.pick[0].stop) if slot.pick else (0, slot.shape[0])
+        step = max(1, _CHUNK // math.prod(slot.shape[1:]))
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            pick = (slice(at, end), *slot.pick[1:])
+            super().copy_into(replace(slot, target=slot.target[at - start : end - start], pick=pick))

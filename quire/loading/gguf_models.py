@@ -1,0 +1,181 @@
+"""GGUF's metadata and tensor names in the words of the Hugging Face layout, for the architectures of both."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire.loading.gguf import GgufCheckpoint, GgufFile, Stored
+from quire.loading.weights import WeightError
+
+_NAMES = {  # those of Llama and of most others
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj", "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}  # fmt: skip
+_FIELDS = {  # of config.json: keys of the metadata, after the architecture's name
+    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length", "intermediate_size": "feed_forward_length", "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window", "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+_SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Family:
+    """architecture: as config.json names it; names, fields: where they differ from those above; fixed: config fields
+    that GGUF takes for granted. pairs: llama.cpp keeps rotated elements side by side. norm_shift: what its converter
+    adds to norm weights."""
+
+    architecture: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    pairs: bool = False
+    norm_shift: float = 0.0
+
+
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{e}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{e}.w3", "ffn_down_exps": "block_sparse_moe.experts.{e}.w2",
+}  # fmt: skip
+_GRANITE = {
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "attention_multiplier": "attention.scale",
+}  # fmt: skip
+_GLM4 = {
+    "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}  # fmt: skip
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", pairs=True),
+    "llama with experts": _Family("MixtralForCausalLM", _MIXTRAL, {"num_local_experts": "expert_count"}, pairs=True),
+    "qwen2": _Family("Qwen2ForCausalLM"),
+    "qwen2moe": _Family("Qwen2MoeForCausalLM", fixed={"norm_topk_prob": False}),
+    "qwen3": _Family("Qwen3ForCausalLM"),
+    "qwen3moe": _Family("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}),
+    "gemma": _Family("GemmaForCausalLM", norm_shift=1.0),
+    "gemma2": _Family("Gemma2ForCausalLM", _SANDWICH, norm_shift=1.0),
+    "gemma3": _Family("Gemma3ForCausalLM", _SANDWICH, norm_shift=1.0),
+    "phi3": _Family("Phi3ForCausalLM", {"ffn_up": "mlp.gate_up_proj"}),
+    "olmo2": _Family("Olmo2ForCausalLM", _SANDWICH),
+    "granite": _Family("GraniteForCausalLM", fields=_GRANITE, pairs=True),
+    "smollm3": _Family("SmolLM3ForCausalLM", pairs=True),
+    "command-r": _Family("CohereForCausalLM", fields={"logit_scale": "logit_scale"}),
+    "cohere2": _Family("Cohere2ForCausalLM", fields={"logit_scale": "logit_scale"}),
+    "glm4": _Family("Glm4ForCausalLM", _GLM4),
+}
+
+
+def _family(gguf: GgufFile) -> tuple[str, _Family]:
+    name = gguf.metadata.get("general.architecture")
+    key = "llama with experts" if name == "llama" and gguf.metadata.get("llama.expert_count") else name
+    if key not in _FAMILIES:
+        raise ValueError(f"GGUF files of architecture {name!r} are not supported; supported: {', '.join(_FAMILIES)}")
+    return str(name), _FAMILIES[key]
+
+
+def gguf_config(gguf: GgufFile) -> dict[str, Any]:
+    """What config.json would say. Raises ValueError for architectures that are not supported."""
+    arch, family = _family(gguf)
+    read = {key.removeprefix(f"{arch}."): value for key, value in gguf.metadata.items() if key.startswith(f"{arch}.")}
+    fields = {**_FIELDS, **family.fields}
+    config = {name: read[key] for name, key in fields.items() if key in read}
+    for name, value in config.items():
+        if isinstance(value, list):  # one a layer
+            if len(set(value)) != 1:
+                raise ValueError(f"{arch}.{fields[name]} differs between layers, which is not supported")
+            config[name] = value[0]
+    table = gguf.tensors.get("token_embd.weight")
+    if table is None or not all(isinstance(config.get(n), int) for n in ("hidden_size", "num_attention_heads")):
+        raise WeightError("the GGUF file has no token embedding, or no sizes in its metadata")
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if "rope.dimension_count" in read:
+        config["partial_rotary_factor"] = read["rope.dimension_count"] / config["head_dim"]
+    if scaling := _rope_scaling(gguf, read):
+        config["rope_scaling"] = scaling
+    if arch in ("gemma2", "gemma3"):  # the metadata has no scale: the largest of each take another one than the rest
+        largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
+        heads = config["hidden_size"] // config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = heads if largest else config["head_dim"]
+    return {
+        **config,
+        **family.fixed,
+        "architectures": [family.architecture],
+        "model_type": arch,
+        "vocab_size": table.shape[0],
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+    }
+
+
+def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Llama 3.1's and Phi-3's scaling is in tensors of divisors, one a pair; the others' is in the metadata."""
+    original, factor = read.get("rope.scaling.original_context_length"), read.get("rope.scaling.factor")
+    common = {"factor": factor, "original_max_position_embeddings": original}
+    if "rope_freqs.weight" in gguf.tensors:
+        divisors = _floats(gguf, "rope_freqs.weight")
+        context = original or read.get("context_length")
+        return {
+            "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }  # fmt: skip
+    if "rope_factors_long.weight" in gguf.tensors:
+        lists = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight") for n in ("long", "short")}
+        return {**common, **lists, "rope_type": "longrope", "attention_factor": read.get("rope.scaling.attn_factor")}
+    kind = read.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type={kind!r} of a GGUF file is not supported; supported: none, linear, yarn")
+    return {**common, "rope_type": kind}
+
+
+def _floats(gguf: GgufFile, name: str) -> list[float]:
+    tensor = gguf.tensors[name]
+    floats: list[float] = tensor.kind.dequantize(Stored(tensor).rows(0, tensor.shape[0])).flatten().tolist()
+    return floats
+
+
+def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
+    """What generation_config.json would say: the tokens that end a text."""
+    ends = (gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
+
+
+def gguf_checkpoint(gguf: GgufFile) -> GgufCheckpoint:
+    """The file's tensors by their names in the Hugging Face layout."""
+    arch, family = _family(gguf)
+    names = {**_NAMES, **family.names}
+    heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"} if family.pairs else {}
+    found: dict[str, Stored] = {}
+    for name, tensor in gguf.tensors.items():
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        if match is None or match[2] not in names:
+            if not name.startswith("rope_f"):  # divisors, which the config has
+                found[name] = Stored(tensor)
+            continue
+        prefix = "" if match[1] is None else f"model.layers.{match[1]}."
+        full = f"{prefix}{names[match[2]]}.{match[3]}"
+        rotary_heads = gguf.metadata.get(f"{arch}.{heads[match[2]]}") if match[2] in heads else None
+        stored = Stored(tensor, None, rotary_heads, -family.norm_shift if "norm" in match[2] else 0.0)
+        if match[2] == "ffn_gate_inp_shexp":  # one output, and so written without that dimension
+            stored = replace(stored, tensor=replace(tensor, shape=(1, tensor.shape[-1])))
+        experts = range(tensor.shape[0]) if "{e}" in full else ()
+        found |= {full.replace("{e}", str(e)): replace(stored, expert=e) for e in experts} or {full: stored}
+    return GgufCheckpoint(found)

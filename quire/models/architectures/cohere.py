@@ -1,0 +1,27 @@
+"""Cohere's Command-R and Command-R7B: parallel branches, layer norms without bias, rotation of neighbouring pairs."""
+
+from dataclasses import replace
+
+from quire.layers.norm import NormSpec
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
+
+
+def cohere(config: HfConfig) -> DecoderSpec:
+    norm, bias = NormSpec("layer", config.get("layer_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
+    attention = {
+        "qkv_bias": bias, "output_bias": bias, "interleaved_rotary": True, "qk_norm_over": "heads",
+        "qk_norm": norm if config.get("use_qk_norm") else None,
+    }  # fmt: skip
+    return decoder_spec(
+        {"tie_word_embeddings": True, **config}, attention=attention, norm=norm, residual="parallel",
+        names={"mlp_norm": None}, logit_scale=config.get("logit_scale", 0.0625),
+    )  # fmt: skip
+
+
+def cohere2(config: HfConfig) -> DecoderSpec:
+    """Windows in three of four layers; the fourth sees everything and has no rotation."""
+    pattern = config.get("sliding_window_pattern") or 4
+    windows = layer_windows({"sliding_window": 4096, **config}, lambda i: (i + 1) % pattern != 0)
+    spec = cohere(config)
+    rotary = tuple(None if w is None else r for r, w in zip(spec.rotary, windows, strict=True))
+    return replace(spec, windows=windows, rotary=rotary)

@@ -1,0 +1,46 @@
+"""DeepSeek-V2 and V3: latent attention, many small experts beside shared ones that every token takes."""
+
+from quire.layers.latent_attention import LatentAttentionSpec
+from quire.layers.mlp import MLPSpec
+from quire.layers.moe import MoESpec
+from quire.layers.norm import NormSpec
+from quire.layers.rotary import rotary_spec, softmax_scale_factor
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+
+_LAYER = "model.layers.{i}."
+_NAMES = {
+    "q_a": _LAYER + "self_attn.q_a_proj", "q_a_norm": _LAYER + "self_attn.q_a_layernorm",
+    "q_b": _LAYER + "self_attn.q_b_proj", "kv_a": _LAYER + "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": _LAYER + "self_attn.kv_a_layernorm", "kv_b": _LAYER + "self_attn.kv_b_proj",
+    "router": _LAYER + "mlp.gate", "correction_bias": _LAYER + "mlp.gate.e_score_correction_bias",
+    **{f"expert_{k}": f"{_LAYER}mlp.experts.{{e}}.{k}_proj" for k in ("gate", "up", "down")},
+    **{f"shared_{k}": f"{_LAYER}mlp.shared_experts.{k}_proj" for k in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+def deepseek(config: HfConfig) -> DecoderSpec:
+    third = config["architectures"][0] == "DeepseekV3ForCausalLM"
+    rotary = rotary_spec(config, config["qk_rope_head_dim"])
+    nope, rope, layers = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["num_hidden_layers"]
+    latent = LatentAttentionSpec(
+        config["hidden_size"], config["num_attention_heads"], config.get("q_lora_rank"), config["kv_lora_rank"], nope,
+        rope, config["v_head_dim"], NormSpec("rms", 1e-6), (nope + rope) ** -0.5 * softmax_scale_factor(rotary),
+        bool(config.get("attention_bias", False)), bool(config.get("rope_interleave", True)),
+    )  # fmt: skip
+    act, size = config.get("hidden_act", "silu"), config["moe_intermediate_size"]
+    grouped = third or config.get("topk_method", "greedy") == "group_limited_greedy"
+    shared = MLPSpec(size * config["n_shared_experts"], act) if config.get("n_shared_experts") else None
+    experts = MoESpec(
+        config["n_routed_experts"], config["num_experts_per_tok"], size, act,
+        scoring="sigmoid" if third else "softmax", normalize=bool(config.get("norm_topk_prob", third)),
+        scale=config.get("routed_scaling_factor", 1.0), groups=(config.get("n_group") or 1) if grouped else 1,
+        topk_groups=config.get("topk_group") or 1, group_score="two_best" if third else "best", correction_bias=third,
+        shared=shared,
+    )  # fmt: skip
+    dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 0)
+    every = config.get("moe_layer_freq", 1)
+    mlps = tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
+    return decoder_spec(
+        config, latent=latent, mlp=mlps, rotary=rotary, names=_NAMES,
+        ignored=(r"rotary_emb\.inv_freq$", rf"^model\.layers\.{layers}\."),  # a draft layer for speculation
+    )  # fmt: skip

@@ -1,0 +1,34 @@
+"""Falcon: 7B (one KV head), 40B and 180B (grouped, a norm a branch), 11B (grouped, one norm)."""
+
+from quire.layers.mlp import MLPSpec
+from quire.layers.norm import NormSpec
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+
+
+def falcon(config: HfConfig) -> DecoderSpec:
+    if config.get("alibi"):
+        raise ValueError("Falcon with alibi=true (falcon-rw) is not supported; those with rotary embedding are")
+    heads, hidden, bias = config["num_attention_heads"], config["hidden_size"], bool(config.get("bias", False))
+    grouped = bool(config.get("new_decoder_architecture", False))
+    one_kv_head = not grouped and config.get("multi_query", True)
+    parallel = grouped or config.get("parallel_attn", True)
+    two_norms = grouped and config.get("num_ln_in_parallel_attn") in (None, 2)
+    layer = "transformer.h.{i}."
+    names = {
+        "embedding": "transformer.word_embeddings", "qkv": layer + "self_attention.query_key_value",
+        "o": layer + "self_attention.dense", "up": layer + "mlp.dense_h_to_4h", "down": layer + "mlp.dense_4h_to_h",
+        "attention_norm": layer + ("ln_attn" if two_norms else "input_layernorm"),
+        "mlp_norm": layer + "ln_mlp" if two_norms else None if parallel else layer + "post_attention_layernorm",
+        "final_norm": "transformer.ln_f",
+    }  # fmt: skip
+    attention = {
+        "num_kv_heads": 1 if one_kv_head else config.get("num_kv_heads") or heads if grouped else heads,
+        "qkv_layout": "concatenated" if one_kv_head else "by_kv_head", "qkv_bias": bias, "output_bias": bias,
+    }  # fmt: skip
+    inner, act = config.get("ffn_hidden_size") or 4 * hidden, config.get("activation", "gelu")
+    return decoder_spec(
+        config, attention=attention, mlp=MLPSpec(inner, act, gated=False, bias=bias), names=names,
+        norm=NormSpec("layer", config.get("layer_norm_epsilon", 1e-5), bias=True),
+        residual="parallel" if parallel else "sequential",
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Gemma 1, 2 and 3 (text): norms that keep weight - 1, embeddings scaled by sqrt(hidden_size)."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.layers.mlp import MLPSpec
+from quire.layers.norm import NormSpec
+from quire.models.spec import SANDWICH_NORMS, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
+
+_GEMMA3 = {  # the defaults of a config that does not say
+    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
+
+
+def _norm(config: HfConfig) -> NormSpec:
+    return NormSpec("rms", config.get("rms_norm_eps", 1e-6), wide=True, offset=1.0)
+
+
+def gemma(config: HfConfig, **differences: Any) -> DecoderSpec:
+    config = {"head_dim": 256, "tie_word_embeddings": True, **config}
+    bias = bool(config.get("attention_bias", False))
+    act = config.get("hidden_activation") or "gelu_pytorch_tanh"  # hidden_act, which says gelu, was a mistake
+    attention = {"qkv_bias": bias, "output_bias": bias, **differences.pop("attention", {})}
+    return decoder_spec(
+        config, attention=attention, mlp=MLPSpec(config["intermediate_size"], act), norm=_norm(config),
+        embedding_scale=config["hidden_size"] ** 0.5, **differences,
+    )  # fmt: skip
+
+
+def gemma2(config: HfConfig) -> DecoderSpec:
+    """Norms before and after each branch, soft caps, a window in every other layer."""
+    config = {"sliding_window": 4096, **config}
+    scale = config.get("query_pre_attn_scalar", 256) ** -0.5
+    return gemma(
+        config, attention={"scale": scale, "soft_cap": config.get("attn_logit_softcapping", 50.0)},
+        logit_soft_cap=config.get("final_logit_softcapping", 30.0), names=SANDWICH_NORMS,
+        windows=layer_windows(config, lambda i: i % 2 == 0),
+    )  # fmt: skip
+
+
+def gemma3(config: HfConfig) -> DecoderSpec:
+    """Norms on q and k instead of soft caps; of six layers, five have a window and a rotary base of their own."""
+    config = {**_GEMMA3, "head_dim": 256, **config}
+    pattern = config.get("sliding_window_pattern") or 6
+    windows = layer_windows(config, lambda i: (i + 1) % pattern != 0)
+    attention = {
+        "scale": config["query_pre_attn_scalar"] ** -0.5, "qk_norm": _norm(config),
+        "soft_cap": config.get("attn_logit_softcapping"),
+    }  # fmt: skip
+    return gemma(
+        config, attention=attention, names=SANDWICH_NORMS, windows=windows, rotary=rotary_by_window(config, windows),
+        logit_soft_cap=config.get("final_logit_softcapping"),
+    )  # fmt: skip
+
+
+def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
+    """The text model inside a Gemma 3 that also sees; its eyes are left out."""
+    shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+    spec = gemma3({**shared, **config["text_config"]})
+    return replace(spec, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))

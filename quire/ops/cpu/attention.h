@@ -1,0 +1,60 @@
+// What the attention kernels share: the layout of the cache, and how a step's work is cut into tasks.
+//
+// The cache of a layer is [blocks][kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16
+// with zeros. A block's keys are transposed, and keys and values are interleaved in pairs (bfloat16; "pairs" of one for
+// float32), so that everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast
+// word of the other operand in a dot product. No sum ever runs across a register:
+//
+//   keys, [dim / 2][block_size] words                      values, [block_size / 2][dim] words
+//                token 0     token 1     ... token 15                   dim 0       dim 1      ... dim D-1
+//   dims 0,1   | k0[0] k0[1] | k1[0] k1[1] | ... |          tokens 0,1 | v0[0] v1[0] | v0[1] v1[1] | ... |
+//   dims 2,3   | k0[2] k0[3] | k1[2] k1[3] | ... |          tokens 2,3 | v2[0] v3[0] | v2[1] v3[1] | ... |
+//
+//   scores[row][16 tokens] += keys line . q[row][2 dims]    out[row][16 dims] += values line . p[row][2 tokens]
+//
+// A latent cache (MLA) is [blocks][kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
+// tile of them is brought into the layout of values when it is visited, once for all query heads.
+#pragma once
+
+#include "vector.h"
+
+namespace quire {
+
+constexpr int TILE_KEYS = 64;
+constexpr int TILE_ROWS = 64;        // a tile of queries holds about as many rows
+constexpr int MIN_SPLIT_KEYS = 256;  // splitting costs a merge
+constexpr int TASKS_PER_THREAD = 4;  // enough that threads end together
+constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done before a second one has woken up
+
+// Geometry and Step are mirrored in quire/attention/cpu.py, which also knows the sizes of Task and Merge.
+struct Geometry {
+  int32_t is_bf16, is_latent, heads, kv_heads, block_size;
+  int32_t head_dim, dim;     // of queries and keys, and that padded
+  int32_t out_dim, out_pad;  // of values and the result, and that padded
+
+  int group() const { return heads / kv_heads; }
+  int planes() const { return is_latent ? 1 : 2; }
+};
+
+struct Task {
+  int32_t request;
+  int32_t token, tokens;       // rows of q, and how many
+  int32_t position;            // of the first token in its sequence
+  int32_t key_begin, key_end;  // multiples of TILE_KEYS, except the last task's end
+  int32_t partial;             // first row of the partial results, or -1 where the keys were not split
+  int32_t cost;
+};
+
+struct Merge {
+  int32_t token, tokens, partial, splits;
+};
+
+struct Step {
+  const int32_t* block_table;
+  int64_t table_stride;
+  const Task* tasks;
+  const Merge* merges;
+  int32_t num_tasks, num_merges, partial_rows, threads;
+};
+
+}  // namespace quire

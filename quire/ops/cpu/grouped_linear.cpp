@@ -1,0 +1,109 @@
+// The grouped product of a layer of experts. An expert has few rows as a rule, and then all time goes into reading the
+// weights: they are read once, as they lie, and meet as many rows at a time as registers have room for sums.
+#include <algorithm>
+#include <vector>
+
+#include "vector.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr int TILE_OUTPUTS = 32;
+constexpr int64_t PARALLEL_BYTES = 1 << 16;  // below it, one thread is done before a second one has woken up
+
+// The sums over each of up to four vectors, in the first lanes.
+template <int C>
+f32x16 sums_of(const f32x16* v) {
+  const f32x16 a = v[0], b = C > 1 ? v[1] : f32x16{}, c = C > 2 ? v[2] : f32x16{}, d = C > 3 ? v[3] : f32x16{};
+  f32x16 ab = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+              __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  f32x16 cd = __builtin_shufflevector(c, d, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+              __builtin_shufflevector(c, d, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  f32x16 all = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  all += __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  return all + __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+}
+
+template <class T>
+struct GroupedLinear {
+  const T* x;  // [rows, in]
+  int64_t x_stride;
+  const T* weight;  // [experts, out, in]
+  int64_t expert_stride, output_stride;
+  const T* bias;  // [experts, out] or null
+  const int64_t* offsets;
+  int64_t in, out;
+  T* result;  // [rows, out]
+
+  // R rows by C outputs. fetch: also the weights of the next C outputs, which the processor would not see coming (up to
+  // twice as fast with one row an expert).
+  template <int R, int C>
+  void piece(int64_t expert, int64_t row, int64_t output, bool fetch) const {
+    constexpr int STEP = LANES * PAIR<T>;
+    const T *from = x + row * x_stride, *w = weight + expert * expert_stride + output * output_stride;
+    f32x16 sums[R][C] = {};
+    int64_t i = 0;
+    for (; i + STEP <= in; i += STEP) {
+      u32x16 lines[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) lines[c] = load_words((const uint32_t*)(w + c * output_stride + i));
+      if (fetch)
+        for (int c = 0; c < C; c++) __builtin_prefetch(w + (C + c) * output_stride + i, 0, 2);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        u32x16 line = load_words((const uint32_t*)(from + r * x_stride + i));
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sums[r][c] = dot<T>(sums[r][c], lines[c], line);
+      }
+    }
+    for_lanes(in - i, [&](int64_t at, int n) {
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+          sums[r][c] += load_up_to(from + r * x_stride + i + at, n) * load_up_to(w + c * output_stride + i + at, n);
+    });
+    const f32x16 added = bias ? load_part(bias + expert * out + output, C) : f32x16{};
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) store_part(result + (row + r) * out + output, sums_of<C>(sums[r]) + added, C);
+  }
+
+  void tile(int64_t expert, int64_t first) const {
+    const int64_t start = offsets[expert], rows = offsets[expert + 1] - start;
+    const int outputs = int(std::min<int64_t>(TILE_OUTPUTS, out - first));
+    in_pieces<MAX_COLUMNS>(outputs, [&](auto c, int output) {
+      in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
+        piece<r.value, c.value>(expert, start + row, first + output, row == 0);
+      });
+    });
+  }
+
+  void run(int64_t experts, int threads) const {
+    struct Item { int64_t expert, first; };
+    thread_local std::vector<Item> kept;
+    kept.clear();
+    for (int64_t e = 0; e < experts; e++)
+      if (offsets[e + 1] > offsets[e])
+        for (int64_t first = 0; first < out; first += TILE_OUTPUTS) kept.push_back({e, first});
+    const Item* items = kept.data();
+    const int64_t count = kept.size();
+    const bool pays = threads > 1 && count * TILE_OUTPUTS * in * int64_t(sizeof(T)) >= PARALLEL_BYTES;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (pays)
+    for (int64_t i = 0; i < count; i++) tile(items[i].expert, items[i].first);
+  }
+};
+
+}  // namespace
+
+extern "C" void quire_grouped_linear(int is_bf16, const void* x, int64_t x_stride, const void* weight,
+                                     int64_t expert_stride, int64_t output_stride, const void* bias,
+                                     const int64_t* offsets, int64_t experts, int64_t in, int64_t out, void* result,
+                                     int threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    GroupedLinear<T>{(const T*)x, x_stride, (const T*)weight, expert_stride, output_stride, (const T*)bias,
+                     offsets,     in,       out,              (T*)result}
+        .run(experts, threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
+}

@@ -1,0 +1,109 @@
+"""Products with weights that stay quantized in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.ops.registry import declare
+
+_CHUNK = 2**18  # elements of a weight that are dequantized at a time: they should stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A weight [out, in] as codes with a scale, and possibly an offset, for each group of neighbouring inputs of a row:
+
+        weight[o, i] = (codes[o, i] - centre) * scale[o, i // group]                  without offsets
+        weight[o, i] = codes[o, i] * scale[o, i // group] + offset[o, i // group]     with them
+
+    codes: four bits in uint8 [out, ceil(in / 2)], input 2 j in the low half of byte j and 2 j + 1 in the high one,
+        centre 8; or eight in uint8 [out, in], centre 128; or float8_e4m3fn [out, in], centre 0
+    scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are to be multiplied by
+    factors: [out, groups / n, 1 or 2], of the scales and of the offsets of n neighbouring groups (GGUF's super-blocks)
+    order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if they stand in order
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group: int
+    in_features: int
+    offsets: Tensor | None = None
+    factors: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes.shape[1] < self.in_features else 8
+
+    @property
+    def by_row(self) -> dict[str, Tensor]:
+        """The tensors that have a row for each output."""
+        names = ("codes", "scales", "offsets", "factors")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+
+    def rows(self, start: int, stop: int) -> "QuantizedMatrix":
+        """The outputs [start, stop), as views."""
+        return replace(self, **{name: tensor[start:stop] for name, tensor in self.by_row.items()})  # type: ignore[arg-type]
+
+    def dequantize(self) -> Tensor:
+        """[out, in], float32, the inputs in their own order"""
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, : self.in_features]
+        weight = codes.float()
+        if self.offsets is None and not codes.is_floating_point():
+            weight -= 1 << (self.bits - 1)
+        weight = torch.nn.functional.pad(weight, (0, -self.in_features % self.group))
+        weight = weight.view(len(weight), -1, self.group)
+        weight *= self._multiplied(self.scales, 0)
+        if self.offsets is not None:
+            weight += self._multiplied(self.offsets, 1)
+        weight = weight.flatten(1)[:, : self.in_features]
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def _multiplied(self, values: Tensor, index: int) -> Tensor:
+        """scales or offsets: [out, groups, 1], float32"""
+        values = values.float()
+        if self.factors is not None:
+            repeats = values.shape[1] // self.factors.shape[1]
+            values = values * self.factors[..., index].float().repeat_interleave(repeats, 1)
+        return values[..., None]
+
+
+def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
+    """The outputs of all, one after the other, in as few matrices as their forms allow."""
+    merged: list[QuantizedMatrix] = []
+    for matrix in matrices:
+        if merged and _alike(merged[-1], matrix):
+            last = merged.pop()
+            joined = {name: torch.cat([tensor, getattr(matrix, name)]) for name, tensor in last.by_row.items()}
+            matrix = replace(last, **joined)  # type: ignore[arg-type]
+        merged.append(matrix)
+    return merged
+
+
+def _alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
+    forms = [(m.group, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
+    same_order = a.order is b.order or (a.order is not None and b.order is not None and torch.equal(a.order, b.order))
+    return forms[0] == forms[1] and same_order
+
+
+@declare
+def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """x W^T + b, with W dequantized to x's type. x: [tokens, in], bias: [out] -> [tokens, out].
+
+    An implementation may have an attribute `pack`, as one of `linear` may.
+    """
+    step, rows = max(1, _CHUNK // weight.in_features), weight.out_features
+    parts = []
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        part = weight.rows(start, stop).dequantize().to(x.dtype)
+        parts.append(torch.nn.functional.linear(x, part, None if bias is None else bias[start:stop]))
+    return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)

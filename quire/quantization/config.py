@@ -1,0 +1,186 @@
+"""Which scheme each layer is kept in: what a config.json's `quantization_config` says, and what the checkpoint has."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from quire.layers.linear import DenseWeight, LinearMethod
+from quire.quantization.integers import AWQ, GPTQ, PackedIntegers
+from quire.quantization.scaled import ScaledBytes
+from quire.quantization.scheme import Scheme
+
+Settings = Mapping[str, Any]
+SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
+
+# Tensors that quantized checkpoints have and Quire has no use for: activations and the KV cache are kept in the model's
+# type, zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
+_EXTRA = r"\.(weight_shape|(input|output|k|v|q)_scale|(input|weight)_zero_point)$|_proj\.bias$"
+_REFUSED = {
+    "bitsandbytes": "its form is made for its own CUDA kernels; use the original, or a version of it in one of these: "
+}
+
+
+def _settings(config: Mapping[str, Any]) -> Settings:
+    return config.get("quantization_config") or config.get("compression_config") or {}
+
+
+def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of the tensors that are no parameters in a checkpoint with this config.json."""
+    return (_EXTRA,) if _settings(config) else ()
+
+
+def quantization_method(
+    config: Mapping[str, Any], has: Callable[[str], bool] | None = None
+) -> Callable[[str], LinearMethod]:
+    """The `method_of` of a `Builder` for a checkpoint with this config.json.
+
+    has: whether the checkpoint has a tensor of that name. It decides which layers are quantized; without it (dummy
+    weights) the config's lists of exceptions do. Raises ValueError for a format that is not supported.
+    """
+    settings = _settings(config)
+    if not settings:
+        return lambda name: DenseWeight
+    kind = str(settings.get("quant_method", "compressed-tensors")).lower()
+    if kind not in _METHODS:
+        reason = _REFUSED.get(kind, "supported: ") + ", ".join([*_METHODS, "GGUF files"])
+        raise ValueError(f"checkpoints quantized with {kind!r} are not supported: {reason}")
+    scheme_of, exceptions = _METHODS[kind](settings), _exceptions(settings)
+
+    def method_of(name: str) -> LinearMethod:
+        scheme = scheme_of(name)
+        if scheme is None:
+            return DenseWeight
+        quantized = has(f"{name}.{scheme.marker}") if has else not _matches(name, exceptions)
+        return scheme if quantized else DenseWeight
+
+    return method_of
+
+
+def _exceptions(settings: Settings) -> list[str]:
+    lists = [settings.get(name) or () for name in ("ignore", "ignored_layers", "modules_to_not_convert")]
+    return [name for names in lists for name in names] + ([] if settings.get("lm_head") else ["lm_head"])
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of `patterns` is the name, or whole components of it, or "re:" with an expression for its beginning.
+
+    A text model may lie inside a larger one, whose names its config uses.
+    """
+    bare = name.removeprefix("model.")
+    names = (name, f"language_model.{name}", f"model.language_model.{bare}", f"model.{name}")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if any(re.match(pattern[3:], n) for n in names):
+                return True
+        elif any(f".{pattern}." in f".{n}." for n in names):
+            return True
+    return False
+
+
+def _check(settings: Settings, field: str, accepted: Iterable[Any], default: Any = None) -> Any:
+    value, accepted = settings.get(field, default), tuple(accepted)
+    if value not in accepted:
+        listed = ", ".join(map(repr, accepted))
+        raise ValueError(f"quantization_config has {field}={value!r}, which is not supported; supported: {listed}")
+    return value
+
+
+def _group_size(settings: Settings, field: str = "group_size") -> int:
+    value = settings.get(field, -1)
+    if not isinstance(value, int) or value < -1:
+        raise ValueError(f"quantization_config has {field}={value!r}, which is no number of inputs")
+    return value
+
+
+def _block(settings: Settings, field: str) -> tuple[int, int]:
+    block = settings.get(field)
+    pair = block.split("x") if isinstance(block, str) else block
+    if not isinstance(pair, list) or len(pair) != 2 or not all(str(n).isdigit() and int(n) for n in pair):
+        raise ValueError(f"quantization_config has {field}={block!r}, which is no pair of numbers")
+    return int(pair[0]), int(pair[1])
+
+
+def _gptq(settings: Settings) -> SchemeOf:
+    form = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format", "gptq")
+    _check({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"))
+    overrides: Settings = settings.get("dynamic") or {}  # GPTQModel's; which layers it leaves out, the checkpoint says
+
+    def scheme_of(name: str) -> Scheme:
+        merged = dict(settings)
+        for pattern, changes in overrides.items():
+            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+                merged |= changes
+                break
+        return GPTQ(_check(merged, "bits", (2, 3, 4, 8)), _group_size(merged), 1 if form == "gptq" else 0)
+
+    scheme_of("")
+    return scheme_of
+
+
+def _awq(settings: Settings) -> SchemeOf:
+    _check(settings, "bits", (4,), settings.get("w_bit", 4))
+    _check({"version": str(settings.get("version", "gemm")).lower()}, "version", ("gemm",))
+    scheme = AWQ(_group_size({"group_size": settings.get("q_group_size", 128), **settings}))
+    return lambda name: scheme
+
+
+def _auto_round(settings: Settings) -> SchemeOf:
+    _check(settings, "extra_config", (None, {}))  # options of single layers
+    packing = _check(settings, "packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq"))
+    return _awq(settings) if packing.endswith("awq") else _gptq(settings)
+
+
+def _fp8(settings: Settings) -> SchemeOf:
+    _check(settings, "fmt", ("e4m3", "float8_e4m3fn", None))
+    scheme = ScaledBytes(torch.float8_e4m3fn, (-1, -1))
+    if settings.get("weight_block_size") is not None:
+        scheme = ScaledBytes(torch.float8_e4m3fn, _block(settings, "weight_block_size"), "weight_scale_inv")
+    return lambda name: scheme
+
+
+def _compressed_tensors(settings: Settings) -> SchemeOf:
+    sparsity, transforms = settings.get("sparsity_config") or {}, settings.get("transform_config") or {}
+    _check(sparsity, "format", ("dense",), "dense")
+    _check(transforms, "config_groups", (None, {}))
+    groups = [
+        (group.get("targets") or [], _compressed_group({"format": settings.get("format"), **group}))
+        for group in (settings.get("config_groups") or {}).values()
+    ]
+
+    def scheme_of(name: str) -> Scheme | None:
+        linear = next((scheme for targets, scheme in groups if "Linear" in targets), None)
+        return next((scheme for targets, scheme in groups if _matches(name, targets)), linear)
+
+    return scheme_of
+
+
+def _compressed_group(group: Settings) -> Scheme:
+    weights = group.get("weights") or {}
+    form = _check(group, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    size = _group_size({"group_size": weights.get("group_size") or -1})
+    strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
+    symmetric, act_order = bool(weights.get("symmetric", True)), weights.get("actorder") in ("group", "dynamic", True)
+    if form == "pack-quantized":
+        _check(weights, "type", ("int",))
+        _check({"strategy": strategy}, "strategy", ("group", "channel"))
+        return PackedIntegers(_check(weights, "num_bits", range(2, 9)), size, symmetric, act_order)
+    _check(weights, "num_bits", (8,))
+    dtype = {"int": torch.int8, "float": torch.float8_e4m3fn}[_check(weights, "type", ("int", "float"))]
+    _check({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block"))
+    blocks = {"tensor": (-1, -1), "channel": (1, -1), "group": (1, size)}
+    block = blocks.get(strategy) or _block(weights, "block_structure")
+    return ScaledBytes(dtype, block, symmetric=symmetric or dtype.is_floating_point)
+
+
+_METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": lambda settings: lambda name: ScaledBytes(torch.float8_e4m3fn, (1, -1)),
+    "gptq": _gptq,
+    "awq": _awq,
+    "autoawq": _awq,
+    "auto-round": _auto_round,
+    "mxfp4": lambda settings: lambda name: None,  # of gpt-oss's experts only, and they are decoded when they are read
+}

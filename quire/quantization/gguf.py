@@ -1,0 +1,149 @@
+"""The tensor types of GGUF files (ggml's quantized blocks), read into the engine's own form.
+
+Layouts: ggml's ggml-common.h. The numbers are those of its reference dequantization, bit for bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, OutputPart
+from quire.ops.reference.quantized import QuantizedMatrix
+from quire.quantization.packing import integer_matrix
+from quire.quantization.scheme import Piece, Scheme, groups, slot
+
+
+def _fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
+    """Of each `run` bytes, first the lowest fields of all, then the next ones. [..., bytes] -> [..., bytes * count]"""
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8)[:, None]
+    return (x.reshape(*x.shape[:-1], -1, 1, run) >> shifts & ((1 << bits) - 1)).flatten(-3)
+
+
+def _half(x: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of each block: [out, blocks]"""
+    return x[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _matrix(codes: Tensor, bits: int, scales: Tensor, offsets: Tensor | None = None) -> QuantizedMatrix:
+    """codes: [out, blocks, elements]; scales, offsets: [out, groups]. Without offsets, 2^(bits - 1) stands for 0."""
+    codes = codes.flatten(1)
+    return integer_matrix(codes, bits, scales, codes.shape[1] // scales.shape[1], offsets=offsets)
+
+
+def _simple(x: Tensor, bits: int, has_minimum: bool) -> QuantizedMatrix:
+    """Q4_0, Q4_1, Q5_0, Q5_1: d, perhaps m, perhaps fifth bits, four bits each of 32 elements."""
+    at = 4 if has_minimum else 2
+    codes = _fields(x[..., -16:], 16, 4, 2)
+    if bits == 5:
+        codes = codes | _fields(x[..., at : at + 4], 1, 1, 8) << 4
+    return _matrix(codes, bits, _half(x, 0), _half(x, 2) if has_minimum else None)
+
+
+def _q8_0(x: Tensor) -> QuantizedMatrix:
+    return _matrix(x[..., 2:] ^ 128, 8, _half(x, 0))
+
+
+def _super_blocks(matrix: QuantizedMatrix, *factors: Tensor) -> QuantizedMatrix:
+    return replace(matrix, factors=torch.stack(factors, dim=-1))
+
+
+def _q2_k(x: Tensor) -> QuantizedMatrix:
+    scales, codes = x[..., :16].flatten(1), _fields(x[..., 16:80], 32, 2, 4)
+    return _super_blocks(_matrix(codes, 2, scales & 15, scales >> 4), _half(x, 80), -_half(x, 82))
+
+
+def _q3_k(x: Tensor) -> QuantizedMatrix:
+    codes = _fields(x[..., 32:96], 32, 2, 4) | _fields(x[..., :32], 32, 1, 8) << 2
+    scales = _fields(x[..., 96:104], 8, 4, 2) | _fields(x[..., 104:108], 4, 2, 4) << 4
+    return _super_blocks(_matrix(codes, 3, scales.flatten(1).view(torch.int8) - 32), _half(x, 108))
+
+
+def _q45_k(x: Tensor, bits: int) -> QuantizedMatrix:
+    """Eight groups of 32 with 6-bit scales and minima: four bits of each, or six, in bytes 4 to 16."""
+    low, minimum, mixed = x[..., 4:8], x[..., 8:12], x[..., 12:16]
+    scales = torch.cat([low & 63, mixed & 15 | low >> 2 & 48], dim=-1)
+    minima = torch.cat([minimum & 63, mixed >> 4 | minimum >> 2 & 48], dim=-1)
+    codes = _fields(x[..., -128:], 32, 4, 2)
+    if bits == 5:
+        codes = codes | _fields(x[..., 16:48], 32, 1, 8) << 4
+    return _super_blocks(_matrix(codes, bits, scales.flatten(1), minima.flatten(1)), _half(x, 0), -_half(x, 2))
+
+
+def _q6_k(x: Tensor) -> QuantizedMatrix:
+    codes = _fields(x[..., :128], 64, 4, 2) | _fields(x[..., 128:192], 32, 2, 4) << 4
+    scales = x[..., 192:208].flatten(1).view(torch.int8)
+    return _super_blocks(_matrix(codes, 6, scales), _half(x, 208))
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """elements: of a block, in `nbytes` bytes; decode: bytes [out, blocks, nbytes] -> a matrix, [out, in]."""
+
+    name: str
+    elements: int
+    nbytes: int
+    decode: Callable[[Tensor], QuantizedMatrix] | torch.dtype
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.decode, torch.dtype)
+
+    def matrix(self, data: Tensor) -> Piece:
+        """data: bytes [out, bytes of a row]"""
+        if isinstance(self.decode, torch.dtype):
+            return data.contiguous().view(self.decode)
+        return self.decode(data.view(len(data), -1, self.nbytes))
+
+    def dequantize(self, data: Tensor) -> Tensor:
+        """data: bytes [out, bytes of a row] -> floats [out, in]"""
+        matrix = self.matrix(data)
+        return matrix if isinstance(matrix, Tensor) else matrix.dequantize()
+
+
+TYPES = {  # by their number in the file
+    0: TensorType("F32", 1, 4, torch.float32),
+    1: TensorType("F16", 1, 2, torch.float16),
+    2: TensorType("Q4_0", 32, 18, partial(_simple, bits=4, has_minimum=False)),
+    3: TensorType("Q4_1", 32, 20, partial(_simple, bits=4, has_minimum=True)),
+    6: TensorType("Q5_0", 32, 22, partial(_simple, bits=5, has_minimum=False)),
+    7: TensorType("Q5_1", 32, 24, partial(_simple, bits=5, has_minimum=True)),
+    8: TensorType("Q8_0", 32, 34, _q8_0),
+    10: TensorType("Q2_K", 256, 84, _q2_k),
+    11: TensorType("Q3_K", 256, 110, _q3_k),
+    12: TensorType("Q4_K", 256, 144, partial(_q45_k, bits=4)),
+    13: TensorType("Q5_K", 256, 176, partial(_q45_k, bits=5)),
+    14: TensorType("Q6_K", 256, 210, _q6_k),
+    30: TensorType("BF16", 1, 2, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class GGUF(Scheme):
+    """Each tensor has a type of its own. type_of: by the tensor's name."""
+
+    type_of: Callable[[str], TensorType]
+
+    def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
+        shape = replace(shape, transposed=False)
+        if all(self.type_of(f"{part.name}.weight").is_float for part in shape.parts):
+            return DenseWeight(builder, shape)
+        return super().__call__(builder, shape)
+
+    def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
+        name = f"{part.name}.weight"
+        kind = self.type_of(name)
+        _, blocks, count = groups(shape, part, kind.elements)
+        columns = slice(blocks.start * kind.nbytes, blocks.stop * kind.nbytes)
+        rows = slice(part.start, part.stop)
+        data = slot(builder, name, torch.uint8, (part.rows, count * kind.nbytes), rows, columns)
+        dtype = builder.dtype
+
+        def make() -> Piece:
+            piece = kind.matrix(data)
+            return piece.to(dtype) if isinstance(piece, Tensor) else piece
+
+        return make

@@ -1,0 +1,56 @@
+"""Weights of one byte each, float8 or int8, with scales of tensors, channels, groups or blocks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import LinearShape, OutputPart
+from quire.ops.reference.quantized import QuantizedMatrix
+from quire.quantization.packing import integer_matrix, narrow
+from quire.quantization.scheme import Scheme, groups, slot
+
+
+@dataclass(frozen=True)
+class ScaledBytes(Scheme):
+    """weight: dtype [out, in]; a scale for each block of `block` = (outputs, inputs), -1 meaning all of them.
+
+    A scale for all is one number, of whatever shape; else they are [ceil(out / outputs), ceil(in / inputs)]; so are
+    zero points, if not symmetric. Activations stay as they are, whatever the config says: that is more exact.
+    """
+
+    dtype: torch.dtype
+    block: tuple[int, int]
+    marker: str = "weight_scale"
+    symmetric: bool = True
+
+    def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
+        if shape.transposed:
+            raise ValueError(f"{part.name}: a transposed weight cannot be quantized in this format")
+        name, rows, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        group, picked, count = groups(shape, part, self.block[1])
+        height = part.rows if self.block[0] == -1 else self.block[0]
+        bands = slice(part.start // height, -(-part.stop // height))
+
+        def per_block(suffix: str, dtype: torch.dtype) -> Tensor:
+            if self.block == (-1, -1):
+                return slot(builder, f"{name}.{suffix}", dtype, ())
+            return slot(builder, f"{name}.{suffix}", dtype, (-(-part.rows // height), count), bands, picked)
+
+        def per_row(values: Tensor) -> Tensor:
+            values = values.view(-1, picked.stop - picked.start).repeat_interleave(height, 0)
+            return values[part.start - bands.start * height :][: part.stop - part.start].contiguous()
+
+        weight = slot(builder, f"{name}.weight", self.dtype, (part.rows, shape.in_features), rows, inputs)
+        scales = per_block(self.marker, torch.float32)
+        zero_point = None if self.symmetric else per_block("weight_zero_point", torch.int8)
+
+        def make() -> QuantizedMatrix:
+            if self.dtype.is_floating_point:
+                return QuantizedMatrix(weight, narrow(per_row(scales)), group, shape.stop - shape.start)
+            zeros = None if zero_point is None else per_row(zero_point).int() + 128
+            return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_row(scales), group, zeros)
+
+        return make

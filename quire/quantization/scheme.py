@@ -1,0 +1,82 @@
+"""What all formats share: slots for the checkpoint's own tensors, and what is made of these once they are filled."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import LinearShape, LinearWeight, OutputPart
+from quire.ops.reference.quantized import QuantizedMatrix, concatenate
+
+Piece = QuantizedMatrix | Tensor  # some formats leave single tensors in floating point: [out, in]
+
+
+class QuantizedWeight(LinearWeight):
+    """A weight in as few pieces as possible, their outputs one after the other: fused tensors may differ in form."""
+
+    def __init__(self, builder: Builder, parts: Sequence[Callable[[], Piece]]) -> None:
+        """parts: what makes each part of the weight, once its slots are filled."""
+        self.kernels, self.dtype = builder.kernels, builder.dtype
+        self.parts = parts
+        self.pieces: list[Piece] = []
+        builder.when_loaded.append(self._convert)
+
+    def _convert(self) -> None:
+        made = [part() for part in self.parts]
+        self.parts = ()  # and with them the checkpoint's own tensors
+        matrices = [piece for piece in made if isinstance(piece, QuantizedMatrix)]
+        self.pieces = [*concatenate(matrices)] if len(matrices) == len(made) else made
+        pack = getattr(self.kernels.quantized_linear, "pack", None)
+        if pack is not None:
+            self.pieces = [pack(p) if isinstance(p, QuantizedMatrix) else p for p in self.pieces]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        outputs, start = [], 0
+        for piece in self.pieces:
+            quantized = isinstance(piece, QuantizedMatrix)
+            stop = start + (piece.out_features if isinstance(piece, QuantizedMatrix) else len(piece))
+            kernel = self.kernels.quantized_linear if quantized else self.kernels.linear
+            outputs.append(kernel(x, piece, bias if bias is None else bias[start:stop]))
+            start = stop
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def dense(self) -> Tensor:
+        pieces = (p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in self.pieces)
+        return torch.cat([piece.to(self.dtype) for piece in pieces])
+
+
+class Scheme(ABC):
+    """One format with its options: the `LinearMethod` of the layers that are kept so. Equal options compare equal."""
+
+    marker: str  # a tensor that a layer has if, and only if, it is quantized
+
+    def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
+        return QuantizedWeight(builder, [self.load(builder, shape, part) for part in shape.parts])
+
+    @abstractmethod
+    def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
+        """Note the slots of one part; returns what makes its piece from them.
+
+        Raises ValueError if the rank's inputs are not whole groups.
+        """
+
+
+def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...], *pick: slice) -> Tensor:
+    """A place for the part [pick] of the checkpoint's tensor `name`, whose shape is `whole`."""
+    target = builder.parameter(*(s.stop - s.start for s in pick), dtype=dtype)
+    builder.part(name, target, whole, *pick)
+    return target
+
+
+def groups(shape: LinearShape, part: OutputPart, size: int) -> tuple[int, slice, int]:
+    """Groups of `size` inputs (-1: of all of them): (inputs a group on this rank, the rank's groups, all groups)."""
+    if size in (-1, 0) or size >= shape.in_features:
+        return shape.stop - shape.start, slice(0, 1), 1
+    if shape.start % size or (shape.stop % size and shape.stop != shape.in_features):
+        raise ValueError(
+            f"{part.name}: inputs {shape.start} to {shape.stop} of {shape.in_features}, this rank's share, are not "
+            f"whole quantization groups of {size}; choose another tensor_parallel_size"
+        )
+    return size, slice(shape.start // size, -(-shape.stop // size)), -(-shape.in_features // size)

@@ -1,0 +1,127 @@
+"""The interface of whatever changes logits before a token is drawn, for all rows at once; built-ins and plugins alike.
+
+    class Hurry(LogitsProcessor):
+        '''extra_args={"hurry": 0.5}: with each token of output, end-of-sequence gains so much.'''
+
+        def __init__(self, config: EngineConfig, device: torch.device) -> None:
+            super().__init__(config, device)
+            self.hurry = np.zeros(config.scheduler.max_num_seqs)
+
+        def add(self, row: int, request: NewRequest) -> bool:
+            self.hurry[row] = (request.sampling_params.extra_args or {}).get("hurry", 0.0)
+            return self.hurry[row] != 0.0
+
+        def apply(self, logits: Tensor, at: SamplingRows) -> None:
+            gain = self.hurry[at.rows] * at.num_output
+            logits[at.index, 2] += torch.from_numpy(gain).to(logits)
+
+    LLM(logits_processors=["my_package.hurry:Hurry"])
+
+vLLM's plugins differ in two points: they are told of rows that move, which never happens here, and they get the logits
+of the whole batch, whereas a step here samples some of the rows (and may one day sample several places of one).
+"""
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.config import ConfigError, EngineConfig
+from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import NewRequest
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Places where a token is about to be drawn: the logits of row rows[i] of the batch are logits[index[i]]."""
+
+    index: Ints  # [places]
+    rows: Ints  # [places]
+    num_prompt: Ints  # [places]
+    num_tokens: Ints  # [places]: prompt and output so far
+    all_token_ids: npt.NDArray[np.int32]  # [all rows, longest]: row r has num_tokens of them, and rubbish behind
+
+    @cached_property
+    def num_output(self) -> Ints:
+        return self.num_tokens - self.num_prompt
+
+    def token_ids(self, place: int) -> tuple[list[int], list[int]]:
+        """Prompt and output of one place."""
+        known = self.all_token_ids[self.rows[place], : self.num_tokens[place]].tolist()
+        return known[: self.num_prompt[place]], known[self.num_prompt[place] :]
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> "SamplingRows":
+        if mask.all():
+            return self
+        columns = self.index[mask], self.rows[mask], self.num_prompt[mask], self.num_tokens[mask]
+        return SamplingRows(*columns, self.all_token_ids)
+
+
+class LogitsProcessor:
+    """Changes logits of the rows that ask for it. Made once for each process that holds a part of the model."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    def validate_params(cls, params: SamplingParams) -> None:
+        """Raise ValueError for parameters that are wrong, before the request is queued."""
+
+    def add(self, row: int, request: NewRequest) -> bool:
+        """Row `row` (< max_num_seqs) got a request; what it held before is over. True if the row asks for anything.
+
+        A request that was preempted comes again, with its output behind its prompt in token_ids.
+        """
+        raise NotImplementedError
+
+    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+        """Change `logits` [rows, vocab], float32, in place, at the places `at`: at least one, and all of them asked."""
+        raise NotImplementedError
+
+
+class LogitsProcessors:
+    """Several, in their order. A step whose rows ask for nothing costs one look into a table."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor], max_rows: int) -> None:
+        self.processors = processors
+        self._asks = np.zeros((len(processors), max_rows), np.bool_)
+
+    def add(self, row: int, request: NewRequest) -> None:
+        self._asks[:, row] = [processor.add(row, request) for processor in self.processors]
+
+    def apply(self, logits: Tensor, at: SamplingRows) -> Tensor:
+        """The logits as they were, or changed in place, or changed in float32."""
+        asks = self._asks[:, at.rows]
+        if asks.any():
+            logits = logits.float()
+            for processor, mask in zip(self.processors, asks, strict=True):
+                if mask.any():
+                    processor.apply(logits, at.where(mask))
+        return logits
+
+
+def load_plugins(plugins: Iterable[str | type]) -> list[type[LogitsProcessor]]:
+    """The classes that "package.module:Class" names, or that are given as such. Raises ConfigError."""
+    return [_load(plugin) for plugin in plugins]
+
+
+def _load(plugin: str | type) -> type[LogitsProcessor]:
+    found: object = plugin
+    if isinstance(plugin, str):
+        module, _, name = plugin.partition(":")
+        try:
+            found = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"logits_processors: cannot import {plugin!r} (package.module:Class): {error}") from error
+    if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
+        raise ConfigError(f"logits_processors: {plugin!r} is not a subclass of {__name__}.LogitsProcessor")
+    return found

@@ -1,0 +1,46 @@
+"""The likeliest tokens at each place, and the rank of the one that is there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from quire.messages.step import Logprobs
+
+
+@dataclass
+class TopLogprobs:
+    """At each place: the token that is there, then the likeliest, best first."""
+
+    token_ids: Tensor  # int32 [places, 1 + count]
+    logprobs: Tensor  # float32 [places, 1 + count]
+    ranks: Tensor  # int32 [places]: of the token that is there, 1 for the likeliest
+
+    @classmethod
+    def of(cls, scores: Tensor, tokens: Tensor, count: int) -> Self:
+        """scores: [places, vocab], float32; tokens: [places], int64, what is there"""
+        own = scores.gather(1, tokens[:, None])
+        best, ids = scores.topk(count, dim=-1)
+        ranks = (best > own).sum(-1) + 1
+        far = (ranks > count).nonzero().squeeze(1)  # not among the best: all of the vocabulary has to be counted
+        ranks[far] = (scores[far] > own[far]).sum(-1) + 1
+        return cls(torch.cat((tokens[:, None], ids), 1).int(), torch.cat((own, best), 1), ranks.int())
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        columns = zip(*((part.token_ids, part.logprobs, part.ranks) for part in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
+
+    def slice(self, start: int, stop: int, width: int) -> Self:
+        """The first `width` tokens of some places."""
+        places = slice(start, stop)
+        return type(self)(self.token_ids[places, :width], self.logprobs[places, :width], self.ranks[places])
+
+    def cpu(self) -> Self:
+        return type(self)(self.token_ids.cpu(), self.logprobs.cpu(), self.ranks.cpu())
+
+    def pack(self) -> Logprobs:
+        columns = self.token_ids, self.logprobs, self.ranks
+        return Logprobs(self.token_ids.shape[1], *(column.numpy(force=True).tobytes() for column in columns))

@@ -1,0 +1,172 @@
+"""SentencePiece's tokenizer.model, read without the library, and such vocabularies from elsewhere.
+
+Format: sentencepiece_model.proto of https://github.com/google/sentencepiece.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from quire.text.bpe import merges_of
+
+
+class Kind(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Piece(NamedTuple):
+    text: str  # ▁ is a space
+    score: float
+    kind: int
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """dummy_prefix: a text gets a space in front. In legacy mode so does the text after each added token
+    strip_spaces: spaces at the ends of a text are dropped, several in a row become one
+    charsmap: the normalization of characters, as the library compiles it
+    """
+
+    pieces: list[Piece]
+    unknown_id: int = 0
+    is_unigram: bool = False
+    byte_fallback: bool = True
+    dummy_prefix: bool = True
+    legacy: bool = True
+    strip_spaces: bool = False
+    charsmap: bytes = b""
+
+    def backend(self, listed: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
+        """A backend, and all tokens to add to it. listed: those of tokenizer_config.json, which may rename pieces"""
+        added = added_tokens((piece.text, piece.kind) for piece in self.pieces)
+        added |= {token_id: dict(token) for token_id, token in listed.items()}
+        texts = dict(enumerate(piece.text for piece in self.pieces))
+        for token_id, token in added.items():
+            if not token["content"].strip("▁"):  # added tokens are looked for in the text as it is
+                token["content"] = " " * len(token["content"])
+            texts[int(token_id)] = token["content"]
+        backend = Backend(self._unigram(texts) if self.is_unigram else self._bpe(texts))
+        steps: list[normalizers.Normalizer] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
+        if self.strip_spaces:
+            steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        if self.dummy_prefix and self.legacy:
+            steps.append(normalizers.Prepend("▁"))
+        backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+        if self.dummy_prefix and not self.legacy:
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        strip = [decoders.Strip(" ", 1, 0)] if self.dummy_prefix else []
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        return backend, added
+
+    def _unigram(self, texts: Mapping[int, str]) -> models.Model:
+        scored = [(texts[token_id], piece.score) for token_id, piece in enumerate(self.pieces)]
+        return models.Unigram(scored, self.unknown_id, self.byte_fallback)
+
+    def _bpe(self, texts: Mapping[int, str]) -> models.Model:
+        """Neighbours are joined if that gives a piece, the one with the highest score first."""
+        joinable = (Kind.NORMAL, Kind.UNUSED)
+        ranked = [p for i, p in enumerate(self.pieces) if p.kind in joinable and p.text == texts[i]]
+        ranked.sort(key=lambda piece: -piece.score)
+        return models.BPE(
+            {text: token_id for token_id, text in texts.items()},
+            merges_of(piece.text for piece in ranked),
+            unk_token=texts.get(self.unknown_id),
+            fuse_unk=True,
+            byte_fallback=self.byte_fallback,
+        )
+
+
+def added_tokens(texts_and_kinds: Iterable[tuple[str, int]]) -> dict[str, dict[str, Any]]:
+    """What is matched in a text before it is split, by id as tokenizer_config.json lists it."""
+    return {
+        str(token_id): {"content": text, "special": kind != Kind.USER_DEFINED, "normalized": False}
+        for token_id, (text, kind) in enumerate(texts_and_kinds)
+        if kind in (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)
+    }
+
+
+def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
+    """With Llama's habits: BOS in front, no EOS. Completes the configuration."""
+    pieces: list[Piece] = []
+    trainer, normalizer = dict[int, Any](), dict[int, Any]()
+    for number, value in _fields(data):
+        fields = dict(_fields(value))
+        if number == 1:
+            pieces.append(Piece(fields[1].decode(), fields.get(2, 0.0), fields.get(3, Kind.NORMAL)))
+        elif number == 2:
+            trainer = fields
+        elif number == 3:
+            normalizer = fields
+    if (kind := trainer.get(3, 1)) not in (1, 2):
+        raise ValueError("its model is of words or characters: Quire knows SentencePiece's Unigram and BPE")
+    if trainer.get(24, 0):
+        raise ValueError("treat_whitespace_as_suffix is not supported")
+    prefix = config.get("add_prefix_space")
+    backend, added = SentencePieceModel(
+        pieces,
+        unknown_id=next((i for i, piece in enumerate(pieces) if piece.kind == Kind.UNKNOWN), 0),
+        is_unigram=kind == 1,
+        byte_fallback=bool(trainer.get(35, 0)),
+        dummy_prefix=bool(normalizer.get(3, 1) if prefix is None else prefix),
+        legacy=config.get("legacy") is not False,  # what did not say so was made when there was nothing else
+        strip_spaces=bool(normalizer.get(4, 1)),
+        charsmap=normalizer.get(2, b""),
+    ).backend(config.get("added_tokens_decoder") or {})
+    names = (
+        (45, "unk_token", b"<unk>"),
+        (46, "bos_token", b"<s>"),
+        (47, "eos_token", b"</s>"),
+        (48, "pad_token", b"<pad>"),
+    )
+    named = {name: trainer.get(number, default).decode() for number, name, default in names}
+    known = {token["content"] for token in added.values()}
+    return backend, {
+        "add_bos_token": True,
+        **{name: token for name, token in named.items() if token in known},
+        **config,
+        "added_tokens_decoder": added,
+    }
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of a Protocol Buffers message: integers, floats of 32 bits, bytes; messages within as bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    while at < len(message):
+        tag = varint()
+        if tag & 7 == 0:
+            yield tag >> 3, varint()
+        elif tag & 7 == 2:
+            size = varint()
+            at += size
+            yield tag >> 3, message[at - size : at]
+        elif tag & 7 == 5:
+            yield tag >> 3, struct.unpack_from("<f", message, at)[0]
+            at += 4
+        else:
+            raise ValueError(f"not a SentencePiece model: wire type {tag & 7} at byte {at}")
+    if at > len(message):
+        raise ValueError("the file is cut off")

@@ -1,0 +1,177 @@
+"""What the hub's checkpoints have and `save_pretrained` does not write: older fields, other names, more tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
+
+# Families that transformers does not have, as the one that computes the same
+STAND_INS = {"internlm2": "llama", "minicpm": "granite"}
+
+
+def stand_in_config(kind: str, config: Config) -> Config:
+    """A family's differences from the base, in the words of the one that stands in for it."""
+    if kind != "minicpm":
+        return config
+    config = dict(config)
+    layers, hidden = config.get("num_hidden_layers", 3), config.get("hidden_size", 64)
+    return {
+        "attention_multiplier": (hidden // config.get("num_attention_heads", 4)) ** -0.5,
+        "embedding_multiplier": config.pop("scale_emb"),
+        "residual_multiplier": config.pop("scale_depth") / math.sqrt(layers),
+        "logits_scaling": hidden / config.pop("dim_model_base"),
+        **config,
+    }
+
+
+def edit_config(
+    directory: Path, kind: str, differences: Config, *, old_rope: bool, without: list[str], adds: Config
+) -> None:
+    """
+    old_rope: the fields that came before `rope_parameters`, and `torch_dtype`, as files written before transformers 5
+    have. without, adds: fields dropped from the file, and put into it.
+    """
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    if kind in STAND_INS:
+        _under_its_own_name(config, kind, differences)
+    if kind == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
+    if old_rope:
+        config["torch_dtype"] = config.pop("dtype")
+        if "rope_parameters" in config:
+            _old_rope(config, config.pop("rope_parameters"))
+    for name in without:
+        del config[name]
+    path.write_text(json.dumps({**config, **adds}, indent=2))
+
+
+def _under_its_own_name(config: Config, kind: str, differences: Config) -> None:
+    config["model_type"] = kind
+    if kind == "internlm2":
+        config["architectures"] = ["InternLM2ForCausalLM"]
+        config["bias"] = config.pop("attention_bias")
+        del config["mlp_bias"], config["head_dim"]
+    else:
+        config["architectures"] = ["MiniCPMForCausalLM"]
+        for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            del config[name]
+        config.update({name: differences[name] for name in ("scale_emb", "scale_depth", "dim_model_base")})
+
+
+def _old_rope(config: Config, parameters: Config) -> None:
+    family = config["model_type"]
+    theta, partial = "rope_theta", "partial_rotary_factor"
+    if family == "gpt_neox":
+        theta, partial = "rotary_emb_base", "rotary_pct"
+    oldest = ("linear", "dynamic", "longrope")
+    if "full_attention" in parameters:  # one for each type of layer
+        oldest = ()
+        if family == "gemma3_text":
+            config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = parameters["full_attention"]
+    config[theta] = parameters.pop("rope_theta")
+    if "partial_rotary_factor" in parameters:
+        config[partial] = parameters.pop("partial_rotary_factor")
+    if parameters["rope_type"] in oldest or family.startswith("deepseek"):
+        parameters["type"] = parameters.pop("rope_type")
+    if family == "phi3":
+        parameters.pop("original_max_position_embeddings", None)  # it stands beside
+    config["rope_scaling"] = None if parameters in ({"rope_type": "default"}, {"type": "default"}) else parameters
+
+
+def edit_tensors(directory: Path, edit: Callable[[Tensors, Config], Tensors]) -> None:
+    """Rewrite the weights, of one shard, by a function of (tensors by name, config.json)."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = edit(load_file(path), json.loads((directory / "config.json").read_text()))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def gpt2_hub(tensors: Tensors, config: Config) -> Tensors:
+    """openai-community/gpt2: the names of the inner model, and every layer's causal mask."""
+    length = config["n_positions"]
+    mask = torch.ones(1, 1, length, length).tril()
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    return tensors | {f"h.{i}.attn.bias": mask.clone() for i in range(config["n_layer"])}
+
+
+def opt_hub(tensors: Tensors, config: Config) -> Tensors:
+    """facebook/opt-125m: saved from the inner model, too."""
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def falcon_hub(tensors: Tensors, config: Config) -> Tensors:
+    """tiiuae/falcon-7b: tied, and stored twice nevertheless."""
+    return tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
+
+
+def gpt_neox_hub(tensors: Tensors, config: Config) -> Tensors:
+    """EleutherAI/pythia-*: with the buffers that attention layers had then."""
+    length = config["max_position_embeddings"]
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"gpt_neox.layers.{i}.attention."
+        tensors[f"{prefix}bias"] = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+        tensors[f"{prefix}masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{prefix}rotary_emb.inv_freq"] = torch.zeros(4)
+    return tensors
+
+
+def deepseek_v3_hub(tensors: Tensors, config: Config) -> Tensors:
+    """One more layer than num_hidden_layers says: the one that predicts a second token."""
+    last, extra = (f"model.layers.{config['num_hidden_layers'] - i}." for i in (1, 0))
+    more = {name.replace(last, extra): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    hidden = config["hidden_size"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        more[f"{extra}{name}.weight"] = torch.ones(hidden)
+    more[f"{extra}eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
+    more[f"{extra}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    more[f"{extra}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return tensors | more
+
+
+def internlm2_hub(tensors: Tensors, config: Config) -> Tensors:
+    """InternLM2: other names, and q, k and v in one, grouped by the heads of k."""
+    renames = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    kv_heads, hidden = config["num_key_value_heads"], config["hidden_size"]
+    head_dim = hidden // config["num_attention_heads"]
+    made = {}
+    for name, tensor in tensors.items():
+        if "q_proj" in name:
+            qkv = [tensors[name.replace("q_proj", part)] for part in ("q_proj", "k_proj", "v_proj")]
+            grouped = torch.cat([part.view(kv_heads, -1, head_dim, hidden) for part in qkv], dim=1)
+            made[name.replace("self_attn.q_proj", "attention.wqkv")] = grouped.reshape(-1, hidden)
+        elif "k_proj" not in name and "v_proj" not in name:
+            pattern = "|".join(map(re.escape, renames))
+            made[re.sub(pattern, lambda found: renames[found[0]], name)] = tensor
+    return made
+
+
+HUB_LAYOUTS = {
+    "gpt2": gpt2_hub,
+    "opt": opt_hub,
+    "falcon": falcon_hub,
+    "gpt_neox": gpt_neox_hub,
+    "deepseek_v3": deepseek_v3_hub,
+    "internlm2": internlm2_hub,
+}

@@ -1,0 +1,210 @@
+"""Quantized checkpoints of every format, written as plainly as their descriptions read, and what their weights mean."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+LINEAR = r"\.(self_attn|mlp)\..*_proj\.weight$"
+
+
+@dataclass(frozen=True)
+class Format:
+    """quantize: a weight [out, in] -> (the tensors of the layer, by the ends of their names; the weight they mean)."""
+
+    config: dict[str, Any]
+    quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
+    group: int = 1  # inputs that cannot be divided between ranks; 0: none can
+    left_over: Tensors = field(default_factory=dict)  # what else such checkpoints have in each layer
+
+
+def integers(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [out, in], scales [out, groups], zero points [out, groups]), for weight = (code - zero) * scale"""
+    parts = weight.float().unflatten(1, (-1, group))
+    top = 2**bits - 1
+    if symmetric:
+        scales = parts.abs().amax(-1) / (top // 2)
+        zeros = torch.full_like(scales, 2 ** (bits - 1))
+    else:
+        scales = (parts.amax(-1) - parts.amin(-1)) / top
+        zeros = (-parts.amin(-1) / scales).round().clamp(1, top)
+    scales = scales.half().float()
+    codes = (parts / scales[..., None] + zeros[..., None]).round().clamp(0, top)
+    return codes.flatten(1).int(), scales, zeros.int()
+
+
+def meaning(codes: Tensor, scales: Tensor, zeros: Tensor, group_of: list[int]) -> Tensor:
+    columns = [(codes[:, i] - zeros[:, g]) * scales[:, g] for i, g in enumerate(group_of)]
+    return torch.stack(columns, dim=1).float()
+
+
+def words(rows: Tensor, bits: int) -> Tensor:
+    """Each row's numbers as one long number, the first lowest, cut into words of 32 bits."""
+    length = -(-rows.shape[1] * bits // 32) * 4
+    numbers = [sum(value << (bits * i) for i, value in enumerate(row)) for row in rows.tolist()]
+    return torch.from_numpy(np.stack([np.frombuffer(n.to_bytes(length, "little"), np.int32).copy() for n in numbers]))
+
+
+def gptq(bits: int, group: int, *, v2: bool = False, act_order: bool = False, symmetric: bool = False) -> Format:
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        width = weight.shape[1]
+        size = width if group == -1 else group
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(1)) if act_order else torch.arange(width)
+        codes, scales, zeros = integers(weight[:, order], bits, size, symmetric)
+        group_of = torch.empty(width, dtype=torch.int32)
+        group_of[order] = torch.arange(width, dtype=torch.int32) // size
+        codes = codes[:, order.argsort()]
+        stored = zeros if v2 else zeros - 1
+        tensors = {
+            "qweight": words(codes, bits).T, "qzeros": words(stored.T, bits), "scales": scales.T.half(),
+            "g_idx": group_of, "bias": torch.zeros(len(weight), dtype=torch.float16),
+        }  # fmt: skip
+        return tensors, meaning(codes, scales, zeros, group_of.tolist())
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric}
+    return Format({**config, **({"checkpoint_format": "gptq_v2"} if v2 else {})}, quantize, 0 if act_order else group)
+
+
+def awq(group: int) -> Format:
+    def interleaved(rows: Tensor) -> Tensor:
+        """Of eight neighbours, those at even places fill the low half of a word, those at odd places the high one."""
+        return words(rows.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        codes, scales, zeros = integers(weight, 4, group, symmetric=False)
+        tensors = {"qweight": interleaved(codes.T), "qzeros": interleaved(zeros.T), "scales": scales.T.half()}
+        return tensors, meaning(codes, scales, zeros, [i // group for i in range(weight.shape[1])])
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return Format(config, quantize, group)
+
+
+def compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
+    weights = {"type": "int", "symmetric": True, "dynamic": False, **weights}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **group}},
+    }  # fmt: skip
+
+
+def packed(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> Format:
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        made, means = gptq(bits, group, v2=True, act_order=act_order, symmetric=symmetric).quantize(weight)
+        size = weight.shape[1] if group == -1 else group
+        zeros = integers(weight, bits, size, symmetric)[2]
+        if act_order:
+            zeros = integers(weight[:, made["g_idx"].argsort(stable=True)], bits, size, symmetric)[2]
+        tensors = {
+            "weight_packed": made["qweight"].T, "weight_scale": made["scales"].T.float(),
+            "weight_shape": torch.tensor(weight.shape),
+        }  # fmt: skip
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros.T, bits).T
+        if act_order:
+            tensors["weight_g_idx"] = made["g_idx"]
+        return tensors, means
+
+    options = {"num_bits": bits, "symmetric": symmetric, "strategy": "channel" if group == -1 else "group"}
+    options |= {"group_size": None if group == -1 else group, "actorder": "group" if act_order else None}
+    return Format(compressed("pack-quantized", options), quantize, 0 if act_order else group)
+
+
+def int8(strategy: str, symmetric: bool = True) -> Format:
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        rows = weight.flatten()[None] if strategy == "tensor" else weight
+        codes, scales, zeros = integers(rows, 8, rows.shape[1], symmetric)
+        tensors = {"weight": (codes - 128).to(torch.int8).view(weight.shape), "weight_scale": scales}
+        if strategy == "tensor":
+            tensors["weight_scale"] = scales[0]
+        if not symmetric:
+            tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
+        return tensors, ((codes - zeros) * scales).view(weight.shape).float()
+
+    activations = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+    options = {"num_bits": 8, "strategy": strategy, "symmetric": symmetric}
+    return Format(compressed("int-quantized", options, input_activations=activations), quantize)
+
+
+def float8(strategy: str, config: dict[str, Any] | None = None, name: str = "weight_scale") -> Format:
+    """strategy: "tensor", "channel" or a block, "32x48"."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        rows, columns = weight.shape
+        block = {"tensor": (rows, columns), "channel": (1, columns)}.get(strategy) or tuple(
+            map(int, strategy.split("x"))
+        )
+        scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
+        codes, means = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                here = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+                scales[i, j] = weight[here].abs().max() / 448
+                codes[here] = (weight[here] / scales[i, j]).to(torch.float8_e4m3fn)
+                means[here] = codes[here].float() * scales[i, j]
+        shaped = scales if strategy != "tensor" else scales[0] if config is None else scales[0, 0]
+        return {"weight": codes, name: shaped.clone(), "input_scale": torch.ones(1)}, means
+
+    options = {"type": "float", "num_bits": 8, "strategy": "block" if "x" in strategy else strategy}
+    if "x" in strategy:
+        options["block_structure"] = [int(n) for n in strategy.split("x")]
+    group = int(strategy.split("x")[1]) if "x" in strategy else 1
+    return Format(config or compressed("float-quantized", options), quantize, group)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FORMATS = {
+    "gptq": gptq(4, 32),
+    "gptq-symmetric": gptq(4, 16, symmetric=True),
+    "gptq-v2": gptq(4, 32, v2=True),
+    "gptq-act-order": gptq(4, 16, act_order=True),
+    "gptq-8-bits-a-channel": gptq(8, -1),
+    "gptq-3-bits": gptq(3, 32),
+    "gptq-2-bits": gptq(2, 16),
+    "awq": awq(32),
+    "packed-4-bits": packed(4, 32),
+    "packed-4-bits-asymmetric": packed(4, 16, symmetric=False),
+    "packed-4-bits-act-order": packed(4, 16, symmetric=False, act_order=True),
+    "packed-8-bits-a-channel": packed(8, -1),
+    "int8-channel": int8("channel"),
+    "int8-tensor": int8("tensor"),
+    "int8-asymmetric": int8("channel", symmetric=False),
+    "float8-tensor": float8("tensor"),
+    "float8-channel": float8("channel"),
+    "float8-block": float8("32x16"),
+    "fp8": float8("tensor", FP8),
+    "fp8-block": float8("24x32", {**FP8, "weight_block_size": [24, 32]}, "weight_scale_inv"),
+}
+
+
+def write_quantized(source: Path, directory: Path, form: Format, linear: str = LINEAR) -> tuple[Path, Path]:
+    """(a checkpoint with the linear layers of `source` in this format, a dense one with the weights that those mean)"""
+    quantized, dense = directory / "quantized", directory / "dense"
+    state = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
+    made, meant = {}, {}
+    for name, tensor in state.items():
+        made[name] = meant[name] = tensor
+        if re.search(linear, name):
+            del made[name]
+            parts, meant[name] = form.quantize(tensor.float())
+            stem = name.removesuffix(".weight")
+            made |= {
+                f"{stem}.{end}": part for end, part in parts.items() if end != "bias" or f"{stem}.bias" not in state
+            }
+    for path, tensors in ((quantized, made), (dense, meant)):
+        shutil.copytree(source, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    return quantized, dense

@@ -1,0 +1,82 @@
+"""Sampling, one request at a time, in plain Python: what the vectorized sampler is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from quire.messages.sampling_params import SamplingParams
+from quire.ops.reference.sampling import gumbel_noise
+
+
+def processed(
+    logits: Sequence[float],
+    prompt: list[int],
+    output: list[int],
+    params: SamplingParams,
+    bad_words: Sequence[list[int]] = (),
+    stop_token_ids: Sequence[int] = (),
+) -> list[float]:
+    """The logits after everything that comes before the temperature."""
+    made = list(logits)
+    if params.allowed_token_ids is not None:
+        made = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(made)]
+    for *before, last in bad_words:
+        if not before or output[-len(before) :] == before:
+            made[last] = -math.inf
+    if len(output) < params.min_tokens:
+        for token in stop_token_ids:
+            if 0 <= token < len(made):
+                made[token] = -math.inf
+    for token, bias in (params.logit_bias or {}).items():
+        made[token] += bias
+    for token in {*prompt, *output}:
+        made[token] *= params.repetition_penalty if made[token] < 0 else 1 / params.repetition_penalty
+    for token in set(output):
+        made[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return made
+
+
+def distribution(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """What a row is drawn from, in the order temperature, min-p, top-k, top-p. Zero: not allowed."""
+    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
+    weights = [w if w >= min_p else 0.0 for w in weights]  # the largest is 1
+    order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
+    for token in order[top_k:]:
+        weights[token] = 0.0
+    total, before = sum(weights), 0.0
+    for token in order:
+        probability = weights[token] / total
+        if before >= top_p:
+            weights[token] = 0.0
+        before += probability
+    return [w / sum(weights) for w in weights]
+
+
+def gumbel_scores(probabilities: Sequence[float], seed: int, position: int) -> list[float]:
+    """The token with the largest is the one that is drawn."""
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), len(probabilities))[0].tolist()
+    return [math.log(p) + n if p else -math.inf for p, n in zip(probabilities, noise, strict=True)]
+
+
+def scores(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> list[float]:
+    """The token with the largest is the one that a request takes, given its processed logits."""
+    if params.greedy:
+        return list(logits)
+    top_k = params.top_k if params.top_k > 0 else len(logits)
+    allowed = distribution(logits, params.temperature, top_k, params.top_p, params.min_p)
+    return gumbel_scores(allowed, seed, position)
+
+
+def chi_square_bound(freedom: int) -> float:
+    """Beyond one in ten thousand."""
+    return freedom + 4 * math.sqrt(2 * freedom) + 8
+
+
+def chi_square(observed: Sequence[int], probabilities: Sequence[float]) -> float:
+    """Pearson's statistic. What is impossible must not have been seen."""
+    count = sum(observed)
+    assert all(seen == 0 for seen, p in zip(observed, probabilities, strict=True) if p == 0)
+    return sum((seen - p * count) ** 2 / (p * count) for seen, p in zip(observed, probabilities, strict=True) if p > 0)
