@@ -18,10 +18,16 @@ MakeLLM = Callable[..., LLM]
 BOUND = 5e-5  # of the logits' standard deviation
 
 # Float32 rounds, and sharp attention makes more of that: here transformers in float32 and in float64 differ as much.
-NOISY = {"gemma": 2e-4, "gemma-multi-head": 2e-4, "gemma2-without-caps": 2e-4}
+NOISY = {"gemma": 2e-4, "gemma-multi-head": 2e-4, "gemma2-without-caps": 2e-4, "deepseek_v3": 1e-4}
 EXCLUDED = {"falcon-rw": "alibi", "falcon-rw-6-heads": "alibi"}  # what the engine does not have yet
 SUPPORTED = [variant for variant in ALL_VARIANTS if variant not in EXCLUDED]
 FIRST = [variants[0] for variants in FAMILIES.values()]
+
+
+
+def bound(variant: str) -> float:
+    return NOISY.get(variant, BOUND)
+
 
 each_variant = pytest.mark.parametrize("variant", SUPPORTED)
 
@@ -149,7 +155,7 @@ def test_logits_equal_transformers(checkpoints, references, variant, backend):
     llm = make_llm(checkpoints.path(variant), backend)
     for chunks in ([len(text)], [1, 15, 17, 40, 1, len(text) - 74]):
         difference = (teacher_forced_logits(llm, text, chunks) - expected).abs().max() / expected.std()
-        assert difference < NOISY.get(variant, BOUND)
+        assert difference < bound(variant)
 
 
 @each_variant

@@ -18,6 +18,7 @@ from support.engines import generate, make_llm, runner_of
 from support.quantized import FORMATS, compressed, write_quantized
 
 Q = "model.layers.3.self_attn.q_proj"
+BLOCK = {"strategy": "block", "block_structure": "8x16"}
 UP = "model.layers.3.mlp.up_proj"
 FP8 = torch.float8_e4m3fn
 
@@ -47,7 +48,7 @@ def test_a_checkpoint_without_quantization_is_dense():
         (compressed("pack-quantized", {"num_bits": 4, "group_size": 128, "strategy": "group"}),
          PackedIntegers(4, 128, True, False)),
         (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), ScaledBytes(torch.int8, (1, -1))),
-        (compressed("naive-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "8x16"}),  # noqa: E501
+        (compressed("naive-quantized", {"num_bits": 8, "type": "float", **BLOCK}),  # noqa: E501
          ScaledBytes(FP8, (8, 16))),
     ],
 )  # fmt: skip

@@ -1,0 +1,216 @@
+"""Ways to be wrong: what a mutation changes in a spec, or in the layers of a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quire.layers.attention import AttentionSpec
+from quire.layers.moe import MoE, MoESpec
+from quire.layers.norm import Norm
+from quire.layers.rotary import RotarySpec
+from quire.models.decoder import Decoder
+from quire.models.spec import DecoderSpec
+
+SpecMutation = Callable[[DecoderSpec], DecoderSpec]
+ModelMutation = Callable[[Decoder], None]
+
+# ---- of the spec: new values of fields, or functions of the old ones
+
+
+def _changed(value: Any, fields: dict[str, Any]) -> Any:
+    return replace(value, **{k: new(getattr(value, k)) if callable(new) else new for k, new in fields.items()})
+
+
+def decoder(**fields: Any) -> SpecMutation:
+    return lambda spec: _changed(spec, fields)
+
+
+def attention(**fields: Any) -> SpecMutation:
+    return lambda spec: replace(spec, attention=_changed(spec.attention, fields))
+
+
+def norm(**fields: Any) -> SpecMutation:
+    return lambda spec: replace(spec, norm=_changed(spec.norm, fields))
+
+
+def mlp(**fields: Any) -> SpecMutation:
+    return lambda spec: replace(spec, mlps=tuple(_changed(m, fields) for m in spec.mlps))
+
+
+def experts(**fields: Any) -> SpecMutation:
+    def mutate(spec: DecoderSpec) -> DecoderSpec:
+        return replace(spec, mlps=tuple(_changed(m, fields) if isinstance(m, MoESpec) else m for m in spec.mlps))
+
+    return mutate
+
+
+def rotary(**fields: Any) -> SpecMutation:
+    return lambda spec: replace(spec, rotary=tuple(r and _changed(r, fields) for r in spec.rotary))
+
+
+def scaling(**fields: Any) -> SpecMutation:
+    """Of those layers whose rotation is scaled."""
+
+    def mutate(spec: DecoderSpec) -> DecoderSpec:
+        def scaled(r: RotarySpec | None) -> RotarySpec | None:
+            return r if r is None or r.kind == "default" else replace(r, scaling={**r.scaling, **fields})
+
+        return replace(spec, rotary=tuple(map(scaled, spec.rotary)))
+
+    return mutate
+
+
+def windows(change: Callable[[int], int | None]) -> SpecMutation:
+    return lambda spec: replace(spec, windows=tuple(w and change(w) for w in spec.windows))
+
+
+def exchanged(*roles: str) -> SpecMutation:
+    """The names of two roles in the checkpoint."""
+    a, b = roles
+    return lambda spec: replace(spec, names={**spec.names, a: spec.names.get(b), b: spec.names.get(a)})
+
+
+def rotated_alike(spec: DecoderSpec) -> DecoderSpec:
+    """All layers as the first that is rotated."""
+    return replace(spec, rotary=(next(filter(None, spec.rotary)),) * spec.num_layers)
+
+
+def windows_everywhere(spec: DecoderSpec) -> DecoderSpec:
+    return replace(spec, windows=(max(w for w in spec.windows if w),) * spec.num_layers)
+
+
+def usual_scale(spec: DecoderSpec) -> DecoderSpec:
+    assert isinstance(spec.attention, AttentionSpec)
+    return replace(spec, attention=replace(spec.attention, scale=None))
+
+
+def head_rotated_whole(spec: DecoderSpec) -> DecoderSpec:
+    assert isinstance(spec.attention, AttentionSpec)
+    return rotary(rotary_dim=spec.attention.head_dim)(spec)
+
+
+# ---- of the loaded model
+
+
+def zeroed(pick: Callable[[Any], Tensor]) -> ModelMutation:
+    """pick: from a layer, or from the model, the tensor to zero."""
+
+    def mutate(model: Decoder) -> None:
+        for layer in model.layers:
+            pick(layer).zero_()
+
+    return mutate
+
+
+def without_norm(role: str) -> ModelMutation:
+    def mutate(model: Decoder) -> None:
+        for layer in model.layers:
+            setattr(layer, role, Norm())
+
+    return mutate
+
+
+def without(part: str) -> ModelMutation:
+    """part: such as attention.sinks"""
+    owner, _, name = part.partition(".")
+
+    def mutate(model: Decoder) -> None:
+        for layer in model.layers:
+            setattr(getattr(layer, owner), name, None)
+
+    return mutate
+
+
+def in_experts(change: Callable[[MoE], None]) -> ModelMutation:
+    def mutate(model: Decoder) -> None:
+        for layer in model.layers:
+            if isinstance(layer.mlp, MoE):
+                change(layer.mlp)
+
+    return mutate
+
+
+def of_model(change: Callable[[Decoder], Any]) -> ModelMutation:
+    return change
+
+
+def no_value_bias(model: Decoder) -> None:
+    for layer in model.layers:
+        layer.attention.qkv.bias[-layer.attention.num_kv_heads * layer.attention.head_dim :].zero_()
+
+
+def no_qk_norm(model: Decoder) -> None:
+    for layer in model.layers:
+        layer.attention.q_norm = layer.attention.k_norm = None
+
+
+def qk_norm_after_rotary(model: Decoder) -> None:
+    for layer in model.layers:
+        attention = layer.attention
+        q_norm, k_norm, rotate = attention.q_norm, attention.k_norm, attention.rotary_embedding
+        attention.q_norm = attention.k_norm = None
+
+        def rotate_then_norm(q, k, cos, sin, interleaved, q_norm=q_norm, k_norm=k_norm, rotate=rotate):
+            q, k = rotate(q, k, cos, sin, interleaved)
+            return q_norm(q), k_norm(k)
+
+        attention.rotary_embedding = rotate_then_norm
+
+
+def qk_norm_of_each_head(model: Decoder) -> None:
+    """In place of one over all heads."""
+    for layer in model.layers:
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(layer.attention, name)
+
+            def of_each_head(x, norm=norm):
+                return functional.rms_norm(x, x.shape[-1:], eps=norm.eps) * norm.weight
+
+            setattr(layer.attention, name, of_each_head)
+
+
+def qk_norm_keeps_mean(model: Decoder) -> None:
+    """An RMS norm in place of a layer norm."""
+    qk_norm_of_each_head(model)
+
+
+def qk_norm_weight_of_first_head(model: Decoder) -> None:
+    """One weight for all heads."""
+    for layer in model.layers:
+        for norm in (layer.attention.q_norm, layer.attention.k_norm):
+            norm.weight.copy_(norm.weight[:1].expand_as(norm.weight))
+
+
+def heads_in_another_order(model: Decoder) -> None:
+    """Query heads dealt out to the KV heads in turn, in place of neighbours sharing one."""
+    for layer in model.layers:
+        a = layer.attention
+        queries = a.qkv.weight.weight[: a.num_heads * a.head_dim].view(a.num_heads, a.head_dim, -1)  # a view
+        order = torch.arange(a.num_heads).view(-1, a.num_kv_heads).T.flatten()
+        queries.copy_(queries[order])
+
+
+def tied(model: Decoder) -> None:
+    model.lm_head.weight.weight = model.embedding.weight
+
+
+def untied(model: Decoder) -> None:
+    table = model.embedding.weight
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
+    model.lm_head.weight.weight = noise * table.std()
+
+
+def positions_from_one(model: Decoder) -> None:
+    """Only relative positions count in rotation, so this one must change nothing: the opposite of a mutation."""
+    model.rotary = [lambda positions, table=table: table(positions + 1) for table in model.rotary]
+
+
+def another_scale(model: Decoder) -> None:
+    for layer in model.layers:
+        layer.attention.scale *= 1.01
