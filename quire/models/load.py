@@ -10,6 +10,7 @@ from quire.layers.build import Builder
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_models import gguf_checkpoint, gguf_config, gguf_generation_config
 from quire.loading.hub import read_json
+from quire.loading.mxfp4 import Mxfp4Checkpoint
 from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint
 from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
@@ -59,6 +60,8 @@ def load_model(
         method_of = quantization_method(description)
     else:
         checkpoint = open_checkpoint(directory)
+        if any(name.endswith("_blocks") for name in checkpoint.names):
+            checkpoint = Mxfp4Checkpoint(checkpoint)
         method_of = quantization_method(description, checkpoint.has)
     builder = Builder(Kernels(target, config.kernels.kernels), group, method_of)
     model = Decoder(builder, spec, max_model_len)
