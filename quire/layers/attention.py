@@ -31,7 +31,7 @@ class AttentionSpec:
     qkv_layout: q, k, v as three tensors, as one after the other in the tensor "qkv", or in "qkv" by KV head (the query
     heads of a KV head, then its key, then its value). qk_norm: of queries and keys, over each head with one weight for
     all ("head") or one for each ("heads"), or over all heads as one vector ("all"). sinks: a learned logit a head that
-    takes part in the softmax. linear_transposed: the checkpoint keeps [in, out].
+    takes part in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out].
     """
 
     hidden_size: int
@@ -47,11 +47,12 @@ class AttentionSpec:
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     soft_cap: float | None = None
     sinks: bool = False
+    alibi: bool = False
     transposed: bool = False
 
     def cache_shape(self, group: TensorGroup) -> CacheShape:
         share = HeadShare.of(self, group)
-        return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim)
+        return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim + (2 if self.alibi else 0))
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,29 @@ class ForwardState:
     plans: list[Any]
 
 
+class AlibiSlopes:
+    """Attention with linear biases (arXiv:2108.12409): a head's scores grow by slope * (position of the key).
+
+    No backend knows of it: every head gets two more elements, slopes in the query and the position in the key, in two
+    digits so that bfloat16 holds it exactly up to 65,536. The values get zeros.
+    """
+
+    def __init__(self, num_heads: int, heads: range, builder: Builder) -> None:
+        """Slopes are a geometric series; beyond a power of two, every other one of the next finer series."""
+        power = 1 << (num_heads.bit_length() - 1)
+        slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+        slopes += [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
+        mine = torch.tensor(slopes[heads.start : heads.stop], dtype=builder.dtype, device=builder.device)
+        self.slopes = mine[None, :, None].expand(1, -1, 2)  # [1, heads, 2]
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v: [tokens, heads, head_dim], positions: [tokens] -> [tokens, heads, head_dim + 2] each"""
+        low = positions & 255
+        digits = torch.stack([positions - low, low], dim=-1).to(k.dtype)[:, None]  # [tokens, 1, 2]
+        slopes, digits = self.slopes.expand(len(q), -1, -1), digits.expand(-1, k.shape[1], -1)
+        return torch.cat([q, slopes], -1), torch.cat([k, digits], -1), torch.nn.functional.pad(v, (0, 2))
+
+
 class CachedAttention:
     """What all kinds of attention have in common: a layer's place in the cache."""
 
@@ -148,6 +172,7 @@ class Attention(CachedAttention):
             over = spec.qk_norm_over
             self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads)
             self.k_norm = make_qk_norm(builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads)
+        self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
         self.sinks = None
         if spec.sinks:
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
@@ -164,9 +189,11 @@ class Attention(CachedAttention):
             q, k = self.q_norm(q), self.k_norm(k)
         if place.rotary is not None:
             q, k = self.rotary_embedding(q, k, *state.rotary[place.rotary], self.interleaved)
+        if self.alibi is not None:
+            q, k, v = self.alibi.extend(q, k, v, state.positions)
         plan = state.plans[place.kv_group]
         self.backend.store(self.cache, k, v, plan)
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
-        return self.out(out.view(tokens, heads * self.head_dim))
+        return self.out(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim))

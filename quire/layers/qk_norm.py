@@ -28,9 +28,10 @@ class NormOfEachHead:
     ) -> None:
         self.eps = spec.eps
         self.weight = builder.parameter(len(heads), head_dim)
-        if "{h}" in name:  # StableLM: a tensor a head
-            for row, head in zip(self.weight, heads, strict=True):
-                builder.part(f"{name.replace('{h}', str(head))}.weight", row, (head_dim,))
+        if "{h}" in name:  # StableLM: a tensor a head, of which this rank takes nothing if the head is another's
+            for head in range(num_heads):
+                rows = self.weight[head - heads.start] if head in heads else self.weight.new_empty(0)
+                builder.part(f"{name.replace('{h}', str(head))}.weight", rows, (head_dim,), slice(len(rows)))
         else:
             builder.part(f"{name}.weight", self.weight, (num_heads, head_dim), slice(heads.start, heads.stop))
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from test_parity import FIRST
 
 from quire.config import EngineConfig
 from quire.engine.client import scheduler_limits
@@ -25,7 +26,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
-from support.checkpoints import write_checkpoint
+from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import GREEDY, MAX_MODEL_LEN, finish, generate, make_llm, tokens_of
 from support.reference import LENGTHS, greedy, load, prompts
 from support.thread_group import ThreadGroup, on_every_rank
@@ -77,7 +78,45 @@ SPLITS = [
     ("qwen2", 2),
     ("qwen2-windows-old", 2),  # a vocabulary of 401
     ("qwen3-mixed-windows-biases", 4),
+    ("internlm2", 2),  # q, k, v in one tensor, by KV head
+    ("internlm2", 4),  # and two ranks keep the same KV head
+    ("minicpm", 2),
+    ("gemma", 2),
+    ("gemma2", 2),
+    ("gemma3", 2),
+    ("phi3", 2),  # q, k, v in one tensor, one after the other; gate and up in one
+    ("phi3-longrope-partial", 2),  # an MLP of 70, tied
+    ("olmo2", 2),  # norms over the queries and keys of all ranks
+    ("olmo2-grouped", 2),
+    ("olmo3-layer-types", 4),  # with fewer KV heads than ranks, whose keys must count once in the norm
+    ("granite-biases", 2),
+    ("glm", 2),
+    ("glm4-biases", 2),
+    ("smollm3-windows", 2),
+    ("phi", 2),  # a bias of the head
+    ("phi-query-key-norms", 2),  # with a vocabulary of 321
+    ("opt-post-norm-projections", 2),  # every rank projects the embeddings
+    ("gpt2", 2),  # [in, out], biases in both products
+    ("gpt_neox", 2),
+    ("falcon", 2),  # one KV head for all, in the tensor of the queries
+    ("falcon-40b", 4),
+    ("stablelm-parallel-query-key-norms", 2),  # a norm's weight for each head
+    ("cohere-query-key-norms", 4),
+    ("cohere2", 2),
+    ("mixtral-windows", 4),  # experts of 38 over 4 ranks
+    ("qwen2_moe-dense-layers-between", 2),  # a shared expert behind a gate
+    ("qwen3_moe", 2),
+    ("gpt_oss", 2),  # sinks by head; the experts' biases once, not twice
+    ("gpt_oss-global-first", 4),  # experts of 38 over 4 ranks
+    ("deepseek_v2", 2),  # the latent on each rank
+    ("deepseek_v2-lite", 4),
+    ("deepseek_v3", 2),
+    ("deepseek_v3-without-groups", 2),  # biases
 ]
+
+
+def test_every_family_is_split():
+    assert {ALL_VARIANTS[variant][0] for variant, _ in SPLITS} == {ALL_VARIANTS[variant][0] for variant in FIRST}
 
 
 @pytest.mark.parametrize(("variant", "size"), SPLITS)

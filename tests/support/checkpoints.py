@@ -174,17 +174,19 @@ def bias_size(name: str) -> float:
 def norm_size(name: str, kind: str) -> float:
     if re.search(r"[qk]_(layer)?norm", name):
         return 2  # sharp attention
+    if kind.startswith("gemma") and name == "model.norm.weight":
+        return 3  # for the small embeddings
     if kind in ("gemma2", "gemma3_text") and "post_" in name:
-        return 2.5  # what a layer adds must outshine the embedding, or tokens repeat themselves
+        return 2
     return 1
 
 
 def gain(name: str, kind: str) -> float:
     """How large the outputs of a weight are, if its inputs are of size 1."""
-    if re.search(PLAIN_DOWN, name):
+    if re.search(rf"{PLAIN_DOWN}|fc1|c_fc|h_to_4h", name):
         return 2.5
     if kind.startswith("gemma") and re.search(EMBEDDINGS, name):
-        return 1.0
+        return 0.6  # before they are multiplied by the root of hidden_size
     if re.search(r"embed_positions|wpe", name):
         return 4.0
     if "project_in" in name:

@@ -1,4 +1,4 @@
-"""Falcon: 7B (one KV head), 40B and 180B (grouped, a norm a branch), 11B (grouped, one norm)."""
+"""Falcon: 7B (one KV head), 40B and 180B (grouped, a norm a branch), 11B (grouped, one norm), RW (linear biases)."""
 
 from quire.layers.mlp import MLPSpec
 from quire.layers.norm import NormSpec
@@ -6,9 +6,8 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 
 def falcon(config: HfConfig) -> DecoderSpec:
-    if config.get("alibi"):
-        raise ValueError("Falcon with alibi=true (falcon-rw) is not supported; those with rotary embedding are")
     heads, hidden, bias = config["num_attention_heads"], config["hidden_size"], bool(config.get("bias", False))
+    alibi = bool(config.get("alibi", False))
     grouped = bool(config.get("new_decoder_architecture", False))
     one_kv_head = not grouped and config.get("multi_query", True)
     parallel = grouped or config.get("parallel_attn", True)
@@ -23,12 +22,14 @@ def falcon(config: HfConfig) -> DecoderSpec:
     }  # fmt: skip
     attention = {
         "num_kv_heads": 1 if one_kv_head else config.get("num_kv_heads") or heads if grouped else heads,
-        "qkv_layout": "concatenated" if one_kv_head else "by_kv_head", "qkv_bias": bias, "output_bias": bias,
+        "qkv_layout": "concatenated" if one_kv_head else "by_kv_head", "alibi": alibi,
+        "qkv_bias": bias, "output_bias": bias,
     }  # fmt: skip
     inner, act = config.get("ffn_hidden_size") or 4 * hidden, config.get("activation", "gelu")
+    differences = {"rotary": None} if alibi else {}
     return decoder_spec(
         config, attention=attention, mlp=MLPSpec(inner, act, gated=False, bias=bias), names=names,
         norm=NormSpec("layer", config.get("layer_norm_epsilon", 1e-5), bias=True),
         residual="parallel" if parallel else "sequential",
-        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)), **differences,
     )  # fmt: skip

@@ -148,7 +148,15 @@ LAYER_NORM: dict[str, Variant] = {
     ),
     "falcon-rw": (
         "falcon",
-        {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False, "tie_word_embeddings": True},
+        {
+            "alibi": True,
+            "bias": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "hidden_size": 128,
+            "num_attention_heads": 8,
+            "tie_word_embeddings": True,
+        },
         {"without": ["rope_parameters", "tie_word_embeddings"]},
     ),
     "falcon-rw-6-heads": (
@@ -160,6 +168,7 @@ LAYER_NORM: dict[str, Variant] = {
             "parallel_attn": True,
             "hidden_size": 96,
             "num_attention_heads": 6,
+            "num_hidden_layers": 4,
             "tie_word_embeddings": True,
         },
         {"seed": 12},

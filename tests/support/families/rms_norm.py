@@ -22,7 +22,7 @@ RMS_NORM: dict[str, Variant] = {
     "minicpm": (
         "minicpm",
         {
-            "scale_emb": 3,
+            "scale_emb": 1.5,
             "scale_depth": 1.4,
             "dim_model_base": 32,
             "num_key_value_heads": 4,
@@ -52,7 +52,7 @@ RMS_NORM: dict[str, Variant] = {
             "head_dim": 24,
             "query_pre_attn_scalar": 40,
             "sliding_window": 20,
-            "attn_logit_softcapping": 4.0,
+            "attn_logit_softcapping": 6.0,
             "final_logit_softcapping": 4.0,
             "tie_word_embeddings": True,
         },
@@ -170,9 +170,9 @@ RMS_NORM: dict[str, Variant] = {
     "granite": (
         "granite",
         {
-            "attention_multiplier": 0.15,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.35,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.8,
             "logits_scaling": 1.7,
             "tie_word_embeddings": True,
         },

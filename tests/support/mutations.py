@@ -108,23 +108,19 @@ def zeroed(pick: Callable[[Any], Tensor]) -> ModelMutation:
     return mutate
 
 
-def without_norm(role: str) -> ModelMutation:
+def without(part: str, instead: Any = None) -> ModelMutation:
+    """part: such as attention.sinks. instead: what takes its place."""
+    *owner, name = part.split(".")
+
     def mutate(model: Decoder) -> None:
         for layer in model.layers:
-            setattr(layer, role, Norm())
+            setattr(getattr(layer, owner[0]) if owner else layer, name, instead)
 
     return mutate
 
 
-def without(part: str) -> ModelMutation:
-    """part: such as attention.sinks"""
-    owner, _, name = part.partition(".")
-
-    def mutate(model: Decoder) -> None:
-        for layer in model.layers:
-            setattr(getattr(layer, owner), name, None)
-
-    return mutate
+def without_norm(part: str) -> ModelMutation:
+    return without(part, Norm())
 
 
 def in_experts(change: Callable[[MoE], None]) -> ModelMutation:
@@ -175,11 +171,6 @@ def qk_norm_of_each_head(model: Decoder) -> None:
             setattr(layer.attention, name, of_each_head)
 
 
-def qk_norm_keeps_mean(model: Decoder) -> None:
-    """An RMS norm in place of a layer norm."""
-    qk_norm_of_each_head(model)
-
-
 def qk_norm_weight_of_first_head(model: Decoder) -> None:
     """One weight for all heads."""
     for layer in model.layers:
@@ -202,7 +193,7 @@ def tied(model: Decoder) -> None:
 
 def untied(model: Decoder) -> None:
     table = model.embedding.weight
-    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(99))
     model.lm_head.weight.weight = noise * table.std()
 
 

@@ -1,0 +1,106 @@
+"""Every family in bfloat16, in which models are served, against transformers in float32.
+
+Random models are undecided: their two best logits are often as near as bfloat16's rounding is large, so that any two
+implementations choose differently in a few places of a hundred. A trained model knows what it wants to say. So the
+models here are trained, for seconds: until they know a text of NUM_TEXTS * LENGTH random tokens by heart. It has only
+ALPHABET different tokens, so the last token alone does not tell the next one; the layers have to. Then the weights are
+rounded to bfloat16, and with these three run over the text: transformers in float32, which is right, transformers in
+bfloat16, which shows what rounding does to the model (that a router chooses another expert included), and Quire in
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_parity import FIRST, each_variant
+from torch import Tensor
+from torch.nn import functional
+
+from support.checkpoints import ALL_VARIANTS, build, write_checkpoint
+from support.engines import make_llm, teacher_forced_logits
+from support.reference import LENGTHS, logits
+
+NUM_TEXTS, LENGTH, ALPHABET = 4, 120, 40
+STEPS, LEARNING_RATE = 80, 6e-3
+
+
+def texts() -> list[list[int]]:
+    draw = random.Random(1)
+    return [[draw.randrange(4, 4 + ALPHABET) for _ in range(LENGTH)] for _ in range(NUM_TEXTS)]
+
+
+def learn_by_heart(model: Any) -> None:
+    ids = torch.tensor(texts())
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        predicted = model(ids).logits[:, :-1]
+        optimizer.zero_grad()
+        functional.cross_entropy(predicted.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def cast(model: Any, dtype: torch.dtype) -> None:
+    """The parameters alone: what transformers computes itself, such as rotary frequencies, it keeps in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def trained(variant: str) -> Any:
+    """A trained model of transformers in float32, whose weights are bfloat16 numbers."""
+    kind, config, writing = ALL_VARIANTS[variant]
+    model = build(kind, config, writing.get("seed", 0))
+    model.set_attn_implementation("eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    model.train()
+    learn_by_heart(model)
+    cast(model, torch.bfloat16)
+    cast(model, torch.float32)
+    return model.eval()
+
+
+def all_logits(model: Any) -> Tensor:
+    return torch.cat([logits(model, text).float() for text in texts()])
+
+
+def error(ours: Tensor, right: Tensor) -> float:
+    return float((ours - right).std() / right.std())
+
+
+@pytest.mark.parametrize("variant", FIRST)
+def test_bfloat16_chooses_the_tokens_that_float32_does(tmp_path, variant):
+    model = trained(variant)
+    kind, config, writing = ALL_VARIANTS[variant]
+    path = write_checkpoint(tmp_path, kind, config, network=model, **writing)
+    right = all_logits(model)
+    cast(model, torch.bfloat16)
+    rounded = all_logits(model)
+
+    following = torch.tensor([[*text[1:], -1] for text in texts()]).flatten()
+    known = following >= 0
+    assert (right.argmax(-1) == following)[known].float().mean() >= 0.98, "it has not learned its text"
+    llm = make_llm(path, dtype="bfloat16")
+    ours = torch.cat([teacher_forced_logits(llm, text) for text in texts()]).float()
+    assert (ours.argmax(-1) == right.argmax(-1))[known].float().mean() >= 0.99
+    assert error(ours, right) <= 1.5 * error(rounded, right)
+
+
+@each_variant
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoints, references, variant):
+    """Random models, all variants."""
+    continuation = references.continuations(variant)[len(LENGTHS) - 1]
+    text = continuation.prompt + continuation.token_ids
+    model = references.model(variant)
+    right = logits(model, text)
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    cast(model, torch.bfloat16)
+    rounded = logits(model, text).float()
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+    ours = teacher_forced_logits(make_llm(checkpoints.path(variant), dtype="bfloat16"), text).float()
+    assert error(ours, right) <= 1.5 * error(rounded, right)

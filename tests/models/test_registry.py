@@ -1,0 +1,79 @@
+"""Architectures by name: all are covered, each is short, and one that is not there gets a helpful error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire.models.architectures
+from quire.models.load import hf_config
+from quire.models.registry import ARCHITECTURES, spec_of
+from support.checkpoints import EOS, FAMILIES, byte_level_tokenizer
+from support.engines import make_llm, teacher_forced_logits
+from support.reference import logits, prompts
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+
+
+def test_an_unsupported_architecture_is_an_error_that_lists_the_supported_and_the_nearest():
+    with pytest.raises(ValueError, match=r"BloomForCausalLM is not supported; supported: Cohere2ForCausalLM, .*Yi"):
+        spec_of({"architectures": ["BloomForCausalLM"]})
+    with pytest.raises(ValueError, match=r"the nearest is Qwen2ForCausalLM$"):
+        spec_of({"architectures": ["Qwen2ForSequenceClassification"]})
+    with pytest.raises(ValueError, match=r"architecture \(none named in config.json\) is not supported"):
+        spec_of({})
+
+
+def test_a_config_that_lacks_a_field_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match=r"config.json of a LlamaForCausalLM lacks 'vocab_size'"):
+        spec_of({**LLAMA, "intermediate_size": 64})
+
+
+def test_an_architecture_takes_less_than_sixty_lines_on_average():
+    files = list(Path(quire.models.architectures.__path__[0]).glob("*.py"))
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    assert lines / len(FAMILIES) < 60
+
+
+def test_yi_is_llama(checkpoints):
+    config = hf_config(checkpoints.path("llama"), {})
+    assert spec_of({**config, "architectures": ["YiForCausalLM"]}) == spec_of(config)
+
+
+def test_the_text_model_of_a_gemma_3_that_sees_equals_transformers(tmp_path):
+    import torch
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text: dict[str, Any] = {
+        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20, "max_position_embeddings": 256,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=319, tie_word_embeddings=True
+    )
+    config._attn_implementation = "eager"
+    model = Gemma3ForConditionalGeneration(config).float().eval()
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5
+    model.tie_weights()
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(tmp_path)
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Gemma3ForConditionalGeneration"]
+    for prompt in prompts(319, 9)[-2:]:
+        expected = logits(model, prompt)
+        ours = teacher_forced_logits(make_llm(tmp_path), prompt)
+        assert (ours - expected).abs().max() / expected.std() < 2e-4
+
+
+def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
+    named = {hf_config(checkpoints.path(variants[0]), {})["architectures"][0] for variants in FAMILIES.values()}
+    assert named | {"YiForCausalLM", "Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
