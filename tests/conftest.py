@@ -19,13 +19,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "family(name): tests of a family of models")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which tests stay together in one process: those of a file, but those of a family of models wherever they are."""
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         variant = parameters.get("variant")
-        group = ALL_VARIANTS[variant][0] if variant in ALL_VARIANTS else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+        family = ALL_VARIANTS[variant][0] if variant in ALL_VARIANTS else None
+        if family:
+            item.add_marker(pytest.mark.family(name=family))
+        item.add_marker(pytest.mark.xdist_group(family or item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(scope="session")

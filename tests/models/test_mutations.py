@@ -85,6 +85,7 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("gemma2", "usual scale", m.usual_scale),
     ("gemma3", "usual scale", m.usual_scale),
     ("granite", "usual scale", m.usual_scale),
+    ("falcon-rw", "no slopes", m.attention(alibi=False)),
     ("gpt2-scaled-by-layer", "same scale in all layers", m.decoder(score_scales=None)),
     # norms
     ("llama", "epsilon", m.norm(eps=lambda eps: eps * 1000)),

@@ -100,6 +100,7 @@ SPLITS = [
     ("gpt_neox", 2),
     ("falcon", 2),  # one KV head for all, in the tensor of the queries
     ("falcon-40b", 4),
+    ("falcon-rw-6-heads", 2),  # each rank its heads' slopes
     ("stablelm-parallel-query-key-norms", 2),  # a norm's weight for each head
     ("cohere-query-key-norms", 4),
     ("cohere2", 2),

@@ -1,0 +1,123 @@
+"""docs/models.md: its table says what the tests compare, and is written by them (`pytest ... --write`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.layers.attention import AttentionSpec
+from quire.layers.latent_attention import LatentAttentionSpec
+from quire.layers.moe import MoESpec
+from quire.models.load import hf_config
+from quire.models.registry import spec_of
+from quire.models.spec import DecoderSpec
+from support.checkpoints import FAMILIES
+from support.layouts import STAND_INS
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- written by tests/models/test_models_page.py --write -->\n", "<!-- end -->\n"
+
+PEOPLE_CALL_IT = {
+    "llama": "Llama 1, 2, 3, SmolLM 1/2, TinyLlama, Yi",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "internlm2": "InternLM2",
+    "minicpm": "MiniCPM",
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "phi3": "Phi-3, Phi-3.5, Phi-4",
+    "olmo2": "OLMo-2",
+    "olmo3": "OLMo-3",
+    "granite": "Granite",
+    "glm": "GLM-4",
+    "glm4": "GLM-4-0414",
+    "smollm3": "SmolLM3",
+    "phi": "Phi-1, Phi-1.5, Phi-2",
+    "opt": "OPT",
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPT-NeoX, Pythia",
+    "falcon": "Falcon",
+    "cohere": "Command-R, Aya",
+    "cohere2": "Command-R7B, Command A",
+    "stablelm": "StableLM",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "qwen3_moe": "Qwen3-MoE",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1",
+}
+
+
+def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpec], object]:
+    return lambda spec: isinstance(spec.attention, AttentionSpec) and has(spec.attention)
+
+
+def of_experts(has: Callable[[MoESpec], object]) -> Callable[[DecoderSpec], object]:
+    return lambda spec: any(isinstance(mlp, MoESpec) and has(mlp) for mlp in spec.mlps)
+
+
+def partial_rotation(spec: DecoderSpec) -> bool:
+    dim = spec.attention.head_dim if isinstance(spec.attention, AttentionSpec) else None
+    return any(r is not None and dim is not None and r.rotary_dim < dim for r in spec.rotary)
+
+
+FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
+    ("fewer KV heads", of_attention(lambda a: a.num_kv_heads < a.num_heads)),
+    ("latent attention", lambda s: isinstance(s.attention, LatentAttentionSpec)),
+    ("windows", lambda s: any(s.windows)),
+    ("sinks", of_attention(lambda a: a.sinks)),
+    ("ALiBi", of_attention(lambda a: a.alibi)),
+    ("soft caps", lambda s: s.logit_soft_cap or of_attention(lambda a: a.soft_cap)(s)),
+    ("norms of q and k", of_attention(lambda a: a.qk_norm)),
+    ("biases", of_attention(lambda a: a.qkv_bias or a.output_bias)),
+    ("q, k, v in one tensor", of_attention(lambda a: a.qkv_layout != "separate")),
+    ("learned positions", lambda s: s.position_offset is not None),
+    ("partial rotation", partial_rotation),
+    ("interleaved rotation", of_attention(lambda a: a.interleaved_rotary)),
+    ("unrotated layers", lambda s: None in s.rotary and any(s.rotary)),
+    *(
+        (f"{kind} scaling", lambda s, kind=kind: any(r and r.kind == kind for r in s.rotary))
+        for kind in ("linear", "dynamic", "llama3", "yarn", "longrope")
+    ),
+    ("layer norms", lambda s: s.norm.kind == "layer"),
+    ("norms after branches", lambda s: s.names.get("mlp_post_norm") or s.residual == "post_norm"),
+    ("parallel branches", lambda s: s.residual == "parallel"),
+    ("experts", of_experts(lambda moe: True)),
+    ("shared experts", of_experts(lambda moe: moe.shared)),
+    ("groups of experts", of_experts(lambda moe: moe.groups > 1)),
+    ("tied embeddings", lambda s: s.tie_embeddings),
+]
+
+
+def table(checkpoints) -> str:
+    rows = ["| family | `architectures` | compared features | checked against | test |", "|---|---|---|---|---|"]
+    for family, variants in FAMILIES.items():
+        configs = [hf_config(checkpoints.path(variant), {}) for variant in variants]
+        specs = [spec_of(config) for config in configs]
+        names = [f"`{config['architectures'][0]}`" for config in configs[:1]]
+        names += {"llama": ["`YiForCausalLM`"], "gemma3_text": ["`Gemma3ForConditionalGeneration`"]}.get(family, [])
+        features = [label for label, has in FEATURES if any(map(has, specs))]
+        other = STAND_INS.get(family)
+        reference = f"transformers' {other.capitalize()}, renamed" if other else "transformers"
+        rows.append(
+            f"| {PEOPLE_CALL_IT[family]} | {', '.join(names)} | {', '.join(features)} | {reference} | "
+            f"`pytest -m \"family(name='{family}')\"` |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def test_the_page_says_what_the_tests_compare(checkpoints, request: pytest.FixtureRequest):
+    text = PAGE.read_text()
+    pattern = re.compile(f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", re.DOTALL)
+    assert pattern.search(text)
+    made = table(checkpoints)
+    if request.config.getoption("--write"):
+        PAGE.write_text(pattern.sub(lambda _: made, text))
+    else:
+        assert pattern.search(text)[0] == made, "docs/models.md is not what the tests compare: run this with --write"
