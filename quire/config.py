@@ -130,6 +130,41 @@ class KernelConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """The server."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = option(8000, "port to listen on; 0 for any that is free")
+    uds: str | None = option(None, "listen on this Unix domain socket instead")
+    api_key: list[str] = option([], "keys of which a request must carry one as a bearer token")
+    served_model_name: list[str] = option([], "names of the model in the API (default: as --model says)")
+    root_path: str = option("", "path at which a proxy serves this server")
+    ssl_keyfile: str | None = option(None, "private key for HTTPS")
+    ssl_certfile: str | None = option(None, "certificate for HTTPS")
+    allowed_origins: list[str] = option([], "web origins whose pages may call the server; * for all")
+    max_waiting_requests: int | None = option(
+        None, "answer 429 to a request that would find this many waiting ones before it (default: no limit)"
+    )
+    request_timeout: float | None = option(None, "seconds after which a request is ended (default: never)")
+    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    max_body_bytes: int = option(64 << 20, "largest body of a request", size=True)
+    max_generated_tokens: int | None = option(
+        None, "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)", size=True
+    )
+    metrics_prefix: str = option("quire", "first part of the metrics' names; vllm fits dashboards made for that")
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "port", "max_waiting_requests")
+        _at_least(self, 1, "max_body_bytes", "max_generated_tokens")
+        for name in ("request_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("ssl_keyfile and ssl_certfile belong together")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """All options of an engine."""
 

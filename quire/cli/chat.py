@@ -68,7 +68,7 @@ def _answer(llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams"
     previous = signal.signal(signal.SIGINT, stop)  # take effect between steps, so that the engine stays whole
     text = ""
     try:
-        for output in llm.stream(llm.render_chat(messages), params, add_special_tokens=False):
+        for output in llm.stream(llm.frontend.render_chat(messages), params, add_special_tokens=False):
             new = output.outputs[0].text
             sys.stdout.write(new[len(text) :])
             sys.stdout.flush()

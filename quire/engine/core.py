@@ -1,10 +1,11 @@
 """The loop: schedule, submit, sample, update, with a queue of submitted steps."""
 
+import time
 from collections import deque
 from concurrent.futures import Future
 
 from quire.executor.base import Executor
-from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, RequestError
+from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, RequestError
 from quire.messages.step import ModelRunnerOutput
 from quire.metrics.logging import logger
 from quire.scheduler.scheduler import Scheduler
@@ -25,6 +26,7 @@ class EngineCore:
         self.scheduler, self.executor = scheduler, executor
         self._in_flight: deque[Future[ModelRunnerOutput]] = deque()
         self._cause_of_death: BaseException | None = None
+        self._scheduled_at: dict[str, float] = {}  # of requests that have had no output yet
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError if it can never run."""
@@ -34,6 +36,7 @@ class EngineCore:
         """End requests; ids that are not known (any more) are passed over."""
         for request_id in request_ids:
             self.scheduler.abort(request_id)
+            self._scheduled_at.pop(request_id, None)
 
     @property
     def has_unfinished(self) -> bool:
@@ -52,7 +55,22 @@ class EngineCore:
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error}") from error
+        for output in outputs:
+            output.scheduled_at = self._scheduled_at.pop(output.request_id, 0.0)
         return outputs
+
+    @property
+    def stats(self) -> CoreStats:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        counted = scheduler.stats
+        return CoreStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.requests) - len(scheduler.running),
+            kv_cache_usage=1 - pool.num_free / pool.num_usable,
+            preemptions=counted.preemptions,
+            prefix_queries=counted.prefix_queries,
+            prefix_hits=counted.prefix_hits,
+        )
 
     def _launch(self, outputs: list[EngineCoreOutput]) -> bool:
         """Submit the next step. False if there is nothing to run. A request that cannot be run fails alone."""
@@ -60,6 +78,10 @@ class EngineCore:
             step = self.scheduler.schedule()
             if not step.rows:
                 return False
+            now = time.monotonic()
+            for request in step.new_requests:
+                if len(request.token_ids) == request.num_prompt_tokens:  # else it was preempted, or replayed
+                    self._scheduled_at.setdefault(request.request_id, now)
             try:
                 self.executor.submit(step)
                 self._in_flight.append(self.executor.sample(step.step_id))

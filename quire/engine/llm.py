@@ -2,26 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from quire.config import ConfigError, EngineConfig
+from quire.config import EngineConfig
 from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.client import make_core
+from quire.engine.frontend import Frontend, Message
 from quire.engine.output_processor import DeltaReader, OutputProcessor
-from quire.engine.processor import ProcessedRequest, Processor, Prompt
-from quire.loading.hub import resolve
+from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.models.load import hf_config, load_generation_config, load_tokenizer, resolve_dtype
-from quire.models.registry import spec_of
-from quire.sampling.logits_processors import load_plugins
-from quire.text.chat_template import render
 from quire.text.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -33,34 +26,12 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.config = config = EngineConfig.create(model=None if model is None else str(model), **options)
-        m = config.model
-        weights = m.load_format != "dummy"
-        directory = resolve(m.model, m.revision, m.download_dir, m.hf_token, weights)
-        spec = spec_of(hf_config(directory, m.hf_overrides))
-        self.dtype = str(resolve_dtype(m.dtype)).removeprefix("torch.")
-        self.max_model_len = m.max_model_len or spec.max_positions
-        if self.max_model_len > spec.max_positions:
-            raise ConfigError(
-                f"max_model_len={self.max_model_len} is more than the {spec.max_positions} positions of the model"
-            )
-        tokenizer_directory = directory
-        if m.tokenizer is not None:
-            tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
-        self._tokenizer = load_tokenizer(tokenizer_directory)
-        generation_config = load_generation_config(directory) if m.generation_config == "auto" else {}
-        self.processor = Processor(
-            self._tokenizer,
-            self.max_model_len,
-            spec.vocab_size,
-            generation_config,
-            seed=m.seed,
-            max_logprobs=config.sampling.max_logprobs,
-            plugins=load_plugins(config.sampling.logits_processors),
-            in_process=config.parallel.tensor_parallel_size == 1,
-        )
+        self.config = EngineConfig.create(model=None if model is None else str(model), **options)
+        self.frontend = Frontend(self.config, in_process=True)
+        self.processor, self._tokenizer = self.frontend.processor, self.frontend.tokenizer
+        self.max_model_len, self.dtype = self.frontend.max_model_len, self.frontend.dtype
         self.output_processor = OutputProcessor(self._tokenizer)
-        self.core = make_core(config, directory, self.max_model_len)
+        self.core = make_core(self.config, self.frontend.directory, self.max_model_len)
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them
         self._num_requests = 0
 
@@ -101,7 +72,7 @@ class LLM:
         if reserved:
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
         prompts: list[Prompt] = [
-            self.render_chat(
+            self.frontend.render_chat(
                 conversation,  # type: ignore[arg-type]
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -140,23 +111,6 @@ class LLM:
         Leaving the loop early aborts the request.
         """
         yield from self._run(self._process([prompt], sampling_params, None, add_special_tokens))
-
-    def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **arguments: Any) -> str:
-        """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses."""
-        template = chat_template or self.config.model.chat_template
-        if template is not None and "{" not in template:  # a file's name
-            try:
-                template = Path(template).read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(
-                    f"chat_template {template!r} is neither a Jinja template nor a readable file"
-                ) from error
-        if template is None and arguments.get("tools"):
-            template = self._tokenizer.chat_templates.get("tool_use")
-        template = template or self._tokenizer.chat_template
-        if template is None:
-            raise ValueError("the model has no chat template; give one with chat_template, or use generate")
-        return render(template, messages, **{**self._tokenizer.special_tokens, **arguments})
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -239,7 +193,7 @@ class LLM:
                     yield deltas[request_id].read(output) if request_id in deltas else output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
             for request in requests:
-                self.core.abort_requests(self.output_processor.abort(request))
+                self.core.abort_requests(self.output_processor.abort(request.core_requests))
                 self._grown.pop(request.request_id, None)
 
     def _step(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from quire.engine.logprobs import LogprobUnpacker
 from quire.engine.processor import ProcessedRequest
-from quire.messages.engine import EngineCoreOutput, FinishReason
+from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling_params import RequestOutputKind
 from quire.messages.step import Logprobs
@@ -67,7 +67,7 @@ class OutputProcessor:
             if sequence is None:
                 continue  # ended by a stop string or aborted while this was on its way
             request, completion = sequence.request, sequence.completion
-            if completion.index == 0:
+            if completion.index == 0 and not completion.token_ids:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.token_ids.extend(output.new_token_ids)
             if output.logprobs is not None:
@@ -93,9 +93,9 @@ class OutputProcessor:
                 changed[request.request_id] = request
         return list(changed.values()), to_abort
 
-    def abort(self, request: ProcessedRequest) -> list[str]:
+    def abort(self, core_requests: list[EngineCoreRequest]) -> list[str]:
         """Mark the completions that still run as aborted; their core request ids."""
-        running = [r.request_id for r in request.core_requests if r.request_id in self._sequences]
+        running = [r.request_id for r in core_requests if r.request_id in self._sequences]
         for request_id in running:
             self._finish(request_id, FinishReason.ABORT, None)
         return running

@@ -29,6 +29,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
     seed: the resolved seed of this one sequence (n > 1 is fanned out before). arrival_time: seconds, orders the queue.
     max_tokens: resolved, so that prompt and output fit into max_model_len. eos_token_id: None to ignore it.
+    output_token_ids: what it has said already, to a core that is gone; it goes on behind them.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str | None = None
     bad_words: list[list[int]] = []  # token ids of each way to write one
+    output_token_ids: list[int] = []
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -54,3 +56,63 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_cached_tokens: int = 0
     logprobs: Logprobs | None = None  # of new_token_ids, at least
     prompt_logprobs: Logprobs | None = None  # once: of all prompt tokens but the first
+    scheduled_at: float = 0.0  # time.monotonic() when it was first given a row; in its first output
+
+
+# ---- between processes: what a client says to a core, and what it hears
+
+
+class AddRequests(msgspec.Struct, array_like=True, tag=True):
+    requests: list[EngineCoreRequest]
+
+
+class AbortRequests(msgspec.Struct, array_like=True, tag=True):
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag=True):
+    """End now; what is unfinished ends without a word."""
+
+
+CoreOrder = AddRequests | AbortRequests | ResetPrefixCache | Shutdown
+
+
+class CoreStats(msgspec.Struct, array_like=True):
+    """A core's state after a step, and what it counted since it started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # share of the blocks that requests hold
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens that were looked up
+    prefix_hits: int = 0  # of those, tokens that needed no computing
+
+
+class CoreReady(msgspec.Struct, array_like=True, tag=True):
+    num_blocks: int
+    kv_cache_tokens: int
+
+
+class StepOutputs(msgspec.Struct, array_like=True, tag=True):
+    outputs: list[EngineCoreOutput]
+    stats: CoreStats
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag=True):
+    """The core's process runs."""
+
+
+class CoreDied(msgspec.Struct, array_like=True, tag=True):
+    """Its last words, or what its client says of it. by_user: an option was wrong, so that starting it again is of no
+    use. silent: it may be there still."""
+
+    reason: str
+    by_user: bool = False
+    silent: bool = False
+
+
+CoreReport = CoreReady | StepOutputs | Heartbeat | CoreDied

@@ -14,3 +14,7 @@ def configure_logging(level: str = "INFO") -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level.upper())
+
+
+def logging_level() -> str:
+    return logging.getLevelName(logger.getEffectiveLevel())

@@ -35,8 +35,8 @@ class Request:
         self.key = key  # the order of service: (priority, arrival time, arrival number)
         self.status = Status.WAITING
         self.row = -1
-        self.token_ids = list(source.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
+        self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + source.max_tokens
         self.min_total_tokens = self.num_prompt_tokens + source.sampling_params.min_tokens
         eos = [] if source.eos_token_id is None else [source.eos_token_id]

@@ -1,0 +1,201 @@
+"""AsyncLLM: an engine for many callers at once, its core in a process of its own, with vLLM's interface."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from quire.config import EngineConfig
+from quire.engine.core_client import CoreClient, CoreState
+from quire.engine.frontend import Frontend
+from quire.engine.output_processor import DeltaReader, OutputProcessor
+from quire.engine.processor import ProcessedRequest, Prompt
+from quire.messages.engine import EngineCoreOutput
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.metrics.engine import EngineMetrics
+from quire.text.tokenizer import Tokenizer
+
+SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
+LONG_PROMPT = 20_000  # characters, from which on tokenizing leaves the event loop
+
+
+class _Mailbox:
+    """What has grown since its reader last looked. It holds an output at most once, however slow the reader is."""
+
+    def __init__(self) -> None:
+        self.grown: dict[str, RequestOutput] = {}
+        self.news = asyncio.Event()
+
+
+class _Running(NamedTuple):
+    request: ProcessedRequest
+    output: RequestOutput
+    mailbox: _Mailbox
+
+
+class AsyncLLM:
+    """A model behind an asyncio interface. Call `start` before anything else, and `shutdown` in the end.
+
+    model, options: as of `LLM`. metrics_prefix: of the names of Prometheus metrics. served_name: of the model in them.
+    Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, metrics_prefix: str = "quire", served_name: str | None = None, **options: Any
+    ) -> None:
+        self.config = EngineConfig.create(model=None if model is None else str(model), **options)
+        self.frontend = Frontend(self.config, in_process=False)
+        self.processor, self.max_model_len = self.frontend.processor, self.frontend.max_model_len
+        self.output_processor = OutputProcessor(self.frontend.tokenizer)
+        self.client = CoreClient(self.config, self.frontend.directory, self.max_model_len, self._receive)
+        self.metrics = EngineMetrics(metrics_prefix, served_name or model or "quire")
+        self._running: dict[str, _Running] = {}  # by request id
+        self._inbox: deque[list[EngineCoreOutput]] = deque()
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when the model is loaded. Raises ConfigError, or EngineDeadError if the core cannot start."""
+        self._task = asyncio.create_task(self._deliver(), name="detokenize")
+        await self.client.start()
+
+    async def shutdown(self) -> None:
+        """End the core's process. Requests that still run end as aborted."""
+        await self.client.shutdown()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    # ---- vLLM's interface
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Complete a prompt; what is yielded, and when, is as output_kind says. Leaving the loop aborts the request.
+
+        Raises ValueError or TypeError for a prompt or parameters that are wrong, EngineDeadError if the engine is.
+        """
+        request = await self.process(request_id, prompt, sampling_params, priority, add_special_tokens)
+        async with aclosing(self.run([request])) as outputs:
+            async for output in outputs:
+                yield output
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; who reads it gets what there is. False if it is not known (any more)."""
+        if request_id not in self._running:
+            return False
+        running = self._running[request_id]
+        self._forget(self.output_processor.abort(running.request.core_requests))
+        self._post([running.output])
+        return True
+
+    async def reset_prefix_cache(self) -> None:
+        self.client.reset_prefix_cache()
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine has failed for good."""
+        self.client.check()
+
+    @property
+    def is_running(self) -> bool:
+        return self.client.state is CoreState.READY
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.frontend.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; a fresh copy."""
+        return self.processor.default_sampling_params()
+
+    # ---- for those who run several prompts as one, such as the server
+
+    async def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> ProcessedRequest:
+        """Validate and tokenize. Raises ValueError or TypeError."""
+        arguments = (request_id, prompt, params, priority, add_special_tokens)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > LONG_PROMPT:
+            return await asyncio.to_thread(self.processor.process, *arguments)
+        return self.processor.process(*arguments)
+
+    async def run(self, requests: Sequence[ProcessedRequest]) -> AsyncGenerator[RequestOutput]:
+        """Run them at once and yield each RequestOutput when it has news that its output_kind wants to hear.
+
+        Closing the generator aborts those that still run. Raises ValueError if a request id is in use.
+        """
+        for request in requests:
+            if request.request_id in self._running:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+        self.client.check()
+        mailbox, running = _Mailbox(), {request.request_id for request in requests}
+        deltas = {r.request_id: DeltaReader() for r in requests if r.params.output_kind is RequestOutputKind.DELTA}
+        try:
+            core_requests = [core_request for request in requests for core_request in request.core_requests]
+            for request in requests:
+                output = self.output_processor.add(request)
+                self._running[request.request_id] = _Running(request, output, mailbox)
+            self.metrics.add(core_requests)
+            self.client.add(core_requests)
+            while running:
+                if not mailbox.grown:
+                    mailbox.news.clear()
+                    await mailbox.news.wait()
+                request_id, output = next(iter(mailbox.grown.items()))
+                del mailbox.grown[request_id]
+                if output.finished:
+                    running.discard(request_id)
+                yield deltas[request_id].read(output) if request_id in deltas else output
+        finally:  # an error, a disconnected client, or a caller that stopped reading
+            for request in requests:
+                self._forget(self.output_processor.abort(request.core_requests))
+                self._running.pop(request.request_id, None)
+
+    # ---- how
+
+    def _forget(self, core_request_ids: list[str]) -> None:
+        if core_request_ids:
+            self.client.abort(core_request_ids)
+            self.metrics.abort(core_request_ids)
+
+    def _receive(self, outputs: list[EngineCoreOutput]) -> None:
+        self._inbox.append(outputs)
+        self._arrived.set()
+
+    async def _deliver(self) -> None:
+        """Turn outputs into text, a slice at a time so that requests that arrive meanwhile need not wait for it."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._inbox:
+                outputs = self._inbox.popleft()
+                self.metrics.step(outputs, self.client.stats)
+                for start in range(0, len(outputs), SLICE):
+                    changed, to_abort = self.output_processor.process(outputs[start : start + SLICE])
+                    if to_abort:
+                        self.client.abort(to_abort)
+                        self.metrics.stop(to_abort)
+                    self._post(changed)
+                    await asyncio.sleep(0)
+
+    def _post(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is not None:
+                running.mailbox.grown[output.request_id] = output
+                running.mailbox.news.set()

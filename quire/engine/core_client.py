@@ -1,0 +1,253 @@
+"""The client of a core in another process: starts it, restarts it when it is lost, and replays what it left undone."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.config import ConfigError, EngineConfig
+from quire.engine.core import EngineDeadError
+from quire.engine.core_process import run_core
+from quire.messages.engine import (
+    AbortRequests,
+    AddRequests,
+    CoreDied,
+    CoreOrder,
+    CoreReady,
+    CoreReport,
+    CoreStats,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutputs,
+)
+from quire.metrics.logging import logger, logging_level
+
+SILENCE_SECONDS = 5.0  # without a heartbeat, after which a core is taken for lost
+PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
+MAX_FAILED_STARTS = 3  # in a row, after which nothing is tried any more
+_reports = msgspec.msgpack.Decoder(CoreReport)
+
+Sink = Callable[[list[EngineCoreOutput]], None]
+
+
+class CoreState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"  # requests are taken, and run when it is over
+    DEAD = "dead"
+
+
+@dataclass
+class _Unfinished:
+    """A request in the core's hands, and what came of it so far. losses: how many cores it was in when they died."""
+
+    request: EngineCoreRequest
+    token_ids: list[int] = field(default_factory=list)
+    losses: int = 0
+
+
+class _Link:
+    """The sockets and the process of one core. A new core has a new link: nothing of the old one can be heard."""
+
+    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, directory: Path, max_len: int) -> None:
+        self.folder = tempfile.mkdtemp(prefix="quire-")  # readable for this user only
+        self.orders, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        addresses = []
+        for socket, name in ((self.orders, "orders"), (self.reports, "reports")):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            addresses.append(f"ipc://{self.folder}/{name}")
+            socket.bind(addresses[-1])
+        spawn = multiprocessing.get_context("spawn")
+        level = logging_level()
+        self.process: BaseProcess = spawn.Process(
+            target=run_core, args=(*addresses, config, directory, max_len, level), name="quire-core"
+        )
+        self.process.start()
+
+    async def close(self, patience: float) -> None:
+        """patience: seconds in which the process may end by itself."""
+        self.orders.close(linger=1000)
+        self.reports.close()
+        await asyncio.to_thread(self.process.join, patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class CoreClient:
+    """Sends requests to a core process and its outputs to `sink`.
+
+    If the core is lost (killed, stopped, an error in a step), a new one gets every unfinished request, with the tokens
+    that came of it already; a request that is lost a second time ends with an error. Use from one event loop.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, sink: Sink) -> None:
+        self._core = config, directory, max_model_len
+        self._sink = sink
+        self._context = zmq.asyncio.Context()
+        self._unfinished: dict[str, _Unfinished] = {}
+        self._link: _Link | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._heard_at = 0.0
+        self._failed_starts = 0
+        self.state = CoreState.STARTING
+        self.stats = CoreStats()
+        self.size = CoreReady(0, 0)
+        self.restarts = 0
+        self.cause_of_death = ""
+
+    async def start(self) -> None:
+        """Returns when the core is ready. Raises ConfigError for wrong options, EngineDeadError if it cannot start."""
+        ready = asyncio.Event()
+        self._task = asyncio.create_task(self._run(ready), name="core client")
+        await ready.wait()
+        if self.state is CoreState.DEAD:
+            await self._task
+
+    def add(self, requests: list[EngineCoreRequest]) -> None:
+        """Raises EngineDeadError if there is no core any more."""
+        self.check()
+        for request in requests:
+            self._unfinished[request.request_id] = _Unfinished(request)
+        if self.state is CoreState.READY:  # else it gets them when it is
+            self._order(AddRequests(requests))
+
+    def abort(self, request_ids: list[str]) -> None:
+        known = [request_id for request_id in request_ids if self._unfinished.pop(request_id, None)]
+        if known and self.state is CoreState.READY:
+            self._order(AbortRequests(known))
+
+    def reset_prefix_cache(self) -> None:
+        if self.state is CoreState.READY:  # a new core has none
+            self._order(ResetPrefixCache())
+
+    def check(self) -> None:
+        if self.state is CoreState.DEAD:
+            raise EngineDeadError(f"the engine failed: {self.cause_of_death}")
+
+    @property
+    def process_id(self) -> int | None:
+        return None if self._link is None else self._link.process.pid
+
+    async def shutdown(self) -> None:
+        """End the core. Unfinished requests end without a word."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EngineDeadError, ConfigError):
+                await self._task
+        self.state, self.cause_of_death = CoreState.DEAD, self.cause_of_death or "it was shut down"
+        self._context.destroy(linger=0)
+
+    # ---- how
+
+    def _order(self, order: CoreOrder) -> None:
+        assert self._link is not None
+        # Without a high-water mark sending never waits, so the future is done when it is returned.
+        self._link.orders.send(msgspec.msgpack.encode(order))
+
+    async def _run(self, ready: asyncio.Event) -> None:
+        """Keep a core running until that is hopeless."""
+        try:
+            while True:
+                self._link = _Link(self._context, *self._core)
+                self._failed_starts += 1
+                self._heard_at = time.monotonic()
+                died, patience = CoreDied(""), PATIENCE_SECONDS
+                try:
+                    died = await self._listen(self._link, ready)
+                    patience = 0.0 if died.silent else PATIENCE_SECONDS
+                except asyncio.CancelledError:
+                    self._order(Shutdown())
+                    raise
+                finally:
+                    await self._link.close(patience)
+                    self._link = None
+                self._lost(died, ready.is_set())
+                if self.state is CoreState.DEAD:
+                    error = ConfigError if died.by_user else EngineDeadError
+                    raise error(self.cause_of_death)
+        finally:
+            ready.set()
+
+    def _lost(self, died: CoreDied, was_ready: bool) -> None:
+        """Settle what becomes of the client and of the requests."""
+        held_requests, self.state = self.state is CoreState.READY, CoreState.RESTARTING
+        self.cause_of_death, self.stats = died.reason, CoreStats()
+        hopeless = died.by_user or not was_ready or self._failed_starts >= MAX_FAILED_STARTS
+        if was_ready:
+            logger.error("The engine core was lost: %s%s", died.reason, "" if hopeless else "; starting another")
+        repeated = []
+        for request_id, unfinished in self._unfinished.items():
+            unfinished.losses += held_requests
+            if unfinished.losses > 1:
+                repeated.append(request_id)
+        self._end(repeated, "the engine failed twice while it ran this request; it is not tried again")
+        self.restarts += not hopeless
+        if hopeless:
+            self.state = CoreState.DEAD
+            self._end(list(self._unfinished), f"the engine failed: {died.reason}")
+
+    async def _listen(self, link: _Link, ready: asyncio.Event) -> CoreDied:
+        """Until the core is lost; how that came."""
+        while True:
+            if not await link.reports.poll(timeout=250):
+                if not link.process.is_alive():
+                    return CoreDied(f"its process ended unexpectedly (exit code {link.process.exitcode})")
+                if time.monotonic() - self._heard_at > SILENCE_SECONDS:
+                    return CoreDied(f"its process has been silent for {SILENCE_SECONDS:.0f} s", silent=True)
+                continue
+            report = _reports.decode(await link.reports.recv())
+            self._heard_at = time.monotonic()
+            if isinstance(report, StepOutputs):
+                self._take(report)
+            elif isinstance(report, CoreReady):
+                self._begin(report, ready)
+            elif isinstance(report, CoreDied):
+                return report
+
+    def _begin(self, size: CoreReady, ready: asyncio.Event) -> None:
+        self.size, self.state = size, CoreState.READY
+        if ready.is_set():
+            logger.warning("The engine core runs again; %d requests go on", len(self._unfinished))
+        if self._unfinished:
+            lost = self._unfinished.values()
+            self._order(AddRequests([msgspec.structs.replace(u.request, output_token_ids=u.token_ids) for u in lost]))
+        ready.set()
+
+    def _take(self, report: StepOutputs) -> None:
+        self.stats = report.stats
+        known = []
+        for output in report.outputs:
+            unfinished = self._unfinished.get(output.request_id)
+            if unfinished is None:
+                continue  # aborted while this was on its way
+            unfinished.token_ids += output.new_token_ids
+            if output.finish_reason is not None:
+                del self._unfinished[output.request_id]
+            known.append(output)
+        if known:
+            self._failed_starts = 0
+        self._sink(known)
+
+    def _end(self, request_ids: list[str], reason: str) -> None:
+        for request_id in request_ids:
+            del self._unfinished[request_id]
+            logger.error("Request %s failed: %s", request_id, reason)
+        if request_ids:
+            self._sink([EngineCoreOutput(request_id, [], FinishReason.ERROR, reason) for request_id in request_ids])

@@ -1,0 +1,117 @@
+"""An engine core in a process of its own: orders come in, reports go out, as msgpack over ZeroMQ."""
+
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import parent_process
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.config import EngineConfig
+from quire.engine.client import make_core
+from quire.engine.core import EngineCore, EngineDeadError
+from quire.messages.engine import (
+    AbortRequests,
+    AddRequests,
+    CoreDied,
+    CoreOrder,
+    CoreReady,
+    CoreReport,
+    EngineCoreOutput,
+    FinishReason,
+    Heartbeat,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutputs,
+)
+from quire.metrics.logging import configure_logging, logger
+
+HEARTBEAT_SECONDS = 1.0
+_orders = msgspec.msgpack.Decoder(CoreOrder)
+
+
+def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, max_model_len: int, log: str) -> None:
+    """The life of the process. orders, reports: ZeroMQ addresses at which the client listens."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the client decides
+    configure_logging(log)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, orders), (outbox, reports)):
+        socket.setsockopt(zmq.LINGER, 1000)  # milliseconds for the last words
+        socket.set_hwm(0)
+        socket.connect(address)
+
+    def report(message: CoreReport) -> None:
+        outbox.send(msgspec.msgpack.encode(message))
+
+    threading.Thread(target=_beat, args=(context, reports), name="heartbeat", daemon=True).start()
+    core = None
+    try:
+        core = make_core(config, directory, max_model_len)
+        kv = core.scheduler.kv
+        report(CoreReady(kv.pool.num_usable, kv.pool.num_usable * config.cache.block_size // len(kv.specs)))
+        _serve(core, inbox, report)
+    except EngineDeadError as error:
+        logger.exception("The engine core failed")
+        report(CoreDied(str(error)))
+    except (ValueError, TypeError, OSError) as error:
+        report(CoreDied(str(error), by_user=core is None))
+    finally:
+        if core is not None:
+            core.shutdown()
+        context.destroy(linger=1000)
+
+
+def _beat(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+    """A thread beside the steps: that nothing comes of it means that the process is stopped."""
+    socket = context.socket(zmq.PUSH)
+    socket.connect(address)
+    message, pause = msgspec.msgpack.encode(Heartbeat()), threading.Event()
+    try:
+        while True:
+            socket.send(message)
+            pause.wait(HEARTBEAT_SECONDS)
+    except zmq.ZMQError:
+        return  # the context has ended
+
+
+def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:
+    """Take orders and step, until the client goes."""
+    client = parent_process()
+    assert client is not None
+    poller = zmq.Poller()
+    poller.register(inbox, zmq.POLLIN)
+    poller.register(client.sentinel, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll(0 if core.has_unfinished else None))
+        if client.sentinel in ready:
+            return
+        while inbox.poll(0):
+            order = _orders.decode(inbox.recv())
+            if isinstance(order, Shutdown):
+                return
+            refused = _obey(core, order)
+            if refused or not core.has_unfinished:
+                report(StepOutputs(refused, core.stats))
+        if core.has_unfinished:
+            outputs = core.step()
+            report(StepOutputs(outputs, core.stats))
+
+
+def _obey(core: EngineCore, order: AddRequests | AbortRequests | ResetPrefixCache) -> list[EngineCoreOutput]:
+    """Do what was ordered; the ends of requests that cannot run."""
+    if isinstance(order, AddRequests):
+        refused = []
+        for request in order.requests:
+            try:
+                core.add_request(request)
+            except ValueError as error:
+                refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error)))
+        return refused
+    if isinstance(order, AbortRequests):
+        core.abort_requests(order.request_ids)
+    else:
+        core.reset_prefix_cache()
+    return []

@@ -1,0 +1,66 @@
+"""The text side of an engine: everything between what a caller says and what a core computes, but for the core."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.config import ConfigError, EngineConfig
+from quire.engine.processor import Processor
+from quire.loading.hub import resolve
+from quire.models.load import hf_config, load_generation_config, load_tokenizer, resolve_dtype
+from quire.models.registry import spec_of
+from quire.sampling.logits_processors import load_plugins
+from quire.text.chat_template import render
+
+Message = Mapping[str, Any]
+
+
+class Frontend:
+    """A model's tokenizer, chat template and limits, and the Processor that makes requests with them.
+
+    in_process: the core runs in this process. Raises ConfigError for options that the model cannot meet.
+    """
+
+    def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
+        self.config = config
+        m = config.model
+        weights = m.load_format != "dummy"
+        self.directory = resolve(m.model, m.revision, m.download_dir, m.hf_token, weights)
+        spec = spec_of(hf_config(self.directory, m.hf_overrides))
+        self.dtype = str(resolve_dtype(m.dtype)).removeprefix("torch.")
+        self.max_model_len = m.max_model_len or spec.max_positions
+        if self.max_model_len > spec.max_positions:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len} is more than the {spec.max_positions} positions of the model"
+            )
+        tokenizer_directory = self.directory
+        if m.tokenizer is not None:
+            tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
+        self.tokenizer = load_tokenizer(tokenizer_directory)
+        self.processor = Processor(
+            self.tokenizer,
+            self.max_model_len,
+            spec.vocab_size,
+            load_generation_config(self.directory) if m.generation_config == "auto" else {},
+            seed=m.seed,
+            max_logprobs=config.sampling.max_logprobs,
+            plugins=load_plugins(config.sampling.logits_processors),
+            in_process=in_process and config.parallel.tensor_parallel_size == 1,
+        )
+
+    def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **arguments: Any) -> str:
+        """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses."""
+        template = chat_template or self.config.model.chat_template
+        if template is not None and "{" not in template:  # a file's name
+            try:
+                template = Path(template).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(
+                    f"chat_template {template!r} is neither a Jinja template nor a readable file"
+                ) from error
+        if template is None and arguments.get("tools"):
+            template = self.tokenizer.chat_templates.get("tool_use")
+        template = template or self.tokenizer.chat_template
+        if template is None:
+            raise ValueError("the model has no chat template; give one with chat_template, or use generate")
+        return render(template, messages, **{**self.tokenizer.special_tokens, **arguments})
