@@ -9,7 +9,7 @@ Tokenizers: byte-level BPE.
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ ARCHITECTURES = {  # by the config's model_type
 PAIRED = {"llama", "mistral", "mixtral", "granite", "smollm3"}  # rotated elements stand side by side in GGUF
 
 Config = dict[str, Any]
+Quantizer = Callable[[np.ndarray, gguf.GGMLQuantizationType], np.ndarray]
 
 
 def rope_of(config: Config) -> dict[str, Any]:
@@ -164,7 +165,19 @@ def llama3_divisors(rope: dict[str, Any], config: Config) -> torch.Tensor:
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()
 
 
-def make_gguf(checkpoint: Path, out: Path, type_name: str = "F16", pre: str = "gpt-2") -> Path:
+def kind_of(name: str, shape: Sequence[int], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    """In which type a tensor of the checkpoint is kept: vectors and routers in F32; rows that are no whole blocks of a
+    K-quant in Q8_0, if they can be."""
+    if len(shape) < 2 or re.search(r"\.(gate|shared_expert_gate)\.weight$", name):
+        return gguf.GGMLQuantizationType.F32
+    kinds = (wanted, gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32)
+    return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
+
+
+def make_gguf(
+    checkpoint: Path, out: Path, type_name: str = "F16", pre: str = "gpt-2", quantize: Quantizer = gguf.quants.quantize
+) -> Path:
+    """quantize: what turns floats into a type's bytes."""
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     wanted = gguf.GGMLQuantizationType[type_name]
@@ -176,10 +189,8 @@ def make_gguf(checkpoint: Path, out: Path, type_name: str = "F16", pre: str = "g
         new = name if name.startswith("rope_f") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         if new is None:
             raise ValueError(f"GGUF has no name for {name}")
-        block = gguf.GGML_QUANT_SIZES[wanted][0]
-        plain = tensor.ndim < 2 or tensor.shape[-1] % block or "ffn_gate_inp" in new
-        kind = gguf.GGMLQuantizationType.F32 if plain else wanted
-        writer.add_tensor(new, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+        kind = kind_of(name, tensor.shape, wanted)
+        writer.add_tensor(new, quantize(tensor.numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

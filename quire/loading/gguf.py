@@ -59,6 +59,7 @@ class GgufTensor:
 class GgufFile:
     """What a file says about itself, and where its tensors are."""
 
+    path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
@@ -171,7 +172,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         if base + offset + math.prod(shape) // kind.elements * kind.nbytes > len(cursor.data):
             raise WeightError(f"tensor {name} lies beyond the end of the file")
         tensors[name] = GgufTensor(path, base + offset, kind, shape)
-    return GgufFile(metadata, tensors)
+    return GgufFile(path, metadata, tensors)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """GGUF's metadata and tensor names in the words of the Hugging Face layout, for the architectures of both."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -101,8 +102,9 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
                 raise ValueError(f"{arch}.{fields[name]} differs between layers, which is not supported")
             config[name] = value[0]
     table = gguf.tensors.get("token_embd.weight")
-    if table is None or not all(isinstance(config.get(n), int) for n in ("hidden_size", "num_attention_heads")):
-        raise WeightError("the GGUF file has no token embedding, or no sizes in its metadata")
+    if table is None:
+        raise WeightError(f"{gguf.path} has no tensor token_embd.weight")
+    _check_sizes(gguf, arch, {fields[name]: value for name, value in config.items()})
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if "rope.dimension_count" in read:
         config["partial_rotary_factor"] = read["rope.dimension_count"] / config["head_dim"]
@@ -122,6 +124,18 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
     }
+
+
+def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
+    """Raises WeightError for sizes that the tensors do not have, before room is made for such."""
+    layers = {match[1] for name in gguf.tensors if (match := re.match(r"blk\.(\d+)\.", name))}
+    limits = {"block_count": len(layers), "embedding_length": gguf.tensors["token_embd.weight"].shape[-1]}
+    largest = max(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+    optional = (key for key in read if re.search(r"(head_count_kv|key_length|expert_count|feed_forward_length)$", key))
+    for key in (*limits, "attention.head_count", *optional):
+        value, needed = read.get(key), key in limits or "attention" in key
+        if not isinstance(value, int) or not needed <= value <= limits.get(key, largest):
+            raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which its tensors are not made for")
 
 
 def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:

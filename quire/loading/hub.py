@@ -1,6 +1,7 @@
 """Where a model's files are: a directory, the bundled model, or a download from the Hugging Face hub."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def resolve(
     if model is None:
         return bundled_model()
     path = Path(model).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if path.is_dir():
+        return _gguf_in(path) or path
+    if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ModelNotFoundError(
@@ -59,6 +62,17 @@ def resolve(
         raise ModelNotFoundError(
             f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
         ) from error
+
+
+def _gguf_in(directory: Path) -> Path | None:
+    """The GGUF file, or the first of its parts, that is all there is to load. Raises ModelNotFoundError for several."""
+    if (directory / "config.json").exists():
+        return None
+    found = sorted(f for f in directory.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", f.name))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ModelNotFoundError(f"{directory} has several models, give one of them: {names}")
+    return found[0] if found else None
 
 
 def read_json(directory: Path, name: str, required: bool = False) -> dict[str, Any]:

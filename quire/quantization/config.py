@@ -16,7 +16,7 @@ SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 
 # Tensors that quantized checkpoints have and Quire has no use for: activations and the KV cache are kept in the model's
 # type, zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
-_EXTRA = r"\.(weight_shape|(input|output|k|v|q)_scale|(input|weight)_zero_point)$|_proj\.bias$"
+_EXTRA = r"\.(weight_shape|(input|output|k|v|q)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
 _REFUSED = {
     "bitsandbytes": "its form is made for its own CUDA kernels; use the original, or a version of it in one of these: "
 }

@@ -136,7 +136,7 @@ class GGUF(Scheme):
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
         name = f"{part.name}.weight"
         kind = self.type_of(name)
-        _, blocks, count = groups(shape, part, kind.elements)
+        _, blocks, count = groups(shape, part, kind.elements, divisible=False)
         columns = slice(blocks.start * kind.nbytes, blocks.stop * kind.nbytes)
         rows = slice(part.start, part.stop)
         data = slot(builder, name, torch.uint8, (part.rows, count * kind.nbytes), rows, columns)

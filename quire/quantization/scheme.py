@@ -70,9 +70,12 @@ def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...]
     return target
 
 
-def groups(shape: LinearShape, part: OutputPart, size: int) -> tuple[int, slice, int]:
-    """Groups of `size` inputs (-1: of all of them): (inputs a group on this rank, the rank's groups, all groups)."""
-    if size in (-1, 0) or size >= shape.in_features:
+def groups(shape: LinearShape, part: OutputPart, size: int, divisible: bool = True) -> tuple[int, slice, int]:
+    """Groups of `size` inputs (-1: of all of them): (inputs a group on this rank, the rank's groups, all groups).
+
+    divisible: ranks may share a group of all inputs. Raises ValueError if this rank's are not whole groups.
+    """
+    if size in (-1, 0) or (size >= shape.in_features and divisible):
         return shape.stop - shape.start, slice(0, 1), 1
     if shape.start % size or (shape.stop % size and shape.stop != shape.in_features):
         raise ValueError(

@@ -48,7 +48,7 @@ def test_a_checkpoint_without_quantization_is_dense():
         (compressed("pack-quantized", {"num_bits": 4, "group_size": 128, "strategy": "group"}),
          PackedIntegers(4, 128, True, False)),
         (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), ScaledBytes(torch.int8, (1, -1))),
-        (compressed("naive-quantized", {"num_bits": 8, "type": "float", **BLOCK}),  # noqa: E501
+        (compressed("naive-quantized", {"num_bits": 8, "type": "float", **BLOCK}),
          ScaledBytes(FP8, (8, 16))),
     ],
 )  # fmt: skip

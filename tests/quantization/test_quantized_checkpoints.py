@@ -11,11 +11,15 @@ from quire.quantization.scheme import QuantizedWeight
 from quire.worker.worker import Worker
 from support.checkpoints import write_checkpoint
 from support.engines import MAX_MODEL_LEN, forced_logits, make_llm, runner_of, teacher_forced_logits
-from support.quantized import FORMATS, awq, write_quantized
+from support.quantized import FORMATS, FP8, awq, float8, write_quantized
 from support.reference import load, logits, prompts
 from support.thread_group import ThreadGroup, on_every_rank
 
 TEXT = prompts(300, 9)[8][:60]
+SPLIT = {  # in groups of 16 inputs at most: half of what down projections have is no multiple of 32
+    name: FORMATS[name]
+    for name in ("gptq-symmetric", "packed-4-bits-asymmetric", "int8-channel", "int8-asymmetric", "float8-block", "fp8")
+} | {"awq": awq(16), "fp8-block": float8("24x16", {**FP8, "weight_block_size": [24, 16]}, "weight_scale_inv")}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -29,13 +33,19 @@ def test_a_quantized_checkpoint_computes_with_exactly_the_weights_it_means(check
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8-block", "awq", "int8-channel"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2", "phi3"])
 def test_so_do_those_of_other_families(tmp_path, name, family):
     """Experts, biases, projections that are fused in the checkpoint."""
-    source = write_checkpoint(tmp_path / "source", family, {"moe_intermediate_size": 32, "head_dim": 32})
+    sizes = {"moe_intermediate_size": 32, "head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2}
+    source = write_checkpoint(tmp_path / "source", family, sizes)
     quantized, dense = write_quantized(source, tmp_path, FORMATS[name])
-    made = teacher_forced_logits(make_llm(quantized), TEXT)
-    torch.testing.assert_close(made, logits(load(dense), TEXT), rtol=1e-4, atol=2e-4)
+    llm = make_llm(quantized)
+    torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(load(dense), TEXT), rtol=1e-4, atol=2e-4)
+    layer = runner_of(llm).model.layers[0]
+    assert isinstance(layer.attention.qkv.weight, QuantizedWeight)
+    if family in ("qwen3_moe", "mixtral"):
+        assert all(isinstance(weight, QuantizedWeight) for weight in layer.mlp.gate_up.weights + layer.mlp.down.weights)
+        assert isinstance(layer.mlp.router.weight, DenseWeight)
 
 
 @pytest.mark.parametrize("name", ["gptq", "packed-8-bits-a-channel", "float8-block", "int8-asymmetric"])
@@ -46,13 +56,14 @@ def test_in_bfloat16_the_logits_are_near(checkpoints, tmp_path, name):
     assert (made - wanted).abs().mean() < 0.05 * wanted.std()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("name", ["gptq-symmetric", "awq-16", "packed-4-bits-asymmetric", "float8-block", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", SPLIT)
 def test_two_ranks_say_what_one_does(tmp_path, name, family):
     """Rows of q, k and v, of gate and up; whole groups of the inputs of o and down; experts."""
-    sizes = {"head_dim": 32, "moe_intermediate_size": 32, "num_key_value_heads": 1}  # both ranks keep the same KV head
+    sizes = {"head_dim": 32, "num_key_value_heads": 1}  # both ranks keep the same KV head
+    sizes |= {"moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     source = write_checkpoint(tmp_path / "source", family, sizes)
-    quantized, dense = write_quantized(source, tmp_path, awq(16) if name == "awq-16" else FORMATS[name])
+    quantized, dense = write_quantized(source, tmp_path, SPLIT[name])
     config = EngineConfig.create(model=str(quantized), dtype="float32", max_num_seqs=4)
     workers = on_every_rank(2, lambda group: Worker(config, quantized, MAX_MODEL_LEN, group))
     made = on_every_rank(2, lambda group: forced_logits(workers[group.rank].runner, TEXT))

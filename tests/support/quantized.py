@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-LINEAR = r"\.(self_attn|mlp)\..*_proj\.weight$"
+LINEAR = r"\.((self_attn|mlp)\..*_proj|experts\.\d+\.w[123])\.weight$"
 
 
 @dataclass(frozen=True)

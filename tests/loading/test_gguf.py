@@ -1,0 +1,356 @@
+"""GGUF files: every type of blocks as the gguf package reads it, whole models as transformers and llama.cpp run them.
+
+What llama.cpp said was recorded: tests/data/record_gguf_greedy.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import resource
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from quire import SamplingParams
+from quire.config import EngineConfig
+from quire.layers.linear import DenseWeight
+from quire.loading.gguf import read_gguf
+from quire.loading.gguf_models import gguf_checkpoint, gguf_config
+from quire.loading.hub import ModelNotFoundError, bundled_model
+from quire.models.load import load_tokenizer
+from quire.quantization.gguf import TYPES as READERS
+from quire.quantization.scheme import QuantizedWeight
+from quire.text.tokenizer import Tokenizer
+from quire.worker.worker import Worker
+from support.checkpoints import write_checkpoint
+from support.engines import (
+    GREEDY,
+    MAX_MODEL_LEN,
+    forced_logits,
+    generate,
+    make_llm,
+    runner_of,
+    teacher_forced_logits,
+    tokens_of,
+)
+from support.gguf_files import FAMILIES, TYPES, WIDE, reference, write_family, write_gguf, write_meaning
+from support.reference import greedy, logits, prompts
+from support.thread_group import ThreadGroup, on_every_rank
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_greedy.json").read_text("utf-8"))
+TEXT = prompts(300, 9)[8][:60]
+HALVES = {  # where a block has float16 numbers
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+}  # fmt: skip
+
+
+# ---- blocks
+
+
+def test_the_types_are_those_of_the_gguf_package():
+    assert [Type(number).name for number in READERS] == [kind.name for kind in READERS.values()]
+    assert {kind.name for kind in READERS.values()} == set(TYPES)
+    for number, kind in READERS.items():
+        assert (kind.elements, kind.nbytes) == gguf.GGML_QUANT_SIZES[Type(number)]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_any_bytes_mean_what_the_gguf_package_says_bit_for_bit(name):
+    kind, draw = READERS[Type[name]], np.random.default_rng(0)
+    data = draw.integers(0, 256, (7, 3, kind.nbytes if name in HALVES else 256), dtype=np.uint8)
+    for at in HALVES.get(name, ()):  # numbers, not infinities
+        data[..., at : at + 2] = draw.normal(0, 0.01, (7, 3, 1)).astype(np.float16).view(np.uint8)
+    data = data.reshape(7, -1)
+    made = kind.dequantize(torch.from_numpy(data)).float().numpy()
+    expected = gguf.quants.dequantize(data, Type[name])
+    assert made.shape == expected.shape
+    if name in HALVES:
+        assert (made.view(np.int32) == expected.view(np.int32)).all()
+    else:
+        np.testing.assert_array_equal(made, expected)  # NaNs among them
+
+
+# ---- whole models
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama: rotated elements stand side by side in GGUF, and the head is the embedding."""
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), "llama", {**WIDE, "tie_word_embeddings": True}, seed=3)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_file_says_what_transformers_says_with_the_weights_that_it_means(wide, tmp_path, kind):
+    path = write_gguf(wide, tmp_path / "model.gguf", kind)
+    model = reference(write_meaning(wide, tmp_path / "meaning", kind))
+    llm = make_llm(path)
+    torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(model, TEXT), rtol=1e-4, atol=2e-4)
+    continuations = greedy(model, [TEXT[:1], TEXT[:17], TEXT], 24)
+    made = generate(llm, [c.prompt for c in continuations], GREEDY.clone(max_tokens=24))
+    for continuation, token_ids in zip(continuations, tokens_of(made), strict=True):
+        continuation.check(token_ids)
+    weight = runner_of(llm).model.layers[0].attention.qkv.weight
+    assert isinstance(weight, DenseWeight if kind in ("F32", "F16", "BF16") else QuantizedWeight)
+
+
+def check_against_llama_cpp(llm: Any, case: dict[str, Any], texts: list[list[int]]) -> None:
+    """Wherever its best token won by more than the noise of its arithmetic: the best of the same texts, and what is
+    generated up to the first place where it did not."""
+    compared = agreed = count = 0
+    for text, recorded in zip(texts, case["continuations"], strict=True):
+        tokens, margins = recorded["tokens"], recorded["margins"]
+        best = teacher_forced_logits(llm, text + tokens[:-1])[len(text) - 1 :].argmax(-1).tolist()
+        sure = [margin > case["noise"] for margin in margins]
+        assert [b for b, s in zip(best, sure, strict=True) if s] == [t for t, s in zip(tokens, sure, strict=True) if s]
+        compared, count = compared + sum(sure), count + len(tokens)
+        agreed += sum(b == t for b, t in zip(best, tokens, strict=True))
+        certain = sure.index(False) if False in sure else len(tokens)
+        (made,) = tokens_of(generate(llm, [text], GREEDY.clone(max_tokens=len(tokens))))
+        assert made[:certain] == tokens[:certain]
+    assert compared >= (0.8 if case["type"] in HALVES else 0.9) * count
+    assert agreed >= 0.97 * count  # with the near-ties
+
+
+def the_recorded_file(path: Path, case: dict[str, Any]) -> bool:
+    return hashlib.sha256(path.read_bytes()).hexdigest() == case["sha256"]
+
+
+@pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if not c["variant"]], ids=lambda case: case["type"])
+def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
+    path = write_gguf(bundled_model(), tmp_path / "model.gguf", case["type"], "llama-bpe")
+    assert the_recorded_file(path, case), "the file is another one than llama.cpp was given: record its tokens again"
+    check_against_llama_cpp(make_llm(path), case, RECORDED["texts"])
+
+
+@pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if c["variant"]], ids=lambda case: case["variant"])
+def test_so_are_those_of_each_family_and_its_logits_are_those_of_transformers(tmp_path, case):
+    checkpoint = write_family(tmp_path / "checkpoint", case["variant"])
+    for kind in ("Q8_0", "F32"):
+        path = write_gguf(checkpoint, tmp_path / f"{kind}.gguf", kind)
+        model = reference(write_meaning(checkpoint, tmp_path / kind, kind), case["variant"])
+        llm = make_llm(path)
+        torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(model, TEXT), rtol=1e-4, atol=2e-4)
+    if not the_recorded_file(path, case):
+        pytest.skip("random numbers differ here, and with them the file that llama.cpp was given")
+    check_against_llama_cpp(llm, case, RECORDED["family_texts"])
+
+
+def test_every_type_and_every_family_was_recorded():
+    assert [(case["variant"], case["type"]) for case in RECORDED["cases"]] == [
+        *(("", kind) for kind in TYPES), *((variant, "F32") for variant in FAMILIES),
+    ]  # fmt: skip
+
+
+def test_the_tokenizer_the_chat_template_and_the_ends_are_in_the_file(tmp_path):
+    """The bundled model is in bfloat16, and so this file is the very same model."""
+    path = write_gguf(bundled_model(), tmp_path / "model.gguf", "BF16", "llama-bpe")
+    ours, theirs = load_tokenizer(path), load_tokenizer(bundled_model())
+    for text in ("", "  Wie heißt du?\n\n 12345 <|im_end|>x", "One day, Tom's boat\tsank… 你好"):
+        assert ours.encode(text) == theirs.encode(text)
+    questions = ["What is the capital of France?", "Who are you?", "What is 12 plus 7?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    answers = [make_llm(given).chat(chats, params, use_tqdm=False) for given in (path, bundled_model())]
+    for a, b in zip(*answers, strict=True):
+        assert a.prompt_token_ids == b.prompt_token_ids
+        assert a.outputs[0].text == b.outputs[0].text
+        assert a.outputs[0].finish_reason == b.outputs[0].finish_reason == "stop"
+
+
+# ---- files and directories
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    return write_gguf(write_family(folder / "checkpoint", "llama-gqa2-tied-llama3"), folder / "model.gguf", "Q8_0")
+
+
+def test_a_directory_with_one_model_is_that_model(small, tmp_path):
+    shutil.copy(small, tmp_path / "model.gguf")
+    expected = teacher_forced_logits(make_llm(small), TEXT)
+    assert torch.equal(teacher_forced_logits(make_llm(tmp_path), TEXT), expected)
+    assert torch.equal(teacher_forced_logits(make_llm(str(tmp_path / "model.gguf")), TEXT), expected)
+    shutil.copy(small, tmp_path / "other.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"several models, give one of them: model.gguf, other.gguf"):
+        make_llm(tmp_path)
+
+
+def in_parts(path: Path, folder: Path, count: int) -> list[Path]:
+    """The file's tensors shared out over `count` files, the metadata in the first, as llama.cpp's gguf-split does."""
+    reader, parts = gguf.GGUFReader(path), []
+    for i in range(count):
+        parts.append(folder / f"model-{i + 1:05}-of-{count:05}.gguf")
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        for field in reader.fields.values() if i == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        for tensor in reader.tensors[i::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+def test_a_model_in_several_files_is_read_from_the_first(small, tmp_path):
+    first, second, third = in_parts(small, tmp_path, 3)
+    expected = teacher_forced_logits(make_llm(small), TEXT)
+    for given in (first, tmp_path):
+        assert torch.equal(teacher_forced_logits(make_llm(given), TEXT), expected)
+    with pytest.raises(
+        ValueError, match=r"model-00002-of-00003.gguf is one of 3 files; give the first.*-00001-of-00003"
+    ):
+        make_llm(second)
+    third.unlink()
+    with pytest.raises(ValueError, match=r"model-00003-of-00003.gguf cannot be read as GGUF: .*No such file"):
+        make_llm(first)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa2-tied-llama3", "mixtral", "phi3"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
+def test_two_ranks_say_what_one_does(tmp_path, variant, kind):
+    """Heads in llama.cpp's order, tensors of all experts, projections that are fused in the file; blocks of 32."""
+    source = write_family(tmp_path / "checkpoint", variant, {"intermediate_size": 128})
+    check_two_ranks(write_gguf(source, tmp_path / "model.gguf", kind))
+
+
+def check_two_ranks(path: Path) -> None:
+    whole = make_llm(path)
+    workers = on_every_rank(2, lambda group: Worker(whole.config, path, MAX_MODEL_LEN, group))
+    made = on_every_rank(2, lambda group: forced_logits(workers[group.rank].runner, TEXT))
+    assert torch.equal(made[0], made[1])
+    torch.testing.assert_close(made[0], teacher_forced_logits(whole, TEXT), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_they_do_with_whole_super_blocks_of_256_inputs_and_no_others(wide, tmp_path, kind):
+    wider = {**WIDE, "num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 1}
+    source = write_checkpoint(tmp_path / "checkpoint", "llama", wider)
+    check_two_ranks(write_gguf(source, tmp_path / "model.gguf", kind))
+    path = write_gguf(wide, tmp_path / "narrow.gguf", kind)
+    config = EngineConfig.create(model=str(path), dtype="float32")
+    with pytest.raises(ValueError, match=r"o_proj: inputs 0 to 128 of 256, this rank's share.*groups of 256; .*_size"):
+        Worker(config, path, MAX_MODEL_LEN, ThreadGroup(0, 2))
+
+
+# ---- what is no such file
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def header(version: int = 3, tensors: int = 0, values: int = 0, magic: bytes = b"GGUF") -> bytes:
+    return magic + struct.pack("<IQQ", version, tensors, values)
+
+
+def array_of(kind: int, count: int) -> bytes:
+    return header(values=1) + string("k") + struct.pack("<IIQ", 9, kind, count)
+
+
+def tensor(kind: int, *shape: int, offset: int = 0, dims: int | None = None) -> bytes:
+    entry = struct.pack(f"<I{len(shape)}QIQ", len(shape) if dims is None else dims, *shape, kind, offset)
+    return header(tensors=1) + string("t") + entry + bytes(400)
+
+
+MALFORMED = {
+    "empty": (b"", "cannot mmap an empty file"),
+    "other letters": (header(magic=b"GGML"), "does not begin with the letters GGUF"),
+    "too short": (b"GGUF\x03", "ends early"),
+    "version 1": (header(version=1), r"version is 1 \(supported: 2 and 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), r"supported: 2 and 3, little-endian"),
+    "tensors without end": (header(tensors=2**63), "ends early"),
+    "values without end": (header(values=2**64 - 1), "ends early"),
+    "a string without end": (header(values=1) + struct.pack("<Q", 2**64 - 8), "ends early"),
+    "an array without end": (array_of(4, 2**62), f"an array of {2**62} values"),
+    "a long array": (array_of(4, 2**24), "ends early"),
+    "a long array of strings": (array_of(8, 2**24), "ends early"),
+    "an array of arrays": (array_of(9, 1) + struct.pack("<IQ", 4, 0), "of the unknown type 9"),
+    "a value of no type": (header(values=1) + string("k") + struct.pack("<I", 99), "of the unknown type 99"),
+    "a tensor of no type": (tensor(99, 32), "tensor t is of ggml type 99, .*supported: F32, .*Q6_K"),
+    "a tensor of another type": (tensor(16, 256, 1), "tensor t is of ggml type 16"),
+    "no dimensions": (tensor(0), "tensor t has 0 dimensions"),
+    "many dimensions": (tensor(0, 1, dims=2**32 - 1), "tensor t has 4294967295 dimensions"),
+    "half a block": (tensor(2, 48, 1), "rows of 48 elements, which cannot be Q4_0"),
+    "a truncated tensor": (tensor(0, 32, 32), "tensor t lies beyond the end of the file"),
+    "a large tensor": (tensor(8, 2**40, 2**62), "tensor t lies beyond the end of the file"),
+    "a distant tensor": (tensor(0, 32, offset=2**64 - 32), "tensor t lies beyond the end of the file"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name):
+    data, message = MALFORMED[name]
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(data)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=rf"broken.gguf cannot be read as GGUF: .*{message}"):
+        make_llm(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_a_file_that_was_cut_off_is_an_error_that_names_a_tensor(small, tmp_path):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(small.read_bytes()[:-20_000])
+    with pytest.raises(ValueError, match=r"broken.gguf cannot be read as GGUF: tensor .* lies beyond the end"):
+        make_llm(path)
+
+
+def test_damage_anywhere_in_the_header_is_a_value_error_or_none(small, tmp_path):
+    whole, path, draw = small.read_bytes(), tmp_path / "broken.gguf", random.Random(0)
+    end = min(t.offset for t in read_gguf(small).tensors.values())
+    refused = 0
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(draw.choice([1, 1, 3])):
+            data[draw.randrange(end)] = draw.choice([0, 1, 128, 255])
+        path.write_bytes(data)
+        try:
+            file = read_gguf(path)
+            gguf_config(file), gguf_checkpoint(file), Tokenizer.from_gguf(file.metadata)
+        except ValueError:
+            refused += 1
+    assert 100 < refused < 400
+
+
+def with_metadata(source: Path, path: Path, **changes: int) -> Path:
+    """uint32 values overwritten in place, underscores for the key's first dot."""
+    data = bytearray(source.read_bytes())
+    for key, value in changes.items():
+        at = data.index(string(key.replace("_", ".", 1))) + 8 + len(key)
+        assert data[at : at + 4] == struct.pack("<I", 4)
+        data[at + 4 : at + 8] = struct.pack("<I", value)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("block_count", 2**31), ("embedding_length", 2**31), ("feed_forward_length", 2**32 - 1), ("block_count", 0)],
+)
+def test_sizes_that_the_tensors_do_not_have_are_an_error_that_names_the_key(small, tmp_path, key, value):
+    path = with_metadata(small, tmp_path / "broken.gguf", **{f"llama_{key}": value})
+    with pytest.raises(ValueError, match=rf"broken.gguf: llama.{key} is {value}, which its tensors"):
+        make_llm(path)
+
+
+def test_an_unknown_architecture_is_an_error_that_lists_the_known_ones(small, tmp_path):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(small.read_bytes().replace(string("llama"), string("lemma")))
+    with pytest.raises(ValueError, match=r"architecture 'lemma' are not supported; supported: llama, .*qwen3"):
+        make_llm(path)

@@ -1,0 +1,93 @@
+"""GGUF files of every type, written from checkpoints by `tools/make_gguf.py`; and checkpoints of what they mean."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+from support.checkpoints import ALL_VARIANTS, write_checkpoint
+from support.families import REFERENCE_CONFIG
+from support.families.base import GLOBAL, LOCAL, rope
+from support.k_quants import quantize
+from support.reference import load
+
+TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+WIDE = {  # rows of whole super-blocks
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {  # variants of `support.checkpoints`, but for what GGUF cannot say
+    "llama-gqa2-tied-llama3": {},
+    "llama-biases-linear-old": {},
+    "mistral-no-window": {},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {
+        "query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": [LOCAL] * 5 + [GLOBAL],
+        "rope_parameters": {LOCAL: rope(10_000.0), GLOBAL: rope(1_000_000.0, "linear", factor=8.0)},
+    },
+    "phi3": {"sliding_window": None},  # llama.cpp ignores it
+    "phi3-longrope": {"sliding_window": None},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {},
+    "cohere": {},
+    "cohere2": {},
+    "glm4": {},
+}  # fmt: skip
+
+
+@cache
+def tool() -> Any:
+    path = Path(__file__).parents[2] / "tools" / "make_gguf.py"
+    spec = importlib.util.spec_from_file_location("make_gguf", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reference(checkpoint: Path, variant: str = "") -> Any:
+    """transformers' model of a checkpoint of this variant, or of none."""
+    return load(checkpoint, **REFERENCE_CONFIG.get(variant, {}))
+
+
+def write_family(directory: Path, variant: str, changes: dict[str, Any] | None = None) -> Path:
+    """A checkpoint of a variant that GGUF can hold."""
+    kind, config, writing = ALL_VARIANTS[variant]
+    config = {**config, **FAMILIES[variant], **(changes or {})}
+    return write_checkpoint(directory, kind, config, seed=writing.get("seed", 0))
+
+
+def write_gguf(checkpoint: Path, out: Path, kind: str = "F32", pre: str = "gpt-2") -> Path:
+    made: Path = tool().make_gguf(checkpoint, out, kind, pre, quantize)
+    return made
+
+
+def write_meaning(checkpoint: Path, directory: Path, kind: str) -> Path:
+    """A checkpoint of the weights that the GGUF file of this type has, as the gguf package reads them."""
+    shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+    state = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
+    for name, tensor in state.items():
+        stored_as = tool().kind_of(name, tensor.shape, Type[kind])
+        data = quantize(tensor.float().numpy(), stored_as)
+        state[name] = torch.from_numpy(gguf.quants.dequantize(data, stored_as).reshape(tensor.shape).copy())
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32", "dtype": "float32"}))
+    return directory
