@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from quire._version import __version__
 
 if TYPE_CHECKING:
+    from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
     from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 _HOME = {
     "LLM": "quire.engine.llm",
+    "AsyncLLM": "quire.engine.async_llm",
     "SamplingParams": "quire.messages.sampling_params",
     "BeamSearchParams": "quire.messages.sampling_params",
     "RequestOutputKind": "quire.messages.sampling_params",
@@ -25,6 +27,7 @@ _HOME = {
 }
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
     "Logprob",

@@ -16,6 +16,7 @@ from quire.messages.engine import EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
+from quire.metrics.logging import logger
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
@@ -185,13 +186,24 @@ class AsyncLLM:
             while self._inbox:
                 outputs = self._inbox.popleft()
                 self.metrics.step(outputs, self.client.stats)
-                for start in range(0, len(outputs), SLICE):
-                    changed, to_abort = self.output_processor.process(outputs[start : start + SLICE])
-                    if to_abort:
-                        self.client.abort(to_abort)
-                        self.metrics.stop(to_abort)
-                    self._post(changed)
-                    await asyncio.sleep(0)
+                for index, output in enumerate(outputs, 1):
+                    self._take(output)
+                    if index % SLICE == 0:
+                        await asyncio.sleep(0)
+                await asyncio.sleep(0)
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        request_id = output.request_id
+        try:
+            changed, to_abort = self.output_processor.process([output])
+        except Exception:  # a bug: this request ends, the others go on
+            logger.exception("Request %s: its output could not be processed", request_id)
+            changed, to_abort = self.output_processor.fail(request_id, "its output could not be processed"), []
+            self._forget([request_id])
+        if to_abort:
+            self.client.abort(to_abort)
+            self.metrics.stop(to_abort)
+        self._post(changed)
 
     def _post(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

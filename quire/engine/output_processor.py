@@ -100,6 +100,14 @@ class OutputProcessor:
             self._finish(request_id, FinishReason.ABORT, None)
         return running
 
+    def fail(self, request_id: str, reason: str) -> list[RequestOutput]:
+        """End a completion by its core request id; its request, if there is one."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return []
+        self._finish(request_id, FinishReason.ERROR, reason)
+        return [sequence.request]
+
     @staticmethod
     def _add_logprobs(sequence: _Sequence, token_ids: list[int], packed: Logprobs) -> None:
         completion = sequence.completion

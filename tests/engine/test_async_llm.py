@@ -242,3 +242,22 @@ def test_the_metrics_count_what_was_done():
                 assert line in text
 
     run(check())
+
+
+def test_an_output_that_cannot_be_processed_ends_its_request_alone(monkeypatch):
+    async def check() -> None:
+        async with engine() as llm:
+            process = llm.output_processor.process
+
+            def fails_for_one(outputs: Any) -> Any:
+                if outputs[0].request_id == "bad":
+                    raise RuntimeError("a bug")
+                return process(outputs)
+
+            monkeypatch.setattr(llm.output_processor, "process", fails_for_one)
+            bad, good = await asyncio.gather(*(answer(llm, name, PROMPTS[0], GREEDY) for name in ("bad", "good")))
+            assert bad.outputs[0].finish_reason == "error"
+            assert len(good.outputs[0].token_ids) == GREEDY.max_tokens
+            await assert_nothing_is_left(llm)
+
+    run(check())

@@ -1,0 +1,112 @@
+"""The real server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+
+class Server:
+    """`quire serve` on a free port of the loopback device; a context manager.
+
+    url: of the server; log: what it has written so far.
+    """
+
+    def __init__(self, *arguments: str, start_timeout: float = 60.0) -> None:
+        tests = Path(__file__).parents[1]
+        environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
+            stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        self._lines: list[str] = []
+        self._ready = threading.Event()
+        self.url = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(start_timeout) or not self.url:
+            self.process.kill()
+            raise AssertionError(f"the server did not start:\n{self.log}")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append(line)
+            found = re.search(r"Serving at (\S+)", line)
+            if found:
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()  # it has ended
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, port = self.url.split("//")[1].rsplit(":", 1)
+        return host, int(port)
+
+    @property
+    def core(self) -> psutil.Process:
+        """The process of the engine's core: the newest child that is no helper of multiprocessing."""
+        children = psutil.Process(self.process.pid).children()
+        cores = [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
+        return max(cores, key=lambda p: p.create_time())
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=20) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^quire:{name}{{[^}}]*}} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def wait_until_idle(self, seconds: float = 20.0) -> None:
+        """Until no sequence runs or waits and no block is held."""
+        names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+        deadline = time.monotonic() + seconds
+        while any(values := [self.metric(name) for name in names]):
+            assert time.monotonic() < deadline, dict(zip(names, values, strict=True))
+            time.sleep(0.05)
+
+    def stop(self, seconds: float = 40.0) -> int:
+        """SIGTERM, and wait; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(5)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for process in alive:
+            process.kill()
+        assert not alive, "a process was left behind"
