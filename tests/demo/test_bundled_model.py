@@ -43,7 +43,8 @@ def test_it_answers_questions_that_are_put_in_ways_it_has_not_read(llm):
     questions = _lines("questions.jsonl")
     assert len(questions) == 500
     assert len({q["kind"] for q in questions}) >= 8
-    prompts = [llm.frontend.render_chat(q["messages"], tools=q.get("tools"), add_generation_prompt=True) for q in questions]
+    render = llm.frontend.render_chat
+    prompts = [render(q["messages"], tools=q.get("tools"), add_generation_prompt=True) for q in questions]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=120), use_tqdm=False)
     wrong = Counter(q["kind"] for q, o in zip(questions, outputs, strict=True) if not check(q, o.outputs[0].text))
     assert sum(wrong.values()) <= 25, wrong
