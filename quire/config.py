@@ -151,17 +151,31 @@ class ServerConfig:
     max_generated_tokens: int | None = option(
         None, "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)", size=True
     )
+    trust_request_chat_template: bool = option(
+        False, "render chat templates that requests bring; a template can keep a core busy for as long as it likes"
+    )
     metrics_prefix: str = option("quire", "first part of the metrics' names; vllm fits dashboards made for that")
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "port", "max_waiting_requests")
         _at_least(self, 1, "max_body_bytes", "max_generated_tokens")
+        if self.port > 65535:
+            raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together")
+
+    @classmethod
+    def create(cls, **options: Any) -> Self:
+        """Raises ConfigError."""
+        for name, value in options.items():
+            if name not in OPTIONS[cls]:
+                raise ConfigError(_unknown(name, list(OPTIONS[cls])))
+            check_type(name, value, TYPES[name])
+        return cls(**options)
 
 
 @dataclass(frozen=True)
@@ -196,8 +210,9 @@ GROUPS: dict[str, Any] = {
     "parallel": ParallelConfig,
     "kernels": KernelConfig,
 }
-OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in GROUPS.values()}
-TYPES: dict[str, Any] = {name: hint for c in GROUPS.values() for name, hint in get_type_hints(c).items()}
+_CLASSES: list[Any] = [*GROUPS.values(), ServerConfig]
+OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in _CLASSES}
+TYPES: dict[str, Any] = {name: hint for c in _CLASSES for name, hint in get_type_hints(c).items()}
 
 # Engine arguments of vLLM that Quire does not have yet (or, where a reason is given, never will).
 _VLLM_OPTIONS: Mapping[str, str] = {
@@ -234,7 +249,8 @@ def check_type(name: str, value: Any, hint: Any) -> None:
                 return
             raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
         kind = get_origin(kind) or kind
-        if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        accepted = (int, float) if kind is float else kind
+        if isinstance(value, accepted) and not (kind in (int, float) and isinstance(value, bool)):
             return
     names = " or ".join("None" if k is type(None) else (get_origin(k) or k).__name__ for k in kinds)
     raise ConfigError(f"{name} must be of type {names}, got {value!r}")

@@ -1,4 +1,5 @@
-"""`quire bench`: measure. `throughput` runs a file of requests through the engine."""
+"""`quire bench`: measure. `throughput` runs a file of requests through the engine, `serve` drives a server, `claims`
+compares what was measured with what was promised."""
 
 import argparse
 import json
@@ -9,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire._version import __version__
+from quire.bench import command
 from quire.cli.flags import add_engine_flags, add_log_level, engine_options
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
-HELP = "measure throughput"
+HELP = "measure the engine, or any server"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,15 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput.add_argument("--json", action="store_true", help="print one line of JSON")
     add_log_level(throughput, "WARNING")
     add_engine_flags(throughput)
+    throughput.set_defaults(bench=_throughput)
+    serve = benches.add_parser("serve", help=command.HELP, description=command.DESCRIPTION)
+    command.add_arguments(serve)
+    add_log_level(serve, "WARNING")
+    serve.set_defaults(bench=command.run)
+    _add_claims(benches)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return int(arguments.bench(arguments))
+
+
+def _throughput(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     requests = _read(arguments.requests)
     prefill_requests = _read(arguments.prefill_requests) if arguments.prefill_requests else requests
     from quire.engine.llm import LLM  # torch comes with it
 
-    llm = LLM(arguments.model, **engine_options(arguments))
+    options = engine_options(arguments)
+    llm = LLM(arguments.model, **options)
     startup_s = time.perf_counter() - started
     show = not arguments.json
     _timed(llm, [(llm.get_tokenizer().encode("warm up") or [0], {"max_tokens": 8, "ignore_eos": True})], False)
@@ -105,3 +118,33 @@ def _timed(llm: "LLM", requests: list[tuple[Any, dict[str, Any]]], show_progress
     started = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=show_progress and sys.stderr.isatty())
     return time.perf_counter() - started, outputs
+
+
+# ---- claims
+
+
+def _add_claims(benches: Any) -> None:
+    claims = benches.add_parser(
+        "claims",
+        help="what the engine's mechanisms bring, against the goals set for them",
+        description="Measure each mechanism with and without, in interleaved rounds, and print medians and goals.",
+    )
+    claims.add_argument("--model", help="directory or Hugging Face id; the bundled model if left out")
+    claims.add_argument("--only", action="append", metavar="NAME", help="only claims whose name contains this")
+    claims.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each measurement (default: 5)")
+    claims.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    add_log_level(claims, "WARNING")
+    add_engine_flags(claims)
+    claims.set_defaults(bench=_claims)
+
+
+def _claims(arguments: argparse.Namespace) -> int:
+    from quire.bench import claims  # torch comes with it
+
+    result = claims.measure(
+        arguments.model, engine_options(arguments), arguments.only or [], claims.Sizes(rounds=arguments.rounds)
+    )
+    print(claims.table(result))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0

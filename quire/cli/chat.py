@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from quire.engine.llm import LLM  # torch comes with it
 
-    llm = LLM(arguments.model, **engine_options(arguments))
+    options = engine_options(arguments)
+    llm = LLM(arguments.model, **options)
     params = llm.processor.default_sampling_params(**sampling_options(arguments))
     beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
     messages = list(beginning)

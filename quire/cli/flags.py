@@ -2,21 +2,32 @@
 
 import argparse
 import json
+from dataclasses import MISSING
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, parse_size
+from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, parse_size
 
-_DEST = "engine_"  # keeps the engine's options apart from a command's own
+_DEST = "option_"  # keeps the options of config.py apart from a command's own
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every engine option but the model, which is each command's own, grouped as config.py groups them."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="read options from here; those on the command line win"
+    )
     for config in GROUPS.values():
-        group = parser.add_argument_group(config.__doc__.strip().rstrip("."))
-        for name, option in OPTIONS[config].items():
-            if name != "model":
-                _add_flag(group, name, option.default, option.metadata)
+        add_flags(parser, config)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
+    """A flag for every option of a class of config.py."""
+    group = parser.add_argument_group(config.__doc__.strip().rstrip("."))
+    for name, option in OPTIONS[config].items():
+        if name != "model":
+            default = option.default if option.default_factory is MISSING else None
+            _add_flag(group, name, default, option.metadata)
 
 
 def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
@@ -34,9 +45,10 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
         kind = _json_object
     elif metadata.get("size"):
         kind = _size
-    elif hint is int or (get_origin(hint) in (Union, UnionType) and int in get_args(hint)):
-        kind = int
-    if isinstance(default, (int, str)):
+    else:
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        kind = int if int in kinds else float if float in kinds else str
+    if default != "" and isinstance(default, (int, float, str)):
         common["help"] += f" (default: {default})"
     group.add_argument(
         flag, type=kind, choices=choices, metavar=None if choices else name.rsplit("_", 1)[-1].upper(), **common
@@ -44,8 +56,44 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, for `LLM(**options)`."""
-    return {key.removeprefix(_DEST): value for key, value in vars(arguments).items() if key.startswith(_DEST)}
+    """The engine options that were given, in a file or as flags, for `LLM(model, **options)`.
+
+    The model, which is a command's own, is put into `arguments` if only the file names one.
+    """
+    options = _given(arguments)
+    if "model" in options:
+        arguments.model = arguments.model or options.pop("model")
+    return {name: value for name, value in options.items() if name not in OPTIONS[ServerConfig]}
+
+
+def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Likewise, for `ServerConfig.create(**options)`."""
+    return {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    flags = {key.removeprefix(_DEST): value for key, value in vars(arguments).items() if key.startswith(_DEST)}
+    return {**(_read(arguments.config) if arguments.config else {}), **flags}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The options in a YAML file, by the names of flags, with dashes or underscores."""
+    import yaml
+
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
+        raise ConfigError(f"{path} must hold options, such as 'max-model-len: 4096'")
+    options = {name.replace("-", "_"): value for name, value in read.items()}
+    metadata: dict[str, Any] = {name: o.metadata for config in OPTIONS.values() for name, o in config.items()}
+    for name, value in options.items():
+        if isinstance(value, str) and metadata.get(name, {}).get("size"):
+            options[name] = parse_size(value)
+        elif isinstance(value, str) and get_origin(TYPES.get(name)) is list:
+            options[name] = [value]
+    return options
 
 
 def _size(text: str) -> int:

@@ -22,7 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
         prompt = sys.stdin.read().rstrip("\n")
     from quire.engine.llm import LLM  # torch comes with it
 
-    llm = LLM(arguments.model, **engine_options(arguments))
+    options = engine_options(arguments)
+    llm = LLM(arguments.model, **options)
     params = llm.processor.default_sampling_params(**sampling_options(arguments))
     sys.stdout.write(prompt)
     shown = 0

@@ -5,10 +5,10 @@ import os
 import sys
 
 from quire._version import __version__
-from quire.cli import bench, chat, generate
+from quire.cli import bench, chat, generate, serve
 from quire.metrics.logging import configure_logging
 
-_COMMANDS = {"generate": generate, "chat": chat, "bench": bench}
+_COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "bench": bench}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -142,6 +142,11 @@ class CoreClient:
             raise EngineDeadError(f"the engine failed: {self.cause_of_death}")
 
     @property
+    def num_unfinished(self) -> int:
+        """Sequences in the core's hands or on their way there."""
+        return len(self._unfinished)
+
+    @property
     def process_id(self) -> int | None:
         return None if self._link is None else self._link.process.pid
 

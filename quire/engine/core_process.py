@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from tqdm import tqdm
 
 from quire.config import EngineConfig
 from quire.engine.client import make_core
@@ -34,8 +35,10 @@ _orders = msgspec.msgpack.Decoder(CoreOrder)
 
 def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, max_model_len: int, log: str) -> None:
     """The life of the process. orders, reports: ZeroMQ addresses at which the client listens."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the client decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # often meant for a whole group of processes; the client decides
+        signal.signal(number, signal.SIG_IGN)
     configure_logging(log)
+    tqdm.set_lock(threading.RLock())  # its own is one between processes, which a process that is killed leaves behind
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, orders), (outbox, reports)):

@@ -25,6 +25,10 @@ class PromptFields(TypedDict, total=False):
 Prompt = str | list[int] | PromptFields
 
 
+class PromptTooLongError(ValueError):
+    """The prompt leaves no room for output within max_model_len."""
+
+
 @dataclass(frozen=True)
 class ProcessedRequest:
     """A prompt, ready to run: one core request for each of its n completions."""
@@ -99,7 +103,7 @@ class Processor:
             raise ValueError(f"token id {worst} is outside the vocabulary of {self.vocab_size}")
         room = self.max_model_len - len(token_ids)
         if room < 1:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens, which leaves no room for output: "
                 f"max_model_len is {self.max_model_len}"
             )

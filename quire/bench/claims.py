@@ -1,0 +1,253 @@
+"""`quire bench claims`: what the engine's mechanisms bring, measured in this process against the goals set for them.
+
+Every figure is a median over rounds in which the variants that are compared take turns, so that a slow spell of the
+machine hits all of them.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+
+from quire._version import __version__
+from quire.engine.llm import LLM
+from quire.messages.engine import EngineCoreOutput
+from quire.messages.sampling_params import SamplingParams
+
+_KV_TOKENS = 40_000
+Workload = list[tuple[list[int], int]]  # (prompt, output length) of each request
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run. The lengths are in tokens."""
+
+    rounds: int = 5
+    mixed: int = 48  # requests of 32-512 in, 16-192 out
+    questions: int = 16  # over one document, 32 in and 32 out each
+    document: int = 1024
+    streams: int = 8  # that decode while the whale arrives
+    whale: int = 4096
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row. literature: what is said of it elsewhere; value and goal are ratios, and `unit` how to show them."""
+
+    mechanism: str
+    measure: str
+    literature: str
+    value: float
+    goal: float
+    at_least: bool = True
+    unit: str = "×"
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.goal if self.at_least else self.value <= self.goal
+
+
+def measure(model: str | None, options: dict[str, Any], only: Sequence[str], sizes: Sizes) -> dict[str, Any]:
+    """The claims whose mechanism contains one of `only` (all if that is empty), with what they were measured on.
+
+    options: the engine's. Raises ValueError if no claim is asked for, and what LLM raises.
+    """
+    wanted = {name: run for name, run in _CLAIMS.items() if not only or any(o.lower() in name.lower() for o in only)}
+    if not wanted:
+        raise ValueError(f"--only {' '.join(only)} names no claim; there are: {', '.join(_CLAIMS)}")
+    if sizes.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {sizes.rounds}")
+    longest = max(sizes.whale, sizes.document + 32, 512) + 256
+    options = {"max_num_seqs": 64, "max_model_len": longest, **options}
+    if "kv_cache_memory_bytes" not in options:  # enough for every workload here, and not half of the memory
+        options = {"num_gpu_blocks_override": _KV_TOKENS // options.get("block_size", 16), **options}
+    try:
+        llm = LLM(model, **options)
+    except ValueError:  # too few positions for the whale: time does not depend on what the model was trained for
+        options["hf_overrides"] = {"max_position_embeddings": longest, **options.get("hf_overrides", {})}
+        llm = LLM(model, **options)
+    claims: list[Claim] = []
+    for name, run in wanted.items():
+        print(f"measuring {name} ...", file=sys.stderr, flush=True)
+        claims += run(llm, options, sizes)
+    llm.shutdown()
+    return {
+        "version": __version__,
+        "model": model or "bundled",
+        "dtype": llm.dtype,
+        "threads": torch.get_num_threads(),
+        "rounds": sizes.rounds,
+        "claims": [{**asdict(claim), "met": claim.met} for claim in claims],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    rows = [("mechanism", "measure", "literature", "goal", "measured", "met")]
+    for row in result["claims"]:
+        scale, unit = 100 if row["unit"] == "%" else 1, row["unit"]
+        goal = f"{'≥' if row['at_least'] else '≤'} {row['goal'] * scale:g} {unit}"
+        value = f"{row['value'] * scale:.2f} {unit}"
+        rows.append((row["mechanism"], row["measure"], row["literature"], goal, value, "yes" if row["met"] else "NO"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head = "{model}, {dtype}, {threads} threads, medians of {rounds} rounds, quire {version}\n".format(**result)
+    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([head, *lines])
+
+
+# ---- workloads: those of benchmarks/peers/workloads.py, in ids that the model has
+
+
+def _prompt(rng: random.Random, length: int, llm: LLM) -> list[int]:
+    return [rng.randint(3, min(10_000, llm.processor.vocab_size - 1)) for _ in range(length)]
+
+
+def mixed(llm: LLM, seed: int, count: int) -> Workload:
+    rng = random.Random(seed)
+    return [(_prompt(rng, rng.randint(32, 512), llm), rng.randint(16, 192)) for _ in range(count)]
+
+
+def prefix(llm: LLM, seed: int, count: int, document_len: int) -> Workload:
+    rng = random.Random(seed)
+    document = _prompt(rng, document_len, llm)
+    return [(document + _prompt(rng, 32, llm), 32) for _ in range(count)]
+
+
+def _add(llm: LLM, request_id: str, prompt: list[int], output_len: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    for request in llm.processor.process(request_id, prompt, params).core_requests:
+        llm.core.add_request(request)
+
+
+def _steps(llm: LLM, workload: Workload) -> Iterator[list[EngineCoreOutput]]:
+    """Add the requests, then run step after step until none is left; leaving early aborts them."""
+    for number, (prompt, output_len) in enumerate(workload):
+        _add(llm, str(number), prompt, output_len)
+    try:
+        while llm.core.has_unfinished:
+            yield llm.core.step()
+    finally:
+        llm.core.abort_requests(list(llm.core.scheduler.requests))
+
+
+# ---- paged memory
+
+
+def _paged_attention(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
+    """Counted, not timed: one run says it. Prompts share nothing, so each held token has a slot of its own."""
+    kv = llm.core.scheduler.kv
+    shares = []
+    for _ in _steps(llm, mixed(llm, 2, sizes.mixed)):
+        slots = kv.block_size * (kv.pool.num_usable - kv.pool.num_free)
+        held = sum(
+            request.num_computed_tokens - kv.block_size * table.count(kv.pool.null_block)
+            for request in llm.core.scheduler.running
+            for table in request.block_tables
+        )
+        if slots:
+            shares.append(held / slots)
+    measure = "KV tokens held ÷ slots allocated, mean over the steps of the mixed workload"
+    return [Claim("PagedAttention", measure, "95 %", mean(shares), 0.96, unit="%")]
+
+
+# ---- prefix caching
+
+
+def _prefix_caching(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
+    kv = llm.core.scheduler.kv
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    reused: dict[str, int] = {}
+    for number in range(-1, sizes.rounds):  # the first warms up
+        for enabled in (False, True):
+            workload = prefix(llm, number + 100, sizes.questions, sizes.document)
+            llm.reset_prefix_cache()
+            kv.enable_prefix_caching = enabled
+            started = time.perf_counter()
+            for outputs in _steps(llm, workload):
+                if enabled:
+                    reused.update((output.request_id, output.num_cached_tokens) for output in outputs)
+            if number >= 0:
+                seconds[enabled].append(time.perf_counter() - started)
+    keys = {block.block_hash: block for block in kv.pool.blocks if block.block_hash is not None}
+    hash_bytes = sys.getsizeof(keys) + sum(sys.getsizeof(key) + sys.getsizeof(key[1]) for key in keys if key)
+    kv_bytes = len(keys) * llm.core.executor.kv_cache.block_bytes
+    kv.enable_prefix_caching = llm.config.cache.enable_prefix_caching
+    reusable = (sizes.questions - 1) * (sizes.document // kv.block_size * kv.block_size)
+    name = "prefix caching"
+    return [
+        Claim(
+            name, "time of the prefix workload, off ÷ on", "2–5 ×", median(seconds[False]) / median(seconds[True]), 4.0
+        ),
+        Claim(name, "prompt tokens reused ÷ reusable", "", sum(reused.values()) / reusable, 0.99, unit="%"),
+        Claim(name, "bytes of hashes and their index ÷ bytes of KV", "< 1 %", hash_bytes / kv_bytes, 0.005, False, "%"),
+    ]
+
+
+# ---- chunked prefill
+
+
+def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
+    """The same engine twice: with its chunk, and with one that holds the whole whale."""
+    chunk = llm.core.scheduler.limits.max_num_batched_tokens
+    whole = LLM(llm.config.model.model, **{**options, "max_num_batched_tokens": sizes.whale + 64})
+    gaps: dict[str, list[float]] = {"whole": [], "chunked": []}
+    decode_steps, whale_seconds = [], []
+    for number in range(-1, sizes.rounds):  # the first warms up
+        rng = random.Random(number)
+        whole_gap, _ = _whale_among_streams(whole, rng, sizes)
+        chunked_gap, decode_step = _whale_among_streams(llm, rng, sizes)
+        started = time.perf_counter()
+        for _ in _steps(llm, [(_prompt(rng, sizes.whale, llm), 1)]):
+            pass
+        if number >= 0:
+            whale_seconds.append(time.perf_counter() - started)
+            decode_steps.append(decode_step)
+            gaps["whole"].append(whole_gap)
+            gaps["chunked"].append(chunked_gap)
+    whole.shutdown()
+    gap = median(gaps["chunked"])
+    expected = chunk * median(whale_seconds) / sizes.whale + median(decode_steps)
+    name, what = "chunked prefill", f"largest gap of {sizes.streams} streams as {sizes.whale:,} tokens arrive"
+    return [
+        Claim(name, f"{what}, whole ÷ in chunks of {chunk}", "3 ×", median(gaps["whole"]) / gap, 4.0),
+        Claim(name, f"the same in chunks ÷ (chunk ÷ prefill rate + decode step = {expected * 1e3:.0f} ms)", "",
+              gap / expected, 1.3, False),
+    ]  # fmt: skip
+
+
+def _whale_among_streams(llm: LLM, rng: random.Random, sizes: Sizes) -> tuple[float, float]:
+    """Seconds: the longest that a stream waits for a token between the whale's arrival and three tokens after
+    its first, and the median step before."""
+    llm.reset_prefix_cache()
+    streams = {str(i) for i in range(sizes.streams)}
+    workload = [(_prompt(rng, 32, llm), 200) for _ in streams]
+    whale = _prompt(rng, sizes.whale, llm)
+    latest: dict[str, float] = {}
+    before: list[float] = []
+    after: list[float] = []
+    num_steps = num_whale = 0  # steps in which all streams ran
+    for outputs in _steps(llm, workload):
+        now = time.perf_counter()
+        for output in outputs:
+            if output.request_id not in streams:
+                num_whale += 1
+            elif output.request_id in latest:
+                (before if num_steps < 16 else after).append(now - latest[output.request_id])
+            latest[output.request_id] = now
+        num_steps += len(latest) >= sizes.streams
+        if num_steps == 16:
+            _add(llm, "whale", whale, 8)
+        if num_whale == 3:
+            break
+    return max(after), median(before)
+
+
+_CLAIMS: dict[str, Callable[[LLM, dict[str, Any], Sizes], list[Claim]]] = {
+    "PagedAttention": _paged_attention,
+    "prefix caching": _prefix_caching,
+    "chunked prefill": _chunked_prefill,
+}

@@ -1,0 +1,148 @@
+"""What `quire bench serve` sends, and when: random prompts, files of prompts, traces, arrival times."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Prompt = str | list[int]
+
+SAFE_VOCAB_SIZE = 1000  # ids below this exist in every vocabulary in use
+_WORDS = """time year people way day man thing woman life child world school state family student group country problem
+    hand part place case week company system program question work government number night point home water room
+    mother area money story fact month lot right study book eye job word business issue side kind head house service
+    friend father power hour game line end member law car city name team minute idea body back""".split()
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """prompt_len: in tokens, as far as known here; the server's own count replaces it. arrival: s since the start."""
+
+    prompt: Prompt
+    prompt_len: int
+    output_len: int
+    arrival: float = 0.0
+
+
+@dataclass
+class RandomPrompts:
+    """Random prompts of given lengths in tokens: token ids below vocab_size or, if that is None, English words.
+
+    A prompt of w words has words_to_tokens · w + extra_tokens tokens, as `calibrate` found.
+    """
+
+    rng: np.random.Generator
+    vocab_size: int | None
+    words_to_tokens: float = 1.0
+    extra_tokens: float = 0.0
+
+    def calibrate(self, words: tuple[int, int], tokens: tuple[int, int]) -> None:
+        """From the token counts that the server gave for two prompts of so many words."""
+        self.words_to_tokens = max((tokens[1] - tokens[0]) / (words[1] - words[0]), 0.1)
+        self.extra_tokens = max(tokens[0] - self.words_to_tokens * words[0], 0.0)
+
+    def make(self, length: int, *prefix: tuple[int, int]) -> Prompt:
+        """A fresh prompt of `length` tokens. prefix: (seed, length) of parts that go before it and can be repeated."""
+        parts = [self._draw(np.random.default_rng(seed), size) for seed, size in prefix]
+        drawn = [token for part in [*parts, self._draw(self.rng, length - self.extra_tokens)] for token in part]
+        return drawn if self.vocab_size is not None else " ".join(_WORDS[i] for i in drawn)
+
+    def _draw(self, rng: np.random.Generator, length: float) -> list[int]:
+        if self.vocab_size is not None:
+            return [int(i) for i in rng.integers(min(3, self.vocab_size - 1), self.vocab_size, int(length))]
+        return [int(i) for i in rng.integers(0, len(_WORDS), max(1, round(length / self.words_to_tokens)))]
+
+
+def random_requests(
+    prompts: RandomPrompts, count: int, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0
+) -> list[BenchRequest]:
+    """Lengths uniform within ± range_ratio of those given; prefix_len more tokens in front that all prompts share."""
+    if not 0 <= range_ratio < 1:
+        raise ValueError(f"--random-range-ratio must be at least 0 and less than 1, got {range_ratio}")
+
+    def lengths(length: int) -> list[int]:
+        low, high = max(1, math.floor(length * (1 - range_ratio))), max(1, math.ceil(length * (1 + range_ratio)))
+        return [int(n) for n in prompts.rng.integers(low, high + 1, count)]
+
+    prefix = [(int(prompts.rng.integers(2**31)), prefix_len)] if prefix_len else []
+    sizes = zip(lengths(input_len), lengths(output_len), strict=True)
+    return [BenchRequest(prompts.make(n, *prefix), prefix_len + n, out) for n, out in sizes]
+
+
+def prefix_repetition_requests(
+    prompts: RandomPrompts, count: int, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
+) -> list[BenchRequest]:
+    """Equally many prompts on each of num_prefixes prefixes, in random order."""
+    seeds = prompts.rng.integers(2**31, size=num_prefixes)
+    order = prompts.rng.permutation(np.arange(count) % num_prefixes)
+    return [
+        BenchRequest(prompts.make(suffix_len, (int(seeds[i]), prefix_len)), prefix_len + suffix_len, output_len)
+        for i in order
+    ]
+
+
+def read_requests(path: Path, prompts: RandomPrompts, output_len: int, timed: bool) -> list[BenchRequest]:
+    """A file of requests, a JSON object a line; a trace if `timed`, sorted by arrival, which starts at 0.
+
+    Each has "prompt" (text or token ids), "prompt_token_ids", or "input_length" for a random prompt, whose beginning
+    "hash_ids" may give as blocks of 512 tokens, equal ids meaning equal tokens (Mooncake's traces); "output_length",
+    "output_tokens" or "max_tokens"; and in a trace "arrival" in seconds or "timestamp" in milliseconds.
+    Raises ValueError naming the line that is wrong.
+    """
+    requests = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                requests.append(_request(json.loads(line), prompts, output_len, timed))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not requests:
+        raise ValueError(f"{path} holds no requests")
+    requests.sort(key=lambda request: request.arrival)
+    first = requests[0].arrival
+    return [BenchRequest(r.prompt, r.prompt_len, r.output_len, r.arrival - first) for r in requests]
+
+
+def _request(fields: Any, prompts: RandomPrompts, output_len: int, timed: bool) -> BenchRequest:
+    if not isinstance(fields, dict):
+        raise TypeError(f"must be a JSON object, got {fields!r}")
+    arrival = 0.0
+    if timed:
+        if fields.keys().isdisjoint(("arrival", "timestamp")):
+            raise ValueError('a trace needs "arrival" (seconds) or "timestamp" (milliseconds)')
+        arrival = float(fields["arrival"]) if "arrival" in fields else fields["timestamp"] / 1000
+    output_len = int(_first(fields, ("output_length", "output_tokens", "max_tokens")) or output_len)
+    prompt = _first(fields, ("prompt", "prompt_token_ids"))
+    if prompt is None:
+        length = int(fields["input_length"]) if "input_length" in fields else 0
+        if length < 1:
+            raise ValueError('needs "prompt", "prompt_token_ids" or "input_length"')
+        blocks = [(int(i), 512) for i in fields.get("hash_ids", ())][: (length - 1) // 512]
+        return BenchRequest(prompts.make(length - 512 * len(blocks), *blocks), length, output_len, arrival)
+    is_text = isinstance(prompt, str)
+    if not prompt or not (is_text or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt))):
+        raise ValueError("a prompt must be text or token ids, and not empty")
+    return BenchRequest(prompt, len(prompt.split()) if is_text else len(prompt), output_len, arrival)
+
+
+def _first(fields: dict[str, Any], names: Sequence[str]) -> Any:
+    return next((fields[name] for name in names if name in fields), None)
+
+
+def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
+    """Seconds from the start at which `count` requests arrive, `rate` a second; all at once if that is infinite.
+
+    Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is more bursty. They are scaled so
+    that the last request arrives at exactly count ÷ rate, as vLLM's benchmark does, so that the load offered does not
+    depend on the luck of the draw. Raises ValueError for a rate or burstiness that is not positive.
+    """
+    if not rate > 0 or not burstiness > 0:
+        raise ValueError(f"request rate and burstiness must be positive, got {rate} and {burstiness}")
+    if math.isinf(rate):
+        return [0.0] * count
+    times = np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count))
+    return [float(t) for t in times * (count / rate / times[-1])]

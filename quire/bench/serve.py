@@ -1,0 +1,234 @@
+"""Load generation for `quire bench serve`: streaming requests to an OpenAI-compatible server, each one timed."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from quire.bench.datasets import SAFE_VOCAB_SIZE, BenchRequest, Prompt, RandomPrompts
+
+_USAGE: list[dict[str, Any]] = [  # ways to have tokens counted, best first: in each chunk, at the end, not at all
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": {"include_usage": True}},
+    {},
+]
+_HOPELESS = (0, 401, 403, 404, 429)  # no other form of the request will do
+_NO_TOKENS = "the answer has no tokens"
+_TIMEOUT_S = 6 * 3600
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+@dataclass
+class Outcome:
+    """One request as the client saw it. Times in seconds; `start` on the clock of the run, the others since `start`.
+
+    itls: the gaps between events that brought tokens. error: empty if the request succeeded.
+    """
+
+    start: float
+    prompt_len: int
+    output_len: int = 0
+    queue_time: float = 0.0  # how long it waited here for one of max_concurrency places
+    ttft: float = 0.0
+    latency: float = 0.0
+    itls: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+    status: int = 0
+
+    @property
+    def tpot(self) -> float:
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+
+class Target:
+    """A server's endpoint, and how it wants to be asked. An asynchronous context manager."""
+
+    def __init__(
+        self, base_url: str, endpoint: str, model: str | None, headers: dict[str, str], extra_body: dict[str, Any]
+    ) -> None:
+        """extra_body: added to every request; null removes a field."""
+        self.url, self.model, self.extra_body = base_url.rstrip("/") + endpoint, model, extra_body
+        self.vocab_size: int | None = None
+        self._chat = endpoint.endswith("/chat/completions")
+        self._models_url = self.url.removesuffix("/completions").removesuffix("/chat") + "/models"
+        self._headers = {"Content-Type": "application/json", **headers}
+        self._usage: dict[str, Any] = {}
+
+    async def __aenter__(self) -> "Target":
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def find_model(self) -> None:
+        """The model's name, if none was given, and the size of its vocabulary, if the server says. Raises OSError."""
+        try:
+            async with self._session.get(self._models_url) as response:
+                listed = (await response.json(content_type=None))["data"] if response.status == 200 else []
+                entry: dict[str, Any] = next((e for e in listed if self.model in (None, e["id"])), {})
+                problem = f"HTTP {response.status}"
+        except (aiohttp.ClientError, OSError) as error:
+            raise OSError(f"no server answers at {self._models_url}: {error}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            entry, problem = {}, f"no list of models ({error!r})"
+        self.model = self.model or entry.get("id")
+        if self.model is None:
+            raise OSError(f"{self._models_url} answers {problem}; say which model with --model")
+        size = entry.get("vocab_size")
+        self.vocab_size = size if isinstance(size, int) and size > 0 else None
+
+    async def find_prompts(self, prompts: RandomPrompts) -> None:
+        """Learn from tiny requests what the server takes. Sets prompts.vocab_size: None if it must be text, which is
+        calibrated then. Raises OSError if it answers none of them."""
+        as_ids = [] if self._chat else [prompts.vocab_size or self.vocab_size or SAFE_VOCAB_SIZE]
+        for vocab_size, self._usage in product([*as_ids, None], _USAGE):
+            probe = RandomPrompts(np.random.default_rng(), vocab_size)
+            outcome = await self.send(probe.make(16), 16, 2)
+            if outcome.error in ("", _NO_TOKENS):
+                prompts.vocab_size = vocab_size
+                if vocab_size is None:
+                    words = (16, 80)
+                    tokens = [(await self.send(probe.make(n), n, 1)).prompt_len for n in words]
+                    prompts.calibrate(words, (tokens[0], tokens[1]))
+                return
+            if outcome.status in _HOPELESS:
+                break
+        raise OSError(f"{self.url} fails a first small request: {outcome.error}")
+
+    def body(self, prompt: Prompt, output_len: int) -> dict[str, Any]:
+        asked = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+        fields = {"model": self.model, **asked, "max_tokens": output_len, "temperature": 0.0, "stream": True}
+        return {k: v for k, v in {**fields, **self._usage, **self.extra_body}.items() if v is not None}
+
+    async def send(self, prompt: Prompt, prompt_len: int, output_len: int) -> Outcome:
+        """Send one request and read its stream to the end. Whatever goes wrong is in the outcome's `error`."""
+        if self._chat and not isinstance(prompt, str):
+            return Outcome(time.perf_counter(), prompt_len, error="a chat endpoint takes no token ids")
+        data = msgspec.json.encode(self.body(prompt, output_len))
+        outcome = Outcome(time.perf_counter(), prompt_len)
+        try:
+            async with self._session.post(self.url, data=data) as response:
+                outcome.status = response.status
+                if response.status == 200:
+                    await _read_stream(response.content, outcome)
+                else:
+                    outcome.error = f"HTTP {response.status}: {(await response.text(errors='replace'))[:300].strip()}"
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: no JSON
+            outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
+        if outcome.error:
+            outcome.latency = time.perf_counter() - outcome.start
+        return outcome
+
+
+async def _read_stream(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
+    """Follow server-sent events. An event brings tokens if the usage in it grew; without usage, if it has text."""
+    last, finished, counted, text, rest = 0.0, False, None, [], b""
+    async for piece in stream.iter_any():
+        now = time.perf_counter() - outcome.start
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                finished = True
+                continue
+            chunk = _decode(payload)
+            if chunk.error is not None:
+                outcome.error = f"error in the stream: {chunk.error}"
+            brought = ""
+            for choice in chunk.choices:
+                outcome.latency = now
+                brought += _text(choice)
+                finished |= choice.finish_reason is not None
+                if choice.finish_reason in ("error", "abort"):
+                    outcome.error = outcome.error or f"the server ended it with finish_reason {choice.finish_reason!r}"
+            text.append(brought)
+            is_token = bool(brought)
+            if chunk.usage is not None and chunk.usage.completion_tokens is not None:
+                outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
+                is_token = bool(chunk.choices) and chunk.usage.completion_tokens > (counted or 0)
+                counted = chunk.usage.completion_tokens
+            if is_token and not last:
+                outcome.ttft = last = now
+            elif is_token:
+                outcome.itls.append(now - last)
+                last = now
+    events = len(outcome.itls) + (last > 0)
+    outcome.text, outcome.output_len = "".join(text), events if counted is None else counted
+    if not events:  # tokens without text, from a server that counts them at the end only
+        outcome.ttft = outcome.latency
+    if not finished:
+        outcome.error = outcome.error or "the stream ended before the answer did"
+    elif not outcome.output_len:
+        outcome.error = outcome.error or _NO_TOKENS
+
+
+def _text(choice: _Choice) -> str:
+    if choice.delta is not None:
+        return choice.delta.content or choice.delta.reasoning_content or choice.delta.reasoning or ""
+    return choice.text or ""
+
+
+async def drive(
+    target: Target,
+    requests: Sequence[BenchRequest],
+    arrivals: Sequence[float],
+    max_concurrency: int | None = None,
+    on_done: Callable[[Outcome], object] = lambda outcome: None,
+) -> tuple[list[Outcome], float]:
+    """Send request i at arrivals[i] seconds, or once fewer than max_concurrency are running. Outcomes, and seconds."""
+    places: AbstractAsyncContextManager[Any] = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    began = time.perf_counter()
+
+    async def one(request: BenchRequest, arrival: float) -> Outcome:
+        await asyncio.sleep(began + arrival - time.perf_counter())
+        due = time.perf_counter()
+        async with places:
+            queue_time = time.perf_counter() - due
+            outcome = await target.send(request.prompt, request.prompt_len, request.output_len)
+        outcome.queue_time = queue_time
+        outcome.start -= began
+        on_done(outcome)
+        return outcome
+
+    outcomes = await asyncio.gather(*(one(*pair) for pair in zip(requests, arrivals, strict=True)))
+    return outcomes, time.perf_counter() - began

@@ -1,0 +1,100 @@
+"""Models, health, version, load, metrics, and two things that only an operator should do."""
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire._version import __version__
+from quire.server.errors import ApiError, json_response
+from quire.server.generation import Server
+from quire.server.protocol import AbortRequest
+from quire.server.responses import Aborted, Load, ModelCard, ModelList, Version
+from quire.server.routing import Answers, StrictRoute, answers
+
+router = APIRouter()
+_HEALTH: Answers = {
+    200: {"description": "Ready", "content": {}},
+    503: {"description": "Not (yet, or any more)", "content": {}},
+}
+
+
+def _server(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+def _card(server: Server, name: str) -> ModelCard:
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "quire",
+        "root": server.llm.config.model.model or server.model_names[0],
+        "parent": None,
+        "max_model_len": server.llm.max_model_len,
+    }
+
+
+@router.get("/v1/models", responses=answers(ModelList), response_model=None)
+async def list_models(request: Request) -> Response:
+    server = _server(request)
+    listed: ModelList = {"object": "list", "data": [_card(server, name) for name in server.model_names]}
+    return json_response(listed)
+
+
+@router.get("/v1/models/{model:path}", responses=answers(ModelCard), response_model=None)
+async def retrieve_model(model: str, request: Request) -> Response:
+    server = _server(request)
+    if model not in server.model_names:
+        raise ApiError(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
+    return json_response(_card(server, model))
+
+
+@router.get("/health", responses=_HEALTH, response_class=Response)
+async def health(request: Request) -> Response:
+    """503 while the engine starts, restarts or is dead."""
+    return Response(status_code=200 if _server(request).llm.is_running else 503)
+
+
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", responses=_HEALTH, response_class=Response)
+async def ping(request: Request) -> Response:
+    """As /health."""
+    return await health(request)
+
+
+@router.get("/version", responses=answers(Version), response_model=None)
+async def version() -> Response:
+    return json_response({"version": __version__})
+
+
+@router.get("/load", responses=answers(Load), response_model=None)
+async def load(request: Request) -> Response:
+    """How many requests are being answered."""
+    return json_response({"server_load": len(_server(request).calls)})
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    return Response(_server(request).llm.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/reset_prefix_cache", response_class=Response)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached prefixes."""
+    await _server(request).llm.reset_prefix_cache()
+    return Response()
+
+
+async def abort_requests(body: AbortRequest, request: Request) -> Response:
+    """End requests: who waits for them gets what there is, with finish_reason "abort"."""
+    calls = [call for call in _server(request).calls if call.id in body.request_ids or call.name in body.request_ids]
+    for call in calls:
+        call.abort()
+    return json_response({"aborted": len(calls)})
+
+
+router.add_api_route(
+    "/abort_requests", abort_requests, methods=["POST"], responses=answers(Aborted), response_model=None,
+    route_class_override=StrictRoute,
+)  # fmt: skip

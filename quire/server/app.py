@@ -1,0 +1,48 @@
+"""The server's ASGI application."""
+
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi.security import HTTPBearer
+from starlette.middleware.cors import CORSMiddleware
+
+from quire._version import __version__
+from quire.config import ServerConfig
+from quire.engine.async_llm import AsyncLLM
+from quire.server import admin_routes, chat, completions, text_routes
+from quire.server.errors import add_error_handlers
+from quire.server.generation import Server
+from quire.server.middleware import ApiKeys, BodyLimit, RequestIds
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
+    """OpenAI's API on an engine that its caller starts and shuts down.
+
+    Set `app.state.draining` to answer new requests that generate with 503, while those that run go on.
+    """
+    bearer: list[Any] = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []  # for the documents
+    app = FastAPI(
+        title="Quire",
+        version=__version__,
+        description="OpenAI's API. Fields that are not listed are ignored; null is as if left out.",
+        root_path=config.root_path,
+    )
+    app.state.server, app.state.draining = Server(llm, config, model_names, app), False
+    for module in (completions, chat, text_routes):
+        app.include_router(module.router, dependencies=bearer)
+    app.include_router(admin_routes.router)
+    add_error_handlers(app)
+    # The last one added is the first to see a request.
+    app.add_middleware(BodyLimit, limit=config.max_body_bytes)
+    if config.api_key:
+        app.add_middleware(ApiKeys, keys=config.api_key)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(RequestIds)
+    return app

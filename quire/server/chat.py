@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.messages.outputs import CompletionOutput
+from quire.server.errors import json_response
+from quire.server.generation import Call, Chunks, EventStream, Meter, Server
+from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.protocol import ChatRequest
+from quire.server.responses import ChatChoice, ChatLogprobs, ChatResponse
+from quire.server.routing import StrictRoute, stream_answers
+
+router = APIRouter(route_class=StrictRoute)
+
+
+@router.post("/v1/chat/completions", responses=stream_answers(ChatResponse), response_model=None)
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    server: Server = request.app.state.server
+    call = Call(server, request, body, "chatcmpl")
+    prompt = await server.render(body.messages, body)
+    default = server.llm.processor.generation_config.get("max_new_tokens")
+    await call.process([prompt], default, bool(body.add_special_tokens), "messages")
+    if body.stream:
+        return await EventStream.begin(_stream(call, body))
+    return json_response(await _collect(call, body))
+
+
+async def _collect(call: Call, body: ChatRequest) -> ChatResponse:
+    meter = Meter()
+    async with aclosing(call.run()) as outputs:
+        output = await anext(outputs)
+    meter.add(output)
+    choices = []
+    for completion in output.outputs:
+        choice = ChatChoice(
+            index=completion.index,
+            message={"role": "assistant", "content": completion.text, "refusal": None},
+            logprobs=_logprobs(call, body, completion),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        if body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        choices.append(choice)
+    response: ChatResponse = {
+        "id": call.id,
+        "object": "chat.completion",
+        "created": call.created,
+        "model": call.model,
+        "choices": choices,
+        "usage": meter.usage,
+    }
+    if output.prompt_logprobs is not None:
+        response["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if body.return_token_ids:
+        response["prompt_token_ids"] = output.prompt_token_ids
+    return response
+
+
+async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
+    chunks, meter, begun = Chunks(call, "chat.completion.chunk"), Meter(), False
+    async with aclosing(call.run()) as outputs:
+        async for output in outputs:
+            events = []
+            if not begun:
+                more: dict[str, Any] = {}
+                if output.prompt_logprobs is not None:
+                    more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                if body.return_token_ids:
+                    more["prompt_token_ids"] = output.prompt_token_ids
+                for index in range(body.n or 1):
+                    delta = {"role": "assistant", "content": ""}
+                    role = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                    events.append(chunks.event(role, meter, **more))
+                    more = {}
+                begun = True
+            meter.add(output)
+            for completion in output.outputs:
+                if completion.text or completion.finish_reason or body.logprobs or body.return_token_ids:
+                    events.append(chunks.event(_delta(call, body, completion), meter))
+            if events:
+                yield b"".join(events)
+    if last := chunks.last(meter):
+        yield last
+
+
+def _delta(call: Call, body: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "delta": {"content": completion.text} if completion.text else {},
+        "logprobs": _logprobs(call, body, completion),
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.finish_reason is not None:
+        choice["stop_reason"] = completion.stop_reason
+    if body.return_token_ids:
+        choice["token_ids"] = completion.token_ids
+    return choice
+
+
+def _logprobs(call: Call, body: ChatRequest, completion: CompletionOutput) -> ChatLogprobs | None:
+    if completion.logprobs is None:
+        return None
+    token_bytes = call.server.llm.get_tokenizer().token_bytes
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0, as_ids, token_bytes)

@@ -1,0 +1,126 @@
+"""POST /v1/completions"""
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from quire.engine.processor import ProcessedRequest
+from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.server.errors import json_response
+from quire.server.generation import Call, Chunks, EventStream, Meter
+from quire.server.logprobs import completion_logprobs, prompt_logprobs
+from quire.server.protocol import CompletionRequest
+from quire.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from quire.server.routing import StrictRoute, stream_answers
+
+router = APIRouter(route_class=StrictRoute)
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    call = Call(request.app.state.server, request, body, "cmpl")
+    special = body.add_special_tokens is not False
+    requests = await call.process(body.prompts, DEFAULT_MAX_TOKENS, special, "prompt")
+    builder = _Choices(call, body, requests)
+    if body.stream:
+        return await EventStream.begin(builder.stream())
+    return json_response(await builder.collect())
+
+
+class _Choices:
+    """Makes choices of outputs: choice i of prompt p has index p * n + i."""
+
+    def __init__(self, call: Call, body: CompletionRequest, requests: list[ProcessedRequest]) -> None:
+        self.call, self.body, self.n = call, body, body.n or 1
+        self.tokenizer = call.server.llm.get_tokenizer()
+        self.requests = {request.request_id: (place, request) for place, request in enumerate(requests)}
+        self.meter = Meter()
+        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens that were told of, by index
+
+    async def collect(self) -> CompletionResponse:
+        choices: list[CompletionChoice] = []
+        async with aclosing(self.call.run()) as outputs:
+            async for output in outputs:
+                self._cut(output)
+                self.meter.add(output)
+                choices += [self._choice(output, completion, True) for completion in output.outputs]
+        choices.sort(key=lambda choice: choice["index"])
+        return {
+            "id": self.call.id,
+            "object": "text_completion",
+            "created": self.call.created,
+            "model": self.call.model,
+            "choices": choices,
+            "usage": self.meter.usage,
+        }
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        chunks, begun = Chunks(self.call, "text_completion"), set()
+        async with aclosing(self.call.run()) as outputs:
+            async for output in outputs:
+                self._cut(output)
+                self.meter.add(output)
+                events = []
+                for completion in output.outputs:
+                    key = output.request_id, completion.index
+                    choice = self._choice(output, completion, key not in begun)
+                    if key not in begun or completion.token_ids or completion.finish_reason:
+                        events.append(chunks.event(choice, self.meter))
+                    begun.add(key)
+                if events:
+                    yield b"".join(events)
+        if last := chunks.last(self.meter):
+            yield last
+
+    def _cut(self, output: RequestOutput) -> None:
+        """max_tokens = 0 is the prompt alone; the engine makes one token at least."""
+        if self.body.max_tokens == 0:
+            for completion in output.outputs:
+                completion.text, completion.token_ids = "", []
+                completion.logprobs = None if completion.logprobs is None else []
+                completion.stop_reason = None
+                completion.finish_reason = completion.finish_reason and "length"
+
+    def _choice(self, output: RequestOutput, completion: CompletionOutput, first: bool) -> CompletionChoice:
+        place, request = self.requests[output.request_id]
+        index = place * self.n + completion.index
+        echo = first and bool(self.body.echo)
+        choice = CompletionChoice(
+            index=index,
+            text=self._prompt_text(request) + completion.text if echo else completion.text,
+            logprobs=self._logprobs(output, completion, index, echo),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+        if first and self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            if first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
+
+    def _prompt_text(self, request: ProcessedRequest) -> str:
+        whole = request.prompt is not None and request.params.truncate_prompt_tokens is None
+        return request.prompt or "" if whole else self.tokenizer.decode(request.prompt_token_ids, False)
+
+    def _logprobs(
+        self, output: RequestOutput, completion: CompletionOutput, index: int, echo: bool
+    ) -> CompletionLogprobs | None:
+        count = self.body.logprobs
+        if count is None or completion.logprobs is None:
+            return None
+        token_ids: list[int] = completion.token_ids
+        places: list[Any] = completion.logprobs
+        if echo:
+            token_ids, places = output.prompt_token_ids + token_ids, (output.prompt_logprobs or []) + places
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        made = completion_logprobs(token_ids, places, count, as_ids, self._offsets[index], self.tokenizer)
+        if made["tokens"]:
+            self._offsets[index] = made["text_offset"][-1] + len(made["tokens"][-1])
+        return made

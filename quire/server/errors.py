@@ -1,0 +1,122 @@
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.engine.core import EngineDeadError
+from quire.engine.processor import PromptTooLongError
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ApiError(HTTPException):
+    """What a client is told, and with which status. param: the field that is wrong, `messages[0].role` if nested."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body, error.status_code, error.headers)
+
+
+def unavailable(error: EngineDeadError) -> ApiError:
+    return ApiError(503, str(error), code="engine_dead")
+
+
+def internal_error() -> ApiError:
+    """Of a fault of ours: the log has it, the client need not."""
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")
+
+
+def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError:
+    """A 400 of what the engine says of a value. It names the field, if not as the first word."""
+    message = str(error)
+    path = re.match(r"messages[\w.\[\]]*", message)
+    names = "|".join(sorted(map(re.escape, fields), key=len, reverse=True))
+    named = re.search(rf"\b(prompt logprobs|{names})\b", message)
+    param = path[0].rstrip(".") if path else named[0].replace(" ", "_") if named else default
+    code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+    return ApiError(400, message, param=param, code=code)
+
+
+def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiError:
+    """A 400 of pydantic's findings: of those that reach deepest into the body, the first field's."""
+    found: dict[str, list[str]] = {}
+    deepest = -1
+    for error in errors:
+        path, depth = _path_in(body, error)
+        if depth > deepest:
+            found, deepest = {}, depth
+        if depth == deepest:
+            found.setdefault(path, []).append(error["msg"] if path else "the body should be a JSON object")
+    path, messages = next(iter(found.items()))
+    text = " or ".join(dict.fromkeys(messages))
+    return ApiError(400, f"{path}: {text}" if path else text, param=path or None)
+
+
+def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
+    """(path, depth) of an error, without the names of types that pydantic puts there where several are allowed."""
+    path, depth = "", 0
+    steps = error["loc"][1:]
+    for index, step in enumerate(steps):
+        if isinstance(body, list) and isinstance(step, int):
+            path, body = f"{path}[{step}]", body[step]
+        elif isinstance(body, dict) and (step in body or (error["type"] == "missing" and index == len(steps) - 1)):
+            path, body = f"{path}.{step}" if path else str(step), body.get(step)
+        else:
+            continue
+        depth += 1
+    return path, depth
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(invalid_request(error.errors(), error.body))
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if not isinstance(error, ApiError):
+            where = f"{request.method} {request.url.path}"
+            status, headers = error.status_code, error.headers
+            error = ApiError(status, f"{error.detail}: {where}", code=_CODES.get(status), headers=headers)
+        return error_response(error)
+
+    async def on_dead_engine(request: Request, error: Exception) -> Response:
+        assert isinstance(error, EngineDeadError)
+        return error_response(unavailable(error))
+
+    async def on_fault(request: Request, error: Exception) -> Response:
+        return error_response(internal_error())  # uvicorn logs the traceback
+
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(EngineDeadError, on_dead_engine)
+    app.add_exception_handler(Exception, on_fault)

@@ -1,0 +1,280 @@
+"""A request that generates, from its admission to its last event."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.config import ServerConfig
+from quire.engine.async_llm import LONG_PROMPT, AsyncLLM
+from quire.engine.core import EngineDeadError
+from quire.engine.processor import ProcessedRequest, PromptFields
+from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.metrics.logging import logger
+from quire.server.errors import ApiError, bad_value, internal_error, unavailable
+from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Message, Rendering
+from quire.server.responses import Usage
+
+MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged
+
+
+@dataclass
+class Server:
+    """What all requests share."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    model_names: list[str]
+    app: FastAPI
+    calls: set["Call"] = field(default_factory=set)  # those that run
+    created: int = field(default_factory=lambda: int(time.time()))
+    _reported: set[str] = field(default_factory=set)
+
+    def accept(self, body: Body) -> str:
+        """The name of the model that is asked. Raises ApiError for another one, and for what cannot be done."""
+        if body.model is not None and body.model not in self.model_names:
+            message = f"the model {body.model[:200]!r} does not exist; this server has {', '.join(self.model_names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if refused := body.unsupported():
+            name, why = refused
+            raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
+        for name in body.unknown():
+            if name not in self._reported and len(self._reported) < MAX_REPORTED:
+                self._reported.add(name)
+                logger.warning("Ignored a field that is not known: %.64r", name)
+        return body.model or self.model_names[0]
+
+    def admit(self) -> None:
+        """Raises ApiError if no further request may begin, EngineDeadError if none ever will."""
+        self.llm.client.check()
+        if self.app.state.draining:
+            message = "the server is shutting down"
+            raise ApiError(503, message, code="shutting_down", headers={"Retry-After": "5"})
+        limit, waiting = self.config.max_waiting_requests, self._num_waiting()
+        if limit is not None and waiting is not None and waiting >= limit:
+            message = f"{waiting} requests are waiting; the server lets {limit} wait"
+            raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+    def _num_waiting(self) -> int | None:
+        """Sequences that wait for a row, counting those on their way to the core; None if there is a row to have."""
+        client = self.llm.client
+        running, queued = client.stats.num_running, client.stats.num_waiting
+        coming = max(0, client.num_unfinished - running - queued)
+        free = 0 if queued else self.llm.config.scheduler.max_num_seqs - running
+        return None if coming < free else queued + coming - free
+
+    async def render(self, messages: Sequence[Message], body: Rendering) -> str:
+        """The prompt of a conversation. Raises ApiError."""
+        template = body.chat_template
+        if template is not None and not self.config.trust_request_chat_template:
+            message = "chat_template: this server does not take templates from requests"
+            raise ApiError(400, f"{message} (--trust-request-chat-template)", param="chat_template")
+        if template is not None and "{" not in template:  # never a file's name
+            raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
+        frontend = self.llm.frontend
+        source = template or self.llm.config.model.chat_template or frontend.tokenizer.chat_template or ""
+        chat = [message.model_dump(exclude_none=True) for message in messages]
+        if "developer" not in source:  # a younger name for what the template knows as system
+            chat = [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
+        variables = {"tools": body.tools, "documents": body.documents, "reasoning_effort": body.reasoning_effort}
+        arguments: dict[str, Any] = {
+            "chat_template": template,
+            "continue_final_message": bool(body.continue_final_message),
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            **{name: value for name, value in variables.items() if value is not None},
+            **(body.chat_template_kwargs or {}),
+        }
+        if body.add_generation_prompt is None and body.continue_final_message:
+            arguments["add_generation_prompt"] = False
+        try:
+            if template is None and sum(len(str(m.get("content", ""))) for m in chat) < LONG_PROMPT:
+                return frontend.render_chat(chat, **arguments)
+            return await asyncio.to_thread(frontend.render_chat, chat, **arguments)
+        except (ValueError, TypeError) as error:
+            raise bad_value(error, type(body).model_fields, "messages") from error
+
+
+class Call:
+    """One request that generates: its ids, and how it may end before its time."""
+
+    def __init__(self, server: Server, request: Request, body: Generation, prefix: str) -> None:
+        """Raises ApiError if it cannot be taken."""
+        self.server, self.body = server, body
+        self.model = server.accept(body)
+        server.admit()
+        state = request.state
+        self.name: str = state.request_id if state.request_id_given or not body.request_id else body.request_id
+        self.id, self.created = f"{prefix}-{self.name}", int(time.time())
+        self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # names may be used again
+        self._began = asyncio.get_running_loop().time()
+        self._receive = request.receive
+        self._requests: list[ProcessedRequest] = []
+        self._ended_by: ApiError | None = None
+
+    async def process(
+        self, prompts: Sequence[str | list[int]], default_max_tokens: int | None, add_special_tokens: bool, name: str
+    ) -> list[ProcessedRequest]:
+        """Prompts, tokenized, and how to sample. name: of the field they come from. Raises ApiError."""
+        body, llm = self.body, self.server.llm
+        given = body.given()
+        given["max_tokens"] = self._max_tokens(given.get("max_tokens", None), default_max_tokens, len(prompts))
+        try:
+            params = llm.processor.default_sampling_params(**given)
+            for index, prompt in enumerate(prompts):
+                request_id = self._engine_id if len(prompts) == 1 else f"{self._engine_id}-{index}"
+                salted: PromptFields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+                if body.cache_salt is not None:
+                    salted["cache_salt"] = body.cache_salt
+                request = await llm.process(request_id, salted, params, body.priority or 0, add_special_tokens)
+                self._requests.append(request)
+                if index:
+                    await asyncio.sleep(0)  # others have a turn
+        except (ValueError, TypeError, OverflowError) as error:
+            raise bad_value(error, type(body).model_fields, name) from error
+        return self._requests
+
+    def _max_tokens(self, given: int | None, default: int | None, num_prompts: int) -> int | None:
+        """Raises ApiError for more sequences or tokens than a request may ask for."""
+        num_sequences = num_prompts * (self.body.n or 1)
+        if num_sequences > MAX_SEQUENCES:
+            message = f"{num_prompts} prompts of n={self.body.n or 1} completions: at most {MAX_SEQUENCES} are allowed"
+            raise ApiError(400, message, param="n")
+        limit = self.server.config.max_generated_tokens
+        if limit is None:
+            return default if given is None else max(given, 1)
+        share = limit // num_sequences
+        if share < 1 or (given or 0) > share:
+            message = f"prompts x n x max_tokens may be {limit} at most"
+            raise ApiError(400, message, param="max_tokens" if share else "n")
+        return min(share, share if default is None else default) if given is None else max(given, 1)
+
+    async def run(self) -> AsyncGenerator[RequestOutput]:
+        """AsyncLLM.run, ended when the client goes or time is up. Raises ApiError, EngineDeadError."""
+        server, timeout = self.server, self.server.config.request_timeout
+        server.admit()  # again: much may have come while this was tokenized
+        loop = asyncio.get_running_loop()
+        watcher = asyncio.create_task(self._watch())
+        timer = None if timeout is None else loop.call_at(self._began + timeout, self._time_out)
+        server.calls.add(self)
+        try:
+            async with aclosing(server.llm.run(self._requests)) as outputs:
+                async for output in outputs:
+                    for completion in output.outputs:
+                        self._check(completion)
+                    yield output
+        finally:
+            server.calls.discard(self)
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+
+    def abort(self) -> None:
+        for request in self._requests:
+            self.server.llm.abort(request.request_id)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._ended_by = ApiError(499, "the client closed the connection")
+        self.abort()
+
+    def _time_out(self) -> None:
+        message = f"the request was not finished within {self.server.config.request_timeout} s"
+        self._ended_by = ApiError(504, message, code="timeout")
+        self.abort()
+
+    def _check(self, completion: CompletionOutput) -> None:
+        if completion.finish_reason == "error":
+            self.server.llm.client.check()
+            raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
+        if completion.finish_reason == "abort" and self._ended_by is not None:
+            raise self._ended_by
+
+
+class Meter:
+    """Counts a request's tokens."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, tuple[int, int]] = {}  # request id -> (tokens, of those cached)
+        self.completion_tokens = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """An output, or what is new in it."""
+        self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
+        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    @property
+    def usage(self) -> Usage:
+        prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+        }
+
+
+class Chunks:
+    """Server-sent events of one stream. What is the same in all of them is encoded once."""
+
+    def __init__(self, call: Call, kind: str) -> None:
+        start = {"id": call.id, "object": kind, "created": call.created, "model": call.model}
+        self._head = b"data: " + msgspec.json.encode(start)[:-1]
+        self._with_usage, self._continuous = call.body.include_usage, call.body.continuous_usage
+
+    def event(self, choice: Mapping[str, Any], meter: Meter, **more: Any) -> bytes:
+        usage = b""
+        if self._with_usage:
+            usage = b',"usage":' + (msgspec.json.encode(meter.usage) if self._continuous else b"null")
+        extra = b"," + msgspec.json.encode(more)[1:-1] if more else b""
+        return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, extra, b"}\n\n"))
+
+    def last(self, meter: Meter) -> bytes:
+        """The event with the usage of it all, if that was asked for."""
+        if not self._with_usage:
+            return b""
+        return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(meter.usage), b"}\n\n"))
+
+
+class EventStream(Response):
+    """Sends events as they are made; a slow reader is waited for, and nothing is queued meanwhile."""
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.first, self.events = first, events
+
+    @classmethod
+    async def begin(cls, events: AsyncGenerator[bytes]) -> "EventStream":
+        """Waits for the first event: what goes wrong before has a status of its own."""
+        return cls(await anext(events), events)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fixed = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        headers = [*fixed, (b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with aclosing(self.events) as events:
+            await send({"type": "http.response.body", "body": self.first, "more_body": True})
+            try:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                end = b""
+            except Exception as error:
+                end = b"data: " + msgspec.json.encode(_api_error(error).body) + b"\n\n"
+        await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n", "more_body": False})
+
+
+def _api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return unavailable(error)
+    logger.exception("A stream failed", exc_info=error)
+    return internal_error()

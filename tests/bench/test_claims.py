@@ -1,0 +1,67 @@
+"""`quire bench claims` on the bundled model and tiny sizes: the table is whole and its counted figures are right."""
+
+import json
+
+import pytest
+
+from quire import LLM
+from quire.bench import claims
+from quire.cli.main import main
+
+TINY = claims.Sizes(rounds=1, mixed=6, questions=3, document=64, streams=2, whale=96)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return claims.measure(None, {"max_num_batched_tokens": 64, "max_num_seqs": 16}, [], TINY)
+
+
+def test_each_mechanism_is_compared_with_its_goal(result):
+    mechanisms = [row["mechanism"] for row in result["claims"]]
+    assert mechanisms == ["PagedAttention", *["prefix caching"] * 3, *["chunked prefill"] * 2]
+    for row in result["claims"]:
+        assert row["value"] > 0
+        assert row["met"] == (row["value"] >= row["goal"] if row["at_least"] else row["value"] <= row["goal"])
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_memory_held_is_counted_between_half_a_block_and_a_whole(result):
+    [paged] = [row["value"] for row in result["claims"] if row["mechanism"] == "PagedAttention"]
+    assert 0.9 < paged <= 1
+
+
+def test_all_of_a_shared_document_is_reused(result):
+    [reused] = [row["value"] for row in result["claims"] if row["measure"].startswith("prompt tokens reused")]
+    assert reused == 1.0
+
+
+def test_the_table_shows_every_row_with_its_unit(result):
+    lines = claims.table(result).splitlines()
+    assert len(lines) == 3 + len(result["claims"])
+    assert "≥ 96 %" in lines[3]
+    assert lines[3].endswith("yes")
+
+
+def test_workloads_have_the_shapes_of_the_side_by_side_benchmarks():
+    llm = LLM(max_num_seqs=4)
+    mixed = claims.mixed(llm, 2, 48)
+    assert len(mixed) == 48
+    assert all(32 <= len(prompt) <= 512 and 16 <= n <= 192 for prompt, n in mixed)
+    prefix = claims.prefix(llm, 2, 16, 1024)
+    assert [(len(prompt), n) for prompt, n in prefix] == [(1056, 32)] * 16
+    assert len({tuple(prompt[:1024]) for prompt, _ in prefix}) == 1
+    assert max(max(prompt) for prompt, _ in mixed) < llm.processor.vocab_size
+
+
+def test_only_some_claims_and_json_by_command_line(tmp_path, capsys):
+    file = tmp_path / "claims.json"
+    assert main(["bench", "claims", "--only", "paged", "--rounds", "1", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [row["mechanism"] for row in result["claims"]] == ["PagedAttention"]
+    assert result["claims"][0]["met"]
+    assert "PagedAttention" in capsys.readouterr().out
+
+
+def test_a_name_that_is_no_claim_is_refused(capsys):
+    assert main(["bench", "claims", "--only", "teleportation"]) == 1
+    assert "there are: PagedAttention" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""Each fault in the middle of 32 open streams: nothing is lost, nothing hangs, no block leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from support.faults import FAULTS
+from support.server_process import Server
+
+MODEL = "small"
+STREAMS, TOKENS = 32, 100
+ARGUMENTS = ["--served-model-name", MODEL, "--dtype", "float32", "--logits-processors", "support.faults:Faults"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(*ARGUMENTS) as server:
+        yield server
+
+
+async def stream(client: Any, number: int, started: asyncio.Semaphore | None = None, **extra: Any) -> tuple[str, str]:
+    """(text, finish reason) of a greedy or seeded completion."""
+    text, reason = "", None
+    drawing = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
+    async for chunk in await client.completions.create(
+        model=MODEL, prompt=f"Once upon a time there were {number}", stream=True, max_tokens=TOKENS, **drawing,
+        extra_body={"ignore_eos": True, **extra},
+    ):  # fmt: skip
+        if started is not None and not text:
+            started.release()
+        text += chunk.choices[0].text
+        reason = chunk.choices[0].finish_reason or reason
+    return text, str(reason)
+
+
+async def all_streams(url: str, fault: Callable[[], None] | None = None, **extra: Any) -> list[tuple[str, str]]:
+    """All at once; the fault happens when every stream has begun."""
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    started = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(stream(client, i, started, **(extra if i == 0 else {}))) for i in range(STREAMS)]
+    if fault is not None:
+        for _ in range(STREAMS):
+            await started.acquire()
+        fault()
+    made = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    await client.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server) -> list[tuple[str, str]]:
+    made = asyncio.run(all_streams(server.url))
+    assert all(reason == "length" for _, reason in made)
+    return made
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, number):
+    assert asyncio.run(all_streams(server.url, lambda: server.core.send_signal(number))) == expected
+    server.wait_until_idle()
+    assert server.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_streams_go_on_after_a_fault_inside_a_step(server, expected, tmp_path: Path, fault):
+    extra = {"vllm_xargs": {"fault": fault, "at": 40, "once": str(tmp_path / "done")}}
+    assert asyncio.run(all_streams(server.url, **extra)) == expected
+    assert (tmp_path / "done").exists()
+    server.wait_until_idle()
+
+
+def test_health_is_503_while_the_core_is_restarted(server):
+    server.core.kill()
+    deadline = time.monotonic() + 20
+    seen = set()
+    while len(seen) < 2 or 200 not in seen:
+        seen.add(server.get("/health")[0])
+        assert time.monotonic() < deadline, seen
+    assert seen == {200, 503}
+    while server.get("/health")[0] != 200:
+        time.sleep(0.05)
+
+
+def test_a_request_that_brings_the_core_down_twice_is_refused_and_the_server_goes_on(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.InternalServerError, match="failed twice"):
+        client.completions.create(
+            model=MODEL, prompt="a", max_tokens=20, extra_body={"vllm_xargs": {"fault": "exception", "at": 3}}
+        )
+    assert client.completions.create(model=MODEL, prompt="a", max_tokens=5).choices[0].finish_reason
+    server.wait_until_idle()
+
+
+def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(expected):
+    with Server(*ARGUMENTS) as server:
+        core = server.core
+        made = asyncio.run(all_streams(server.url, lambda: server.process.send_signal(signal.SIGTERM)))
+        assert made == expected
+        assert server.process.wait(10) == 0
+        psutil.wait_procs([core], timeout=5)
+        assert not core.is_running()
+
+
+def test_sigterm_ends_what_takes_longer_than_the_drain_timeout():
+    with Server(*ARGUMENTS, "--drain-timeout", "1") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        events = client.completions.create(
+            model=MODEL, prompt="a", stream=True, max_tokens=2000, n=32, temperature=1, extra_body={"ignore_eos": True}
+        )
+        next(iter(events))
+        started = time.monotonic()
+        assert server.stop() in (0, 1)
+        assert time.monotonic() - started < 10
+
+
+def test_a_killed_server_leaves_no_core_behind():
+    with Server(*ARGUMENTS) as server:
+        core = server.core
+        server.process.kill()
+        server.process.wait()
+        psutil.wait_procs([core], timeout=10)
+        assert not core.is_running()
+
+
+def test_the_server_is_healthy_within_seconds():
+    started = time.monotonic()
+    with Server() as server:
+        assert server.get("/health")[0] == 200
+    assert time.monotonic() - started < 60  # how long it takes is a benchmark's business
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999"], "port"),
+        (["--host", "no.such.host.invalid"], "cannot listen on"),
+        (["no/such/model"], "no/such/model"),
+        (["--ssl-keyfile", "/dev/null", "--ssl-certfile", "/dev/null"], "ssl_keyfile"),
+        (["--kv-cache-memory-bytes", "1000T"], "kv_cache_memory_bytes"),
+        (["--max-model-len", "1M"], "max_model_len"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(arguments, message):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
+        capture_output=True, text=True, timeout=60, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("quire: error:")
+    assert message in last
+    assert "Traceback" not in done.stderr
