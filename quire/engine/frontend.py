@@ -63,4 +63,7 @@ class Frontend:
         template = template or self.tokenizer.chat_template
         if template is None:
             raise ValueError("the model has no chat template; give one with chat_template, or use generate")
+        if "developer" not in template:  # OpenAI's newer name for what templates know as the system
+            newer = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
+            messages = [{**m, "role": "system"} if is_newer else m for m, is_newer in zip(messages, newer, strict=True)]
         return render(template, messages, **{**self.tokenizer.special_tokens, **arguments})

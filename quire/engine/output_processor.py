@@ -1,6 +1,6 @@
 """From EngineCoreOutputs to RequestOutputs: detokenizing, stop strings, logprobs, gathering a prompt's completions."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.engine.logprobs import LogprobUnpacker
 from quire.engine.processor import ProcessedRequest
@@ -140,5 +140,14 @@ class DeltaReader:
                 self._seen[completion.index] = now
                 logprobs = None if completion.logprobs is None else completion.logprobs[tokens:]
                 text, token_ids = completion.text[characters:], completion.token_ids[tokens:]
-                news.append(replace(completion, text=text, token_ids=token_ids, logprobs=logprobs))
-        return replace(output, outputs=news, prompt_logprobs=prompt_logprobs)
+                news.append(
+                    CompletionOutput(
+                        completion.index, text, token_ids, completion.cumulative_logprob, logprobs,
+                        completion.finish_reason, completion.stop_reason,
+                    )
+                )  # fmt: skip
+        # Not with dataclasses.replace, which would be a tenth of what a streamed token costs.
+        return RequestOutput(
+            output.request_id, output.prompt, output.prompt_token_ids, news, output.finished,
+            output.num_cached_tokens, prompt_logprobs,
+        )  # fmt: skip

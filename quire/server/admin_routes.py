@@ -55,7 +55,6 @@ async def health(request: Request) -> Response:
     return Response(status_code=200 if _server(request).llm.is_running else 503)
 
 
-@router.post("/ping", include_in_schema=False)
 @router.get("/ping", responses=_HEALTH, response_class=Response)
 async def ping(request: Request) -> Response:
     """As /health."""

@@ -30,7 +30,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return json_response(await _collect(call, body))
 
 
-async def _collect(call: Call, body: ChatRequest) -> ChatResponse:
+async def _collect(call: Call, body: ChatRequest) -> dict[str, Any]:
     meter = Meter()
     async with aclosing(call.run()) as outputs:
         output = await anext(outputs)
@@ -47,14 +47,7 @@ async def _collect(call: Call, body: ChatRequest) -> ChatResponse:
         if body.return_token_ids:
             choice["token_ids"] = completion.token_ids
         choices.append(choice)
-    response: ChatResponse = {
-        "id": call.id,
-        "object": "chat.completion",
-        "created": call.created,
-        "model": call.model,
-        "choices": choices,
-        "usage": meter.usage,
-    }
+    response = call.answer("chat.completion", choices, meter)
     if output.prompt_logprobs is not None:
         response["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     if body.return_token_ids:

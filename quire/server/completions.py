@@ -42,7 +42,7 @@ class _Choices:
         self.meter = Meter()
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens that were told of, by index
 
-    async def collect(self) -> CompletionResponse:
+    async def collect(self) -> dict[str, Any]:
         choices: list[CompletionChoice] = []
         async with aclosing(self.call.run()) as outputs:
             async for output in outputs:
@@ -50,14 +50,7 @@ class _Choices:
                 self.meter.add(output)
                 choices += [self._choice(output, completion, True) for completion in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
-        return {
-            "id": self.call.id,
-            "object": "text_completion",
-            "created": self.call.created,
-            "model": self.call.model,
-            "choices": choices,
-            "usage": self.meter.usage,
-        }
+        return self.call.answer("text_completion", choices, self.meter)
 
     async def stream(self) -> AsyncGenerator[bytes]:
         chunks, begun = Chunks(self.call, "text_completion"), set()
@@ -118,7 +111,8 @@ class _Choices:
         token_ids: list[int] = completion.token_ids
         places: list[Any] = completion.logprobs
         if echo:
-            token_ids, places = output.prompt_token_ids + token_ids, (output.prompt_logprobs or []) + places
+            of_prompt = output.prompt_logprobs or []  # of an aborted request, not those of all of its tokens
+            token_ids, places = output.prompt_token_ids[: len(of_prompt)] + token_ids, of_prompt + places
         as_ids = bool(self.body.return_tokens_as_token_ids)
         made = completion_logprobs(token_ids, places, count, as_ids, self._offsets[index], self.tokenizer)
         if made["tokens"]:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire.engine.core import EngineDeadError
 from quire.engine.processor import PromptTooLongError
+from quire.metrics.logging import logger
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -46,20 +47,11 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body, error.status_code, error.headers)
 
 
-def unavailable(error: EngineDeadError) -> ApiError:
-    return ApiError(503, str(error), code="engine_dead")
-
-
-def internal_error() -> ApiError:
-    """Of a fault of ours: the log has it, the client need not."""
-    return ApiError(500, "internal error; the server's log says more", code="internal_error")
-
-
 def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError:
     """A 400 of what the engine says of a value. It names the field, if not as the first word."""
     message = str(error)
     path = re.match(r"messages[\w.\[\]]*", message)
-    names = "|".join(sorted(map(re.escape, fields), key=len, reverse=True))
+    names = "|".join(sorted({*fields} - {"model"}, key=len, reverse=True))  # messages speak of the model anyway
     named = re.search(rf"\b(prompt logprobs|{names})\b", message)
     param = path[0].rstrip(".") if path else named[0].replace(" ", "_") if named else default
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
@@ -96,27 +88,23 @@ def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
     return path, depth
 
 
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of any exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return invalid_request(error.errors(), error.body)
+    if isinstance(error, HTTPException):  # of the router: no such path, or not with this method
+        return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    logger.error("A request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log says more", code="internal_error")
+
+
 def add_error_handlers(app: FastAPI) -> None:
-    async def on_validation_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(invalid_request(error.errors(), error.body))
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(api_error(error))
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if not isinstance(error, ApiError):
-            where = f"{request.method} {request.url.path}"
-            status, headers = error.status_code, error.headers
-            error = ApiError(status, f"{error.detail}: {where}", code=_CODES.get(status), headers=headers)
-        return error_response(error)
-
-    async def on_dead_engine(request: Request, error: Exception) -> Response:
-        assert isinstance(error, EngineDeadError)
-        return error_response(unavailable(error))
-
-    async def on_fault(request: Request, error: Exception) -> Response:
-        return error_response(internal_error())  # uvicorn logs the traceback
-
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(EngineDeadError, on_dead_engine)
-    app.add_exception_handler(Exception, on_fault)
+    for kind in (HTTPException, Exception):
+        app.add_exception_handler(kind, handle)

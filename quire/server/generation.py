@@ -15,11 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import LONG_PROMPT, AsyncLLM
-from quire.engine.core import EngineDeadError
 from quire.engine.processor import ProcessedRequest, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.metrics.logging import logger
-from quire.server.errors import ApiError, bad_value, internal_error, unavailable
+from quire.server.errors import ApiError, api_error, bad_value
 from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Message, Rendering
 from quire.server.responses import Usage
 
@@ -80,10 +79,7 @@ class Server:
         if template is not None and "{" not in template:  # never a file's name
             raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
         frontend = self.llm.frontend
-        source = template or self.llm.config.model.chat_template or frontend.tokenizer.chat_template or ""
         chat = [message.model_dump(exclude_none=True) for message in messages]
-        if "developer" not in source:  # a younger name for what the template knows as system
-            chat = [{**m, "role": "system"} if m["role"] == "developer" else m for m in chat]
         variables = {"tools": body.tools, "documents": body.documents, "reasoning_effort": body.reasoning_effort}
         arguments: dict[str, Any] = {
             "chat_template": template,
@@ -125,7 +121,7 @@ class Call:
         """Prompts, tokenized, and how to sample. name: of the field they come from. Raises ApiError."""
         body, llm = self.body, self.server.llm
         given = body.given()
-        given["max_tokens"] = self._max_tokens(given.get("max_tokens", None), default_max_tokens, len(prompts))
+        given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         try:
             params = llm.processor.default_sampling_params(**given)
             for index, prompt in enumerate(prompts):
@@ -198,6 +194,11 @@ class Call:
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 
+    def answer(self, kind: str, choices: list[Any], meter: "Meter") -> dict[str, Any]:
+        """The whole answer of one that is not streamed."""
+        start = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**start, "choices": choices, "usage": meter.usage}
+
 
 class Meter:
     """Counts a request's tokens."""
@@ -267,14 +268,5 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 end = b""
             except Exception as error:
-                end = b"data: " + msgspec.json.encode(_api_error(error).body) + b"\n\n"
+                end = b"data: " + msgspec.json.encode(api_error(error).body) + b"\n\n"
         await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n", "more_body": False})
-
-
-def _api_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, EngineDeadError):
-        return unavailable(error)
-    logger.exception("A stream failed", exc_info=error)
-    return internal_error()

@@ -3,16 +3,7 @@
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -70,29 +61,25 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(None, description="Say the usage so far in every chunk, too.")
 
 
-def _check_bias(value: dict[str, float]) -> dict[int, float]:
-    if any(not key.isascii() or not key.isdigit() or len(key) > 10 for key in value):
-        raise _fail("token_id", "Keys should be token ids, such as '50256'")
-    if any(not -100 <= bias <= 100 for bias in value.values()):
-        raise _fail("bias", "Values should be numbers from -100 to 100")
-    return {int(key): bias for key, bias in value.items()}
+def _check_bias(value: Any) -> Any:
+    """By hand, as pydantic would list all that is wrong, however many."""
 
+    def is_right(token_id: str, bias: Any) -> bool:
+        digits = token_id.isascii() and token_id.isdigit() and len(token_id) <= 10
+        return digits and type(bias) in (int, float) and -100 <= bias <= 100
 
-def _dict_of_numbers(value: Any) -> Any:
-    """One error, however many are wrong."""
-    if isinstance(value, dict) and not all(type(bias) in (int, float) for bias in value.values()):
-        raise _fail("bias", "Values should be numbers from -100 to 100")
-    return value
+    if not isinstance(value, dict) or not all(is_right(*item) for item in value.items()):
+        raise _fail("bias", "Input should have token ids as keys, such as '50256', and numbers from -100 to 100")
+    return {int(token_id): bias for token_id, bias in value.items()}
 
 
 _BIAS_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "description": "Token id → what is added to its logit.",
 }
-LogitBias = Annotated[
-    dict[str, float], AfterValidator(_check_bias), BeforeValidator(_dict_of_numbers), WithJsonSchema(_BIAS_SCHEMA)
-]
+LogitBias = Annotated[Any, AfterValidator(_check_bias), WithJsonSchema(_BIAS_SCHEMA)]
 
 
 def _check_sendable(value: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +112,7 @@ class Generation(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    logit_bias: LogitBias | None = Field(None, description="Token id → what is added to its logit.")
+    logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     bad_words: Strings | None = None
     skip_special_tokens: bool | None = None
@@ -171,7 +158,7 @@ class Generation(Body):
 
 
 def _check_prompt(value: Any) -> Any:
-    """By hand: pydantic would list what is wrong with each of a million token ids."""
+    """By hand for the same reason."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
@@ -209,7 +196,8 @@ class CompletionRequest(Generation):
     def given(self) -> dict[str, Any]:
         values = super().given()
         if self.echo and self.logprobs is not None:
-            values["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+            counts = (self.logprobs, self.prompt_logprobs or 0)
+            values["prompt_logprobs"] = -1 if -1 in counts else max(counts)
         return values
 
     def unsupported(self) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, api_error
 from quire.server.responses import ErrorResponse
 
 Answers = dict[int | str, dict[str, Any]]
@@ -40,7 +40,10 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            try:
+                return await handle(_StrictRequest(request.scope, request.receive))
+            except Exception as error:
+                raise api_error(error) from error
 
         return strict
 

@@ -1,6 +1,7 @@
 """POST /tokenize, POST /detokenize"""
 
 import asyncio
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -49,5 +50,6 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     size = server.llm.processor.vocab_size
     if outside := next((token_id for token_id in body.tokens if token_id >= size), None):
         raise ApiError(400, f"tokens: {outside} is outside the vocabulary of {size}", param="tokens")
-    answer: Text = {"prompt": server.llm.get_tokenizer().decode(body.tokens, skip_special_tokens=False)}
+    decode = partial(server.llm.get_tokenizer().decode, body.tokens, skip_special_tokens=False)
+    answer: Text = {"prompt": await asyncio.to_thread(decode) if len(body.tokens) > LONG_PROMPT else decode()}
     return json_response(answer)

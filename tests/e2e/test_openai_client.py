@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 
@@ -15,9 +13,10 @@ import pytest
 
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
+from support.server_process import Server
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
-FLAGS = "--port 0 --dtype float32 --max-num-seqs 64 --kv-cache-memory-bytes 256M --api-key sk-test".split()
+FLAGS = "--dtype float32 --max-num-seqs 64 --kv-cache-memory-bytes 256M --api-key sk-test".split()
 TEXT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "Tell me a story about a brave little boat."}]
 SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 11}
@@ -26,21 +25,9 @@ GREEDY = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "quire", "serve", *FLAGS]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        found = None
-        for line in process.stderr:
-            found = re.search(r"Serving at (http://\S+:\d+)", line)
-            if found:
-                break
-        assert found, "the server did not start"
-        try:
-            yield found[1]
-        finally:
-            process.terminate()
-            process.communicate(timeout=30)
-    assert process.returncode == 0
+    with Server(*FLAGS) as server:
+        yield server.url
+        assert server.stop() == 0, server.log
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +85,12 @@ def test_chats_say_what_the_offline_engine_says(client, model, offline, sampling
 
 def test_the_clients_own_stream_helper_gathers_a_chat(client, model):
     with client.chat.completions.stream(
-        model=model, messages=MESSAGES, max_tokens=16, temperature=0, logprobs=True, top_logprobs=2,
-        stream_options={"include_usage": True},
+        model=model, messages=MESSAGES, max_tokens=64, temperature=0, logprobs=True, top_logprobs=2,
+        stop=["."], stream_options={"include_usage": True},
     ) as stream:  # fmt: skip
         deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
-    whole = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=16, temperature=0)
+    whole = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=64, temperature=0, stop=["."])
     assert final.choices[0].message.content == "".join(deltas) == whole.choices[0].message.content
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
     assert final.usage.completion_tokens == whole.usage.completion_tokens == len(final.choices[0].logprobs.content)

@@ -1,0 +1,29 @@
+"""One engine with the bundled model for all files here, and the same model in this process to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from quire.engine.llm import LLM
+from support.server import Host, Service
+
+OPTIONS = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[Host]:
+    host = Host(**OPTIONS)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def server(host: Host) -> Service:
+    return host.serve()
+
+
+@pytest.fixture(scope="session")
+def offline() -> LLM:
+    return LLM(**OPTIONS)

@@ -1,0 +1,364 @@
+"""Everything that can be wrong with a request: each is answered with a 4xx that names the field, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from support.server import Service, eventually
+
+COMPLETION: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+BODIES = {"completions": COMPLETION, "chat/completions": CHAT}
+USER = {"role": "user", "content": "a"}
+HUGE = 10**30
+
+# Of both endpoints: field, value that is wrong, and the param if it is not the field.
+BOTH: list[tuple[Any, ...]] = [
+    ("n", 0),
+    ("n", -1),
+    ("n", 1.5),
+    ("n", "1"),
+    ("n", True),
+    ("n", HUGE),
+    ("n", 2),  # greedy
+    ("temperature", -0.1),
+    ("temperature", "hot"),
+    ("temperature", True),
+    ("temperature", [1]),
+    ("temperature", {}),
+    ("temperature", 10**400),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", "0.5"),
+    ("top_k", -2),
+    ("top_k", 0.5),
+    ("top_k", HUGE),
+    ("min_p", -0.1),
+    ("min_p", 2),
+    ("presence_penalty", 2.1),
+    ("presence_penalty", -3),
+    ("frequency_penalty", 5),
+    ("frequency_penalty", "x"),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("seed", "1"),
+    ("seed", 1.5),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
+    ("stop", 5),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", ["a", 5], "stop[1]"),
+    ("stop", {"a": 1}),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", ["a"], "stop_token_ids[0]"),
+    ("stop_token_ids", [-1], "stop_token_ids[0]"),
+    ("stop_token_ids", [1, HUGE], "stop_token_ids[1]"),
+    ("stop_token_ids", [1, True], "stop_token_ids[1]"),
+    ("max_tokens", -1),
+    ("max_tokens", "10"),
+    ("max_tokens", 1.5),
+    ("max_tokens", HUGE),
+    ("max_tokens", False),
+    ("min_tokens", -1),
+    ("min_tokens", 2),  # more than max_tokens
+    ("min_tokens", HUGE),
+    ("ignore_eos", "yes"),
+    ("ignore_eos", 1),
+    ("stream", "true"),
+    ("stream", 1),
+    ("stream_options", {}),  # without stream
+    ("stream_options", 5),
+    ("stream_options", {"include_usage": "yes"}, "stream_options.include_usage"),
+    ("logit_bias", []),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"1.5": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1": "x"}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"1": None}),
+    ("logit_bias", {"999999": 1}),
+    ("logit_bias", {"9" * 40: 1}),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [999999]),
+    ("allowed_token_ids", "1"),
+    ("bad_words", "a"),
+    ("bad_words", [""]),
+    ("bad_words", [1], "bad_words[0]"),
+    ("prompt_logprobs", -2),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", HUGE),
+    ("prompt_logprobs", "1"),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 99999),
+    ("add_special_tokens", "no"),
+    ("skip_special_tokens", 0),
+    ("spaces_between_special_tokens", "x"),
+    ("include_stop_str_in_output", []),
+    ("priority", "high"),
+    ("priority", HUGE),
+    ("cache_salt", ""),
+    ("cache_salt", 5),
+    ("return_token_ids", "x"),
+    ("request_id", "a b"),
+    ("request_id", ""),
+    ("request_id", "x" * 1000),
+    ("vllm_xargs", [1]),
+    ("vllm_xargs", {"x": HUGE}),
+    ("user", 5),
+    ("model", 5),
+    ("model", "gpt-4"),
+    ("model", ""),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
+    ("structured_outputs", {"regex": "a"}),
+    ("guided_json", {"type": "object"}),
+    ("guided_regex", "a+"),
+    ("guided_choice", ["a"]),
+    ("guided_grammar", "root ::= 'a'"),
+    ("use_beam_search", True),
+]
+OF_COMPLETIONS: list[tuple[Any, ...]] = [
+    ("prompt", None),
+    ("prompt", 5),
+    ("prompt", ""),
+    ("prompt", []),
+    ("prompt", {}),
+    ("prompt", True),
+    ("prompt", [True]),
+    ("prompt", [1.5]),
+    ("prompt", [1, "a"]),
+    ("prompt", ["a", ""]),
+    ("prompt", ["a", None]),
+    ("prompt", [[]]),
+    ("prompt", [[1], "a"]),
+    ("prompt", [[1], [True]]),
+    ("prompt", [[[1]]]),
+    ("prompt", [-1]),
+    ("prompt", [99999]),
+    ("prompt", [HUGE]),
+    ("prompt", [[1], [99999]]),
+    ("prompt", [5] * 2048),
+    ("prompt", "word " * 3000),
+    ("prompt", ["a"] * 16385, "n"),
+    ("suffix", "end"),
+    ("best_of", 2),
+    ("best_of", 0),
+    ("best_of", "2"),
+    ("logprobs", True),
+    ("logprobs", -2),
+    ("logprobs", 21),
+    ("logprobs", "5"),
+    ("echo", "yes"),
+    ("max_tokens", 0),
+]
+OF_CHAT: list[tuple[Any, ...]] = [
+    ("messages", None),
+    ("messages", "hello"),
+    ("messages", []),
+    ("messages", {}),
+    ("messages", ["hello"], "messages[0]"),
+    ("messages", [None], "messages[0]"),
+    ("messages", [{}], "messages[0].role"),
+    ("messages", [{"content": "a"}], "messages[0].role"),
+    ("messages", [{"role": "robot", "content": "a"}], "messages[0].role"),
+    ("messages", [{"role": 5, "content": "a"}], "messages[0].role"),
+    ("messages", [USER, {"role": "user", "content": 5}], "messages[1].content"),
+    ("messages", [{"role": "user", "content": {}}], "messages[0].content"),
+    ("messages", [{"role": "user", "content": [5]}], "messages[0].content[0]"),
+    ("messages", [{"role": "user", "content": ["a"]}], "messages[0].content[0]"),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    ("messages", [{"role": "user", "content": [{"text": "a"}]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
+    (
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
+        "messages[0].content[0].type",
+    ),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+    ("messages", [{**USER, "name": 5}], "messages[0].name"),
+    ("messages", [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
+    ("messages", [{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0]"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ("messages", [{"role": "tool", "content": "a", "tool_call_id": 5}], "messages[0].tool_call_id"),
+    ("messages", [{"role": "user", "content": "word " * 3000}]),
+    ("logprobs", 5),
+    ("logprobs", "true"),
+    ("top_logprobs", 3),  # without logprobs
+    ("top_logprobs", "3"),
+    ("top_logprobs", -2),
+    ("max_completion_tokens", 0),
+    ("max_completion_tokens", "5"),
+    ("max_completion_tokens", HUGE),
+    ("max_tokens", 0),
+    ("add_generation_prompt", "yes"),
+    ("continue_final_message", 5),
+    ("chat_template", 5),
+    ("chat_template", "{{ messages }}"),
+    ("chat_template_kwargs", []),
+    ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
+    ("chat_template_kwargs", {"messages": []}),
+    ("documents", "x"),
+    ("tools", "x"),
+    ("tools", [5], "tools[0]"),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("functions", [{"name": "f"}]),
+    ("function_call", "auto"),
+    ("audio", {"voice": "x"}),
+    ("reasoning_effort", 5),
+]
+OF_OTHERS: list[tuple[str, Any, str | None]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"prompt": ["a"]}, "prompt"),
+    ("/tokenize", {"prompt": "a", "model": "gpt-4"}, "model"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": "x"}, "add_special_tokens"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
+    ("/tokenize", {"messages": [USER], "chat_template": "x"}, "chat_template"),
+    (
+        "/tokenize",
+        {"messages": [USER], "continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": 5}, "tokens"),
+    ("/detokenize", {"tokens": "5"}, "tokens"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+    ("/detokenize", {"tokens": [99999]}, "tokens"),
+    ("/detokenize", {"tokens": [HUGE]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
+    ("/abort_requests", {}, "request_ids"),
+    ("/abort_requests", {"request_ids": []}, "request_ids"),
+    ("/abort_requests", {"request_ids": "x"}, "request_ids"),
+    ("/abort_requests", {"request_ids": [5]}, "request_ids[0]"),
+]
+TABLE: list[tuple[str, Any, str | None]] = [
+    *((f"/v1/{where}", {**body, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
+      for where, body in BODIES.items() for case in BOTH),
+    *(("/v1/completions", {**COMPLETION, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
+      for case in OF_COMPLETIONS),
+    *(("/v1/chat/completions", {**CHAT, case[0]: case[1]}, case[-1] if len(case) == 3 else case[0])
+      for case in OF_CHAT),
+    *OF_OTHERS,
+]  # fmt: skip
+
+# Bodies that are not even JSON objects.
+RAW = {
+    "empty": b"",
+    "blank": b"  ",
+    "text": b"hello",
+    "half": b'{"prompt": "a"',
+    "trailing": b'{"prompt": "a"} x',
+    "comma": b'{"prompt": "a",}',
+    "quotes": b"{'prompt': 'a'}",
+    "null": b"null",
+    "number": b"5",
+    "string": b'"a"',
+    "array": b"[]",
+    "array of objects": b'[{"prompt": "a"}]',
+    "utf-8": b'{"prompt": "\xff\xfe"}',
+    "cut utf-8": b'{"prompt": "\xe2\x82"}',
+    "utf-16": '{"prompt": "a"}'.encode("utf-16"),
+    "lone surrogate": b'{"prompt": "\\ud800"}',
+    "lone low surrogate": b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
+    "surrogate as bytes": b'{"prompt": "\xed\xa0\x80"}',
+    "control character": b'{"prompt": "\x00"}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "Infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "minus infinity": b'{"prompt": "a", "anything": -Infinity}',
+    "deep": b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "deep elsewhere": b'{"prompt": "a", "x": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_001,
+    "digits": b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+    "leading zero": b'{"prompt": "a", "seed": 01}',
+    "gzip": b"\x1f\x8b\x08\x00",
+}
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_requests"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_server_is_as_before(server: Service):
+    yield
+    assert server.complete("Once upon a time", max_tokens=4)["usage"]["completion_tokens"] == 4
+    assert server.get("/load").json == {"server_load": 0}
+    eventually(lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0)
+    assert server.metric("kv_cache_usage_perc") == 0
+
+
+def test_there_are_enough_cases():
+    assert len({json.dumps(case) for case in TABLE}) == len(TABLE) > 200
+    assert {path for path, _, _ in TABLE} == set(PATHS)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"), TABLE, ids=[f"{n}-{path}-{param}" for n, (path, _, param) in enumerate(TABLE)]
+)
+def test_a_wrong_field_is_named(server, path, body, param):
+    answer = server.post(path, body)
+    assert answer.status == (404 if param == "model" and isinstance(body["model"], str) else 400), answer.body
+    assert answer.error["param"] == param, answer.error
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", RAW)
+def test_what_is_no_json_object_is_refused(server, path, name):
+    answer = server.request("POST", path, RAW[name], Content_Type="application/json")
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "json"]
+)
+def test_a_body_that_is_not_declared_as_json_is_refused(server, path, kind):
+    headers = {} if kind is None else {"Content_Type": kind}
+    answer = server.request("POST", path, b'{"prompt": "a"}', **headers)
+    assert (answer.status, answer.error["param"]) == (415, "Content-Type")
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/problem+json"])
+def test_json_may_be_declared_in_other_words(server, kind):
+    assert server.request("POST", "/v1/completions", json.dumps(COMPLETION).encode(), Content_Type=kind).status == 200
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/reset_prefix_cache"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
+def test_another_method_is_refused(server, method, path):
+    answer = server.request(method, path, b"{}", Content_Type="application/json")
+    assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/completion", "/v1/chat", "/v1/completions/x", "/%00", "/..%2fetc"])
+def test_a_path_that_does_not_exist_is_said_so(server, path):
+    for method in ("GET", "POST"):
+        answer = server.request(method, path)
+        assert (answer.status, answer.error["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("where", ["completions", "chat/completions"])
+def test_a_prompt_without_room_has_openais_code(server, where):
+    long = "word " * 3000
+    body = {"prompt": long, "messages": [{"role": "user", "content": long}]}
+    assert server.post(f"/v1/{where}", body).error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("where", ["completions", "chat/completions"])
+def test_logprobs_of_prompts_cannot_be_streamed_for_several_choices(server, where):
+    body = {**BODIES[where], "n": 2, "temperature": 1, "stream": True, "prompt_logprobs": 1}
+    assert server.post(f"/v1/{where}", body).error["param"] == "prompt_logprobs"

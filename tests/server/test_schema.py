@@ -1,0 +1,52 @@
+"""Requests made from /openapi.json, right and wrong ones: no 5xx, and what is answered is what was declared.
+
+For longer: `st run http://127.0.0.1:8000/openapi.json --exclude-checks positive_data_acceptance --max-time 600` against
+a `quire serve --max-generated-tokens 64`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+
+from support.server import Host, Service
+
+WITH_BODY = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_requests"]
+READ = ["/v1/models", "/v1/models/{model}", "/health", "/ping", "/version", "/load", "/metrics"]
+OPERATIONS = [*(f"POST {path}" for path in [*WITH_BODY, "/reset_prefix_cache"]), *(f"GET {path}" for path in READ)]
+CASES = [
+    *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
+    *((f"POST {path}", GenerationMode.NEGATIVE) for path in WITH_BODY),
+]
+
+
+@pytest.fixture(scope="module")
+def frugal(host: Host) -> Service:
+    return host.serve(max_generated_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def operations(frugal: Service):
+    schema = schemathesis.openapi.from_url(f"{frugal.url}/openapi.json")
+    return {operation.label: operation for operation in (found.ok() for found in schema.get_all_operations())}
+
+
+def test_the_schema_has_every_endpoint(operations):
+    assert operations.keys() == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("label", "mode"), CASES, ids=[f"{mode.value}-{label}" for label, mode in CASES])
+def test_requests_made_from_the_schema_are_answered_as_declared(operations, host: Host, label, mode):
+    operation = operations[label]
+    examples = 120 if operation.body else 10
+
+    # A right request may ask for what this model does not have, such as a token id.
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case):
+        case.call_and_validate(excluded_checks=[schemathesis.checks.positive_data_acceptance])
+
+    check()
+    assert host.is_idle
