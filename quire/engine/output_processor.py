@@ -128,10 +128,13 @@ class DeltaReader:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int, str | None]] = {}  # completion -> (tokens, characters, finish reason)
+        self._told_prompt_logprobs = False
 
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Only the completions that have news; prompt_logprobs are in the first of all outputs that have any."""
-        prompt_logprobs = None if self._seen else output.prompt_logprobs
+        """Only the completions that have news; prompt_logprobs are in the first output that has them all."""
+        prompt_logprobs = None
+        if not self._told_prompt_logprobs and len(output.prompt_logprobs or ()) == len(output.prompt_token_ids):
+            prompt_logprobs, self._told_prompt_logprobs = output.prompt_logprobs, True
         news = []
         for completion in output.outputs:
             tokens, characters, reason = self._seen.get(completion.index, (0, 0, None))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.llm import LLM
+from quire.engine.output_processor import DeltaReader
 from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.step import NewRequest
@@ -495,3 +496,16 @@ def test_a_penalty_that_the_checkpoint_recommends_is_applied(llm, checkpoints, t
     params = make_llm(path).get_default_sampling_params()
     assert params.greedy
     assert params.repetition_penalty == 1.7
+
+
+def test_a_stream_of_deltas_tells_the_prompts_logprobs_once_whichever_completion_speaks_first():
+    prompt_logprobs = [None, {5: Logprob(-1.0)}]
+    output = RequestOutput("a", None, [4, 5], [CompletionOutput(i, "", []) for i in range(2)], prompt_logprobs=[None])
+    reader = DeltaReader()
+    output.outputs[1].token_ids.append(7)
+    assert reader.read(output).prompt_logprobs is None
+    output.outputs[0].token_ids.append(8)
+    output.prompt_logprobs = prompt_logprobs
+    assert reader.read(output).prompt_logprobs == prompt_logprobs
+    output.outputs[0].token_ids.append(9)
+    assert reader.read(output).prompt_logprobs is None
