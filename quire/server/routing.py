@@ -63,6 +63,6 @@ def stream_answers(model: Any) -> Answers:
     declared = answers(model)
     declared[200] |= {
         "description": "The answer; with `stream`, its chunks as server-sent events and `data: [DONE]`",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
     return declared
