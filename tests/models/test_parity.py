@@ -17,8 +17,9 @@ from support.reference import LENGTHS, NUM_TOKENS, Continuation, greedy, logits
 MakeLLM = Callable[..., LLM]
 BOUND = 5e-5  # of the logits' standard deviation
 
-# Float32 rounds, and sharp attention makes more of that: here transformers in float32 and in float64 differ as much.
-NOISY = {"gemma": 2e-4, "gemma-multi-head": 2e-4, "gemma2-without-caps": 2e-4, "deepseek_v3": 1e-4}
+# Float32 rounds, and sharp attention makes more of that. Measured: 8.5e-5 and 5.9e-5, where transformers in float32 is
+# 3.8e-5 and 4.9e-5 from itself in float64.
+NOISY = {"gemma2-without-caps": 1.5e-4, "deepseek_v3": 1e-4}
 FIRST = [variants[0] for variants in FAMILIES.values()]
 
 

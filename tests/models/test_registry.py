@@ -71,7 +71,7 @@ def test_the_text_model_of_a_gemma_3_that_sees_equals_transformers(tmp_path):
     for prompt in prompts(319, 9)[-2:]:
         expected = logits(model, prompt)
         ours = teacher_forced_logits(make_llm(tmp_path), prompt)
-        assert (ours - expected).abs().max() / expected.std() < 2e-4
+        assert (ours - expected).abs().max() / expected.std() < 5e-5
 
 
 def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
