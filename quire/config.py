@@ -47,6 +47,11 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto", "dummy draws random weights of the right shapes instead of reading the checkpoint's"
     )
+    quantization: Literal["int8", "int4", None] = option(
+        None,
+        "quantize dense weights when they are loaded: int8 with a scale a channel, or int4 in groups of 128 (the "
+        "language-model head int8); activations are rounded to 8 bits (default: as the checkpoint is)",
+    )
     generation_config: str = option(
         "auto",
         "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones",
@@ -218,7 +223,7 @@ TYPES: dict[str, Any] = {name: hint for c in _CLASSES for name, hint in get_type
 _VLLM_OPTIONS: Mapping[str, str] = {
     "trust_remote_code": "Quire never executes code from a checkpoint",
     **dict.fromkeys(
-        """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path quantization
+        """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path
         gpu_memory_utilization swap_space cpu_offload_gb enforce_eager disable_custom_all_reduce mm_processor_kwargs
         pooler_config structured_outputs_config compilation_config pipeline_parallel_size
         data_parallel_size enable_expert_parallel decode_context_parallel_size kv_cache_dtype kv_transfer_config

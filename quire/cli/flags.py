@@ -39,7 +39,7 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
     if get_origin(hint) is list:
         group.add_argument(flag, nargs="+", metavar=name.rsplit("_", 1)[-1].upper(), **common)
         return
-    choices = get_args(hint) if get_origin(hint) is Literal else None
+    choices = [c for c in get_args(hint) if c is not None] if get_origin(hint) is Literal else None
     kind: Any = str
     if metadata.get("json"):
         kind = _json_object

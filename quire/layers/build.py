@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from quire.ops import Kernels
+from quire.ops.memory import empty
 from quire.parallel.mesh import TensorGroup
 
 if TYPE_CHECKING:
-    from quire.layers.linear import LinearMethod
+    from quire.layers.linear import LinearMethod, Quantizer
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,24 @@ class WeightSlot:
 class Builder:
     """Device, types, kernels and process group for the layers of one model; collects their weight slots.
 
-    method_of: the format in which the checkpoint keeps the linear layer of a given name.
+    method_of: the format in which the checkpoint keeps the linear layer of a given name. quantizer_of: what brings a
+    layer that it keeps dense into another form when it is loaded, if anything.
     """
 
-    def __init__(self, kernels: Kernels, tensor_group: TensorGroup, method_of: "Callable[[str], LinearMethod]") -> None:
+    def __init__(
+        self, kernels: Kernels, tensor_group: TensorGroup, method_of: "Callable[[str], LinearMethod]",
+        quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None,
+    ) -> None:  # fmt: skip
         self.kernels = kernels
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group
-        self.method_of = method_of
+        self.method_of, self.quantizer_of = method_of, quantizer_of
         self.slots: list[WeightSlot] = []
-        self.when_loaded: list[Callable[[], None]] = []
+        self._actions: list[tuple[int, Callable[[], None]]] = []  # and how many slots must be filled before
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter that every rank keeps whole, such as a norm's weight."""
@@ -57,9 +62,21 @@ class Builder:
         """Note that `target` is the part [pick] of the tensor called `name`."""
         self.slots.append(WeightSlot(name, target, shape, pick, transposed))
 
-    def finish(self) -> None:
-        """Call when the weights are loaded: layers bring theirs, one by one, into the form they compute from."""
-        self.slots.clear()
-        for action in self.when_loaded:
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        """Have `action` called as soon as the slots noted so far are filled."""
+        self._actions.append((len(self.slots), action))
+
+    def fill(self, fill: Callable[[WeightSlot], None]) -> None:
+        """Fill the slots in order. Layers bring their weights into the form they compute from one by one on the way, so
+        that there are never two forms of the whole model."""
+        slots, actions = self.slots, self._actions
+        self.slots, self._actions = [], []
+        slots.reverse()
+        filled = 0
+        for needed, action in actions:
+            for _ in range(needed - filled):
+                fill(slots.pop())
+            filled = needed
             action()
-        self.when_loaded.clear()
+        while slots:
+            fill(slots.pop())

@@ -4,24 +4,26 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import DenseWeight, LinearShape, OutputPart, make_weight
+from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, OutputPart, dense_weight, make_weight
 
 
 class VocabParallelEmbedding:
     """Rows of the table for token ids; each rank holds a share of the vocabulary."""
 
-    def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, is_head: bool) -> None:
+        """is_head: the language-model head has the same table, which is then kept as one for products."""
         self.group = builder.tensor_group
         self.start, self.stop = self.group.share(vocab_size)
-        self.weight = builder.parameter(self.stop - self.start, hidden_size)
-        builder.part(f"{name}.weight", self.weight, (vocab_size, hidden_size), slice(self.start, self.stop))
+        shape = LinearShape((OutputPart(name, vocab_size, self.start, self.stop),), hidden_size, 0, hidden_size)
+        self.table: LinearWeight
+        self.table = dense_weight(builder, shape) if is_head else DenseWeight(builder, shape, pack=False)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids: [tokens] -> [tokens, hidden]"""
         if self.group.size == 1:
-            return torch.nn.functional.embedding(ids, self.weight)
+            return self.table.rows(ids)
         mine = (ids >= self.start) & (ids < self.stop)
-        rows = torch.nn.functional.embedding((ids - self.start).masked_fill_(~mine, 0), self.weight)
+        rows = self.table.rows((ids - self.start).masked_fill_(~mine, 0))
         return self.group.all_reduce(rows.masked_fill_(~mine[:, None], 0))
 
 
@@ -47,7 +49,7 @@ class LMHead:
         self.group, self.vocab_size = builder.tensor_group, vocab_size
         start, stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, start, stop),), hidden_size, 0, hidden_size)
-        self.weight = make_weight(builder, shape) if tied is None else DenseWeight(builder, shape, tied.weight)
+        self.weight = make_weight(builder, shape) if tied is None else tied.table
         self.bias = builder.parameter(stop - start) if bias else None
         if self.bias is not None:
             builder.part(f"{name}.bias", self.bias, (vocab_size,), slice(start, stop))

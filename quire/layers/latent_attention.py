@@ -77,8 +77,8 @@ class LatentAttention(CachedAttention):
         self.kv_a = ReplicatedLinear(builder, names["kv_a"], hidden, spec.kv_rank + spec.rope_dim, spec.bias)
         self.kv_a_norm = make_norm(builder, names["kv_a_norm"], spec.kv_rank, spec.norm)
         shape = LinearShape(tuple(rows("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
-        self.kv_b = make_weight(builder, shape, pack=False)
-        builder.when_loaded.append(self._absorb)
+        self.kv_b = make_weight(builder, shape)
+        builder.when_loaded(self._absorb)
         self.out = RowParallelLinear(builder, names["o"], total * spec.value_dim, hidden, spec.bias, spec.value_dim)
 
     def _absorb(self) -> None:

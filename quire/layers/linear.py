@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
@@ -49,24 +50,30 @@ class LinearWeight(ABC):
         """x: [tokens, in] -> x W^T + bias: [tokens, out]"""
 
     @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """The weights of the outputs `ids`, for a head that is the embedding's table too: [len(ids), in]"""
+
+    @abstractmethod
     def dense(self) -> Tensor:
         """The weight as [out, in] in the model's type; for layers that compute with it in another way."""
 
 
 LinearMethod = Callable[[Builder, LinearShape], LinearWeight]
+# Makes a weight of a dense one, which the function returns, and lets go of, when it is loaded.
+Quantizer = Callable[[Builder, Callable[[], Tensor]], LinearWeight]
 
 
 class DenseWeight(LinearWeight):
     """A plain matrix in the model's type, packed when it is loaded if the kernel wants that."""
 
-    def __init__(self, builder: Builder, shape: LinearShape, weight: Tensor | None = None, pack: bool = True) -> None:
-        """weight: one that exists already (tied embeddings) and is loaded elsewhere."""
+    def __init__(self, builder: Builder, shape: LinearShape, pack: bool = True) -> None:
         self.linear = builder.kernels.linear
-        self.weight = builder.parameter(shape.out_features, shape.stop - shape.start) if weight is None else weight
-        if pack and hasattr(self.linear, "pack"):
-            builder.when_loaded.append(self._pack)
-        if weight is None:
-            dense_slots(builder, shape, self.weight)
+        self.out_features = shape.out_features
+        self.weight = builder.parameter(shape.out_features, shape.stop - shape.start)
+        dense_slots(builder, shape, self.weight)
+        self.is_packed = pack and hasattr(self.linear, "pack")
+        if self.is_packed:
+            builder.when_loaded(self._pack)
 
     def _pack(self) -> None:
         self.weight = self.linear.pack(self.weight)  # type: ignore[attr-defined]
@@ -75,8 +82,13 @@ class DenseWeight(LinearWeight):
         out: Tensor = self.linear(x, self.weight, bias)
         return out
 
+    def rows(self, ids: Tensor) -> Tensor:
+        if self.is_packed:
+            return self.linear.rows(self.weight, ids)  # type: ignore[attr-defined, no-any-return]
+        return torch.nn.functional.embedding(ids, self.weight)
+
     def dense(self) -> Tensor:
-        return self.weight
+        return self.rows(torch.arange(self.out_features)) if self.is_packed else self.weight
 
 
 def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
@@ -91,8 +103,18 @@ def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
         offset = end
 
 
-def make_weight(builder: Builder, shape: LinearShape, pack: bool = True) -> LinearWeight:
-    """The weight in the checkpoint's format for this layer. pack: False if only its `dense()` is wanted.
+def dense_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
+    """A weight that the checkpoint keeps dense, in the form that it is to have here."""
+    quantizer = builder.quantizer_of(shape.parts[0].name)
+    if quantizer is None:
+        return DenseWeight(builder, shape)
+    weight = [builder.parameter(shape.out_features, shape.stop - shape.start)]
+    dense_slots(builder, shape, weight[0])
+    return quantizer(builder, weight.pop)
+
+
+def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
+    """The weight in the checkpoint's format for this layer.
 
     Raises ValueError if fused parts have different formats.
     """
@@ -100,7 +122,7 @@ def make_weight(builder: Builder, shape: LinearShape, pack: bool = True) -> Line
     if len(methods) > 1:
         raise ValueError(f"{', '.join(p.name for p in shape.parts)} are computed as one, but quantized differently")
     method = methods.pop()
-    return DenseWeight(builder, shape, pack=pack) if method is DenseWeight else method(builder, shape)
+    return dense_weight(builder, shape) if method is DenseWeight else method(builder, shape)
 
 
 class ColumnParallelLinear:

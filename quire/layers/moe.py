@@ -1,6 +1,7 @@
 """Mixture of experts: a router chooses experts for each token, and the tokens of an expert are computed together."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -56,11 +57,6 @@ class GroupedExperts:
         self.grouped_linear = builder.kernels.grouped_linear
         self.weight = builder.parameter(num_experts, out_features, in_features)
         self.bias = builder.parameter(num_experts, out_features) if bias else None
-        if hasattr(self.grouped_linear, "pack"):
-            builder.when_loaded.append(self._pack)
-
-    def _pack(self) -> None:
-        self.weight = self.grouped_linear.pack(self.weight)  # type: ignore[attr-defined]
 
     def drop_bias(self) -> None:
         self.bias = None
@@ -74,27 +70,43 @@ class GroupedExperts:
 class SeparateExperts:
     """One projection of all experts where each has a (quantized) weight of its own."""
 
-    def __init__(self, weights: list[LinearWeight]) -> None:
-        self.weights = weights
+    def __init__(self, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None) -> None:
+        """bias: [experts, out]"""
+        self.weights, self.out_features, self.bias = weights, out_features, bias
+
+    def drop_bias(self) -> None:
+        self.bias = None
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        ends = offsets.tolist()
-        parts = [w(x[a:b], None) for w, a, b in zip(self.weights, ends[:-1], ends[1:], strict=True) if b > a]
-        return torch.cat(parts) if parts else x.new_empty(0, self.weights[0].dense().shape[0])
+        ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
+        for e, (start, stop) in enumerate(pairwise(ends)):
+            if stop > start:
+                out[start:stop] = self.weights[e](x[start:stop], None if self.bias is None else self.bias[e])
+        return out
 
 
 Experts = GroupedExperts | SeparateExperts
 
 
+def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Experts:
+    """Those that the checkpoint keeps dense, in the form that they are to have here. To be called after their slots are
+    noted; name: of their tensors, or of one."""
+    quantizer = builder.quantizer_of(name)
+    if quantizer is None:
+        return experts
+    weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
+    return SeparateExperts(weights, experts.weight.shape[1], experts.bias)
+
+
 def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
     """From a tensor for each expert and projection. shapes: one an expert."""
     if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
-        return SeparateExperts([make_weight(builder, shape) for shape in shapes])
+        return SeparateExperts([make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
     first = shapes[0]
     experts = GroupedExperts(builder, len(shapes), first.out_features, first.stop - first.start, bias=False)
     for weight, shape in zip(experts.weight, shapes, strict=True):
         dense_slots(builder, shape, weight)
-    return experts
+    return _dense_experts(builder, first.parts[0].name, experts)
 
 
 def _fused(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> tuple[Experts, Experts]:
@@ -115,9 +127,13 @@ def _fused(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) 
     builder.part(names["experts_down"], down.weight, shape, all_of, slice(start, stop), transposed=True)
     if down.bias is not None:
         builder.part(f"{names['experts_down']}_bias", down.bias, (count, hidden))
-        if builder.tensor_group.rank > 0:  # the ranks' results are added up
-            builder.when_loaded.append(down.drop_bias)
-    return gate_up, down
+    made = [
+        _dense_experts(builder, names[key], experts)
+        for key, experts in (("experts_gate_up", gate_up), ("experts_down", down))
+    ]
+    if builder.tensor_group.rank > 0:  # the ranks' results are added up
+        builder.when_loaded(made[1].drop_bias)
+    return made[0], made[1]
 
 
 class MoE:

@@ -44,7 +44,7 @@ class RMSNorm(Norm):
         self.kernels, self.eps = builder.kernels, spec.eps
         self.weight = builder.whole(f"{name}.weight", size, dtype=torch.float32 if spec.wide else None)
         if spec.offset:
-            builder.when_loaded.append(lambda: self.weight.add_(spec.offset))  # type: ignore[arg-type]
+            builder.when_loaded(lambda: self.weight.add_(spec.offset))  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.kernels.rms_norm(x, self.weight, self.eps)

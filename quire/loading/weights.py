@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.layers.build import WeightSlot
+from quire.layers.build import Builder, WeightSlot
 from quire.loading.hub import ModelNotFoundError, read_json
 
 
@@ -128,25 +128,23 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     raise ModelNotFoundError(f"{directory} has no *.safetensors and no pytorch_model*.bin file")
 
 
-def load_weights(
-    checkpoint: Checkpoint, slots: list[WeightSlot], ignored: tuple[str, ...], show_progress: bool
-) -> None:
-    """Fill every slot. ignored: patterns of the names of tensors that are no parameters.
+def load_weights(checkpoint: Checkpoint, builder: Builder, ignored: tuple[str, ...], show_progress: bool) -> None:
+    """Fill every slot of `builder`. ignored: patterns of the names of tensors that are no parameters.
 
     Raises WeightError for tensors that are missing, superfluous or misshapen.
     """
-    wanted = {checkpoint.alias(slot.name) for slot in slots}
+    wanted = {checkpoint.alias(slot.name) for slot in builder.slots}
     missing = sorted(wanted - checkpoint.names.keys())
     extra = sorted(n for n in checkpoint.names.keys() - wanted if not any(re.search(p, n) for p in ignored))
     if missing or extra:
         parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("unexpected", extra)) if names]
         raise WeightError("the checkpoint's tensors are not those of the model; " + "; ".join(parts))
-    _fill(slots, checkpoint.copy_into, show_progress, "Loading weights")
+    _fill(builder, checkpoint.copy_into, show_progress, "Loading weights")
 
 
-def load_dummy(slots: list[WeightSlot], show_progress: bool) -> None:
+def load_dummy(builder: Builder, show_progress: bool) -> None:
     """Random weights: norms 1, biases 0, matrices normal with standard deviation 0.02."""
-    generator = torch.Generator(slots[0].target.device).manual_seed(0)
+    generator = torch.Generator(builder.device).manual_seed(0)
 
     def draw(slot: WeightSlot) -> None:
         if not slot.target.is_floating_point():
@@ -156,7 +154,7 @@ def load_dummy(slots: list[WeightSlot], show_progress: bool) -> None:
         else:
             _normal(slot.target, generator)
 
-    _fill(slots, draw, show_progress, "Drawing weights")
+    _fill(builder, draw, show_progress, "Drawing weights")
 
 
 def _normal(target: Tensor, generator: torch.Generator) -> None:
@@ -168,13 +166,16 @@ def _normal(target: Tensor, generator: torch.Generator) -> None:
         part.copy_(tile[: part.numel()])
 
 
-def _fill(slots: list[WeightSlot], fill: Callable[[WeightSlot], None], show_progress: bool, label: str) -> None:
-    size = sum(slot.target.nbytes for slot in slots)
+def _fill(builder: Builder, fill: Callable[[WeightSlot], None], show_progress: bool, label: str) -> None:
+    size = sum(slot.target.nbytes for slot in builder.slots)
     hidden = not show_progress or not sys.stderr.isatty() or size < 2**28
     with tqdm(total=size, desc=label, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        for slot in slots:
+
+        def fill_one(slot: WeightSlot) -> None:
             fill(slot)
             bar.update(slot.target.nbytes)
+
+        builder.fill(fill_one)
 
 
 def _some(names: list[str]) -> str:

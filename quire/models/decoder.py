@@ -83,7 +83,9 @@ class Decoder:
 
         names = {key: name for key, name in spec.names.items() if name is not None}
         embedding_size = spec.embedding_size or spec.hidden_size
-        self.embedding = VocabParallelEmbedding(builder, names["embedding"], spec.vocab_size, embedding_size)
+        self.embedding = VocabParallelEmbedding(
+            builder, names["embedding"], spec.vocab_size, embedding_size, spec.tie_embeddings
+        )
         self.embedding_scale = None
         if spec.embedding_scale is not None:  # rounded to the model's type, as the models were trained
             self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)

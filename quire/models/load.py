@@ -16,6 +16,7 @@ from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import TensorGroup
+from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import extra_tensors, quantization_method
 from quire.text.tokenizer import Tokenizer
 
@@ -63,13 +64,13 @@ def load_model(
         if any(name.endswith("_blocks") for name in checkpoint.names):
             checkpoint = Mxfp4Checkpoint(checkpoint)
         method_of = quantization_method(description, checkpoint.has)
-    builder = Builder(Kernels(target, config.kernels.kernels), group, method_of)
+    kernels = Kernels(target, config.kernels.kernels)
+    builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names))
     model = Decoder(builder, spec, max_model_len)
     if checkpoint is None:
-        load_dummy(builder.slots, show_progress)
+        load_dummy(builder, show_progress)
     else:
         tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
         ignored = (*spec.ignored, *extra_tensors(description), *tied)
-        load_weights(checkpoint, builder.slots, ignored, show_progress)
-    builder.finish()
+        load_weights(checkpoint, builder, ignored, show_progress)
     return model

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, OutputPart
+from quire.layers.linear import LinearShape, LinearWeight, OutputPart, dense_weight
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.packing import integer_matrix
 from quire.quantization.scheme import Piece, Scheme, groups, slot
@@ -130,7 +130,7 @@ class GGUF(Scheme):
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
         shape = replace(shape, transposed=False)
         if all(self.type_of(f"{part.name}.weight").is_float for part in shape.parts):
-            return DenseWeight(builder, shape)
+            return dense_weight(builder, shape)
         return super().__call__(builder, shape)
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:

@@ -21,7 +21,7 @@ class QuantizedWeight(LinearWeight):
         self.kernels, self.dtype = builder.kernels, builder.dtype
         self.parts = parts
         self.pieces: list[Piece] = []
-        builder.when_loaded.append(self._convert)
+        builder.when_loaded(self._convert)
 
     def _convert(self) -> None:
         made = [part() for part in self.parts]
@@ -35,12 +35,18 @@ class QuantizedWeight(LinearWeight):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         outputs, start = [], 0
         for piece in self.pieces:
-            quantized = isinstance(piece, QuantizedMatrix)
-            stop = start + (piece.out_features if isinstance(piece, QuantizedMatrix) else len(piece))
-            kernel = self.kernels.quantized_linear if quantized else self.kernels.linear
+            is_dense = isinstance(piece, Tensor)
+            stop = start + (len(piece) if isinstance(piece, Tensor) else piece.out_features)
+            kernel = self.kernels.linear if is_dense else self.kernels.quantized_linear
             outputs.append(kernel(x, piece, bias if bias is None else bias[start:stop]))
             start = stop
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        (piece,) = self.pieces  # a table is one tensor
+        if isinstance(piece, Tensor):
+            return torch.nn.functional.embedding(ids, piece)
+        return piece.pick(ids).dequantize().to(self.dtype)
 
     def dense(self) -> Tensor:
         pieces = (p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in self.pieces)

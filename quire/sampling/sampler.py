@@ -36,7 +36,7 @@ class Sampler:
 
     def __init__(self, kernels: Kernels, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for a plugin that cannot be loaded."""
-        self.sample_gumbel = kernels.sample_gumbel
+        self.sample_gumbel, self.keep_top_k_top_p = kernels.sample_gumbel, kernels.keep_top_k_top_p
         mode = config.sampling.logprobs_mode
         self._scores_processed, self._scores_are_logits = mode.startswith("processed"), mode.endswith("logits")
         rules = AllowedTokenIds, BadWords, MinTokens, LogitBias, RequestFunctions
@@ -77,11 +77,9 @@ class Sampler:
             floor = scaled.amax(-1, keepdim=True) + batch.min_p[random][:, None].log()
             scaled.masked_fill_(scaled < floor, float("-inf"))
         if batch.top_k is not None or batch.top_p is not None:
-            _mask_top_k_top_p(
-                scaled,
-                None if batch.top_k is None else batch.top_k[random],
-                None if batch.top_p is None else batch.top_p[random],
-            )
+            top_k = None if batch.top_k is None else batch.top_k[random]
+            top_p = None if batch.top_p is None else batch.top_p[random]
+            scaled = self.keep_top_k_top_p(scaled, top_k, top_p)
         drawn: Tensor = self.sample_gumbel(scaled, batch.seeds[random], batch.positions[random])
         if everyone:
             return drawn, scaled
@@ -91,28 +89,3 @@ class Sampler:
             logits = logits.float()
             logits[random] = scaled
         return tokens, logits
-
-
-def _mask_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> None:
-    """Keep the top_k largest; of those, the fewest whose probabilities reach top_p. In place. logits: [rows, vocab].
-
-    Only rows that truncate are sorted. Ties are resolved by token id, so that exactly k tokens stay.
-    """
-    vocab = logits.shape[1]
-    asks = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    if top_k is not None:
-        asks |= top_k < vocab
-    if top_p is not None:
-        asks |= top_p < 1
-    rows = asks.nonzero().squeeze(1)
-    values, order = logits[rows].sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        rank = torch.arange(vocab, device=logits.device)
-        values.masked_fill_(rank[None, :] >= top_k[rows][:, None], float("-inf"))
-    if top_p is not None:
-        probabilities = values.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # the mass of the larger ones
-        drop = before >= top_p[rows][:, None]
-        drop[:, 0] = False  # the largest always stays
-        values.masked_fill_(drop, float("-inf"))
-    logits[rows] = torch.empty_like(values).scatter_(-1, order, values)

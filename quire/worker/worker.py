@@ -28,7 +28,7 @@ class Worker:
         device = torch.device("cpu")
         started = time.perf_counter()
         model = load_model(directory, config, max_model_len, device, group, show_progress=group.rank == 0)
-        spec, dtype = model.spec, model.embedding.weight.dtype
+        spec, dtype = model.spec, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         c = model.cache_shape
         shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, device, c.value_dim)

@@ -135,7 +135,7 @@ def test_weights_stored_in_half_precision_are_computed_with_in_float32(tmp_path,
     reference = load(path)  # converts as well
     expected = greedy(reference, prompts(320, 9), 32)
     llm = make_llm(path)
-    assert runner_of(llm).model.embedding.weight.dtype is torch.float32
+    assert runner_of(llm).model.embedding.table.weight.dtype is torch.float32
     for continuation, token_ids in zip(
         expected, tokens_of(generate(llm, [c.prompt for c in expected], GREEDY.clone(max_tokens=32))), strict=True
     ):
@@ -156,7 +156,7 @@ def test_weights_stored_in_half_precision_are_computed_with_in_float32(tmp_path,
 )
 def test_the_type_that_is_computed_in(tmp_path, stored, option, computed):
     llm = make_llm(write_checkpoint(tmp_path, dtype=stored), "reference", dtype=option)
-    assert runner_of(llm).model.embedding.weight.dtype is computed
+    assert runner_of(llm).model.embedding.table.weight.dtype is computed
     assert len(generate(llm, ["a"], GREEDY.clone(max_tokens=4))[0].outputs[0].token_ids) == 4
 
 
@@ -166,7 +166,7 @@ def test_dummy_weights_need_no_weight_file(checkpoints, tmp_path, variant):
     (path / WEIGHTS).unlink()
     llm = make_llm(path, load_format="dummy")
     model = runner_of(llm).model
-    assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model.embedding.table.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert bool((model.final_norm.weight == 1).all())
     first, second = (tokens_of(generate(engine, ["a"])) for engine in (llm, make_llm(path, load_format="dummy")))
     assert first == second

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from attention.test_attention import MIXED, World
-from ops.test_ops import CASES, as_tuple, copied
+from ops.test_ops import CASES, as_tuple, check_packed_products, copied
+from ops.test_quantized import check_products, check_quantizing
 
 import quire.attention.cpu
 from quire.attention.base import AttentionShape
 from quire.ops import OPS, Kernels, Target
-from quire.ops.cpu import build, elementwise, linear, sampling
+from quire.ops.cpu import build, elementwise, linear, panels, quantized_linear, sampling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
 HAS_COMPILER = build.library() is not None
@@ -146,7 +147,7 @@ print(open("/proc/self/maps").read())
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-mno-avx512bf16"])
 def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, flags):
     library = build.load(tmp_path, [*build.FLAGS, "-O1", flags])
-    for module in (elementwise, linear, sampling, quire.attention.cpu):
+    for module in (elementwise, linear, panels, quantized_linear, sampling, quire.attention.cpu):
         monkeypatch.setattr(module, "kernel", cache(library.function))
     for dtype in (torch.float32, torch.bfloat16):
         shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
@@ -154,9 +155,15 @@ def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, flags
         World(quire.attention.cpu.CpuAttention(shape), MIXED).check(window=16, soft_cap=5.0, sinks=torch.randn(14))
         latent = replace(shape, num_kv_heads=1, head_dim=40, value_dim=32)
         World(quire.attention.cpu.CpuAttention(latent), MIXED).check()
-        for name, op in OPS.items():
+        for cell in (torch.int8, torch.float8_e4m3fn):
+            World(quire.attention.cpu.CpuAttention(replace(shape, cell=cell)), MIXED).check()
+        for name in CASES:
+            op = OPS[name]
             for implementation in (i for i in op.implementations if i.name == "cpu"):
                 for arguments in list(CASES[name](dtype))[::9]:
                     got, wanted = (f(*map(copied, arguments)) for f in (implementation.function, op.reference))
                     for a, b in zip(as_tuple(got), as_tuple(wanted), strict=True):
                         torch.testing.assert_close(a, b, rtol=1e-5 if dtype is torch.float32 else 2**-6, atol=1e-5)
+    check_packed_products(linear.linear_cpu)
+    check_products(quantized_linear.quantized_linear_cpu)
+    check_quantizing(quantized_linear.quantize_cpu)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quire.ops import OPS, Kernels, Target
-from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 from quire.ops.reference.sampling import gumbel_noise, philox
 
 Arguments = tuple[Any, ...]
@@ -129,34 +128,24 @@ def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield draw(torch.float32, 2, 151_936), *keys(2)
 
 
+def keep_top_k_top_p_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    if dtype is not torch.float32:
+        return  # logits are always float32
+    for rows, vocab, scale in ((0, 10, 1), (1, 1, 1), (7, 17, 1), (40, 1000, 3), (9, 4097, 0.01), (9, 5000, 40)):
+        logits = draw(torch.float32, rows, vocab) * scale
+        some_k = torch.tensor([1, 2, 5, 50, 1000, vocab, vocab + 9])[torch.randint(0, 7, (rows,))]
+        some_p = torch.tensor([1.0, 0.95, 0.5, 0.1, 1e-6])[torch.randint(0, 5, (rows,))]
+        for k, p in ((some_k, None), (None, some_p), (some_k, some_p)):
+            yield logits.clone(), k, p
+            yield logits.masked_fill(torch.rand(rows, vocab) < 0.9, -torch.inf), k, p
+    tied = torch.randint(0, 4, (12, 300)).float()
+    yield tied, torch.arange(1, 13) * 20, None
+    yield tied * 100, None, torch.linspace(0.05, 0.8971, 12)
+    yield draw(torch.float32, 300, 8).t(), torch.full((8,), 7), None
+
+
 def keys(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**20, (rows,))
-
-
-def quantized_matrices() -> Iterator[QuantizedMatrix]:
-    """All forms of codes, scales, offsets and factors, with and without a last group that is smaller."""
-    for out, width, group in ((96, 64, 32), (7, 256, 16), (24, 70, 32), (40, 33, 33)):
-        count = -(-width // group)
-        scales, offsets = torch.rand(out, count) * 0.1, torch.randn(out, count) * 0.1
-        four = torch.randint(0, 256, (out, -(-width // 2)), dtype=torch.uint8)
-        eight = torch.randint(0, 256, (out, width), dtype=torch.uint8)
-        for codes in (four, eight):
-            yield QuantizedMatrix(codes, scales.half(), group, width)
-            yield QuantizedMatrix(codes, scales, group, width, offsets.bfloat16())
-            yield QuantizedMatrix(codes, scales, group, width, order=torch.randperm(width))
-            sub = torch.randint(-30, 30, (out, count), dtype=torch.int8)
-            yield QuantizedMatrix(codes, sub, group, width, factors=torch.rand(out, 1, 1).half())
-            minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
-            factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
-            yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
-        yield QuantizedMatrix(draw(torch.float32, out, width).to(torch.float8_e4m3fn), scales, group, width)
-
-
-def quantized_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
-    for matrix in quantized_matrices():
-        for rows in (0, 1, 5, 17):
-            yield draw(dtype, rows, matrix.in_features), matrix, draw(dtype, matrix.out_features)
-        yield draw(dtype, 3, matrix.in_features), matrix, None
 
 
 CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
@@ -168,10 +157,10 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "rotary_embedding": rotary_embedding_cases,
     "linear": linear_cases,
     "grouped_linear": grouped_linear_cases,
-    "quantized_linear": quantized_linear_cases,
     "sample_gumbel": sample_gumbel_cases,
+    "keep_top_k_top_p": keep_top_k_top_p_cases,
 }
-IMPLEMENTATIONS = [(name, i) for name, op in OPS.items() for i in op.implementations if i.name != "reference"]
+IMPLEMENTATIONS = [(name, i) for name in CASES for i in OPS[name].implementations if i.name != "reference"]
 
 
 @pytest.fixture
@@ -216,40 +205,35 @@ def as_tuple(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
+def check_packed_products(product: Any) -> None:
+    """Row counts around those that a kernel takes at once; outputs of one panel, of several and of a part of one."""
+    for outer, inner in ((64, 256), (16, 2), (333, 70), (70, 33), (1, 1), (200, 2100)):
+        weight, bias = draw(torch.bfloat16, outer, inner) / 2, draw(torch.bfloat16, outer)
+        packed = product.pack(weight.clone())
+        ids = torch.randint(0, outer, (20,))
+        assert torch.equal(product.rows(packed, ids), weight[ids])
+        for rows in (0, 1, 2, 5, 6, 7, 13, 300):
+            x = draw(torch.bfloat16, rows, inner) / inner**0.5
+            wanted = x.double() @ weight.double().T + bias.double()
+            made = product(x, packed, bias)
+            torch.testing.assert_close(made.double(), wanted, rtol=2**-7, atol=1e-5)
+            torch.testing.assert_close(product(x, packed, None).double(), wanted - bias.double(), rtol=2**-7, atol=1e-5)
+            if rows > 1:  # a row's result does not depend on the others, not by a bit
+                assert torch.equal(product(x[1:2], packed, bias), made[1:2])
+                assert torch.equal(product(slice_of_wider(x), packed, bias), made)
+                assert torch.equal(product(x.t().contiguous().t(), packed, bias), made)
+
+
+@pytest.mark.parametrize("implementation", [i for i in OPS["linear"].implementations if hasattr(i.function, "pack")])
+def test_products_with_packed_weights(implementation, two_threads):
+    if not implementation.supports(Target(torch.device("cpu"), torch.bfloat16)):
+        pytest.skip("not supported here")
+    torch.manual_seed(0)
+    check_packed_products(implementation.function)
+
+
 def test_every_op_has_cases():
-    assert set(CASES) == set(OPS)
-
-
-def test_a_quantized_matrix_means_what_its_description_says():
-    for matrix in quantized_matrices():
-        centre = 0 if matrix.offsets is not None or matrix.codes.is_floating_point() else 2 ** (matrix.bits - 1)
-        dense = torch.empty(matrix.out_features, matrix.in_features)
-        for o in range(matrix.out_features):
-            for j in range(matrix.in_features):
-                code = (
-                    matrix.codes[o, j].item() if matrix.bits == 8 else matrix.codes[o, j // 2].item() >> j % 2 * 4 & 15
-                )
-                g = j // matrix.group
-                scale, offset = matrix.scales[o, g].item(), 0 if matrix.offsets is None else matrix.offsets[o, g].item()
-                if matrix.factors is not None:
-                    factors = matrix.factors[o, g * matrix.factors.shape[1] // matrix.scales.shape[1]].tolist()
-                    scale, offset = scale * factors[0], offset * factors[-1]
-                dense[o, j if matrix.order is None else matrix.order[j]] = (code - centre) * scale + offset
-        torch.testing.assert_close(matrix.dequantize(), dense, rtol=1e-6, atol=1e-6)
-        x, bias = torch.randn(3, matrix.in_features), torch.randn(matrix.out_features)
-        made = OPS["quantized_linear"].reference(x, matrix, bias)
-        torch.testing.assert_close(made, x @ dense.T + bias, rtol=1e-5, atol=1e-4)
-
-
-def test_quantized_matrices_of_one_form_become_one():
-    for matrix in quantized_matrices():
-        halves = [matrix.rows(0, 3), matrix.rows(3, 3), matrix.rows(3, matrix.out_features)]
-        (whole,) = concatenate(halves)
-        assert torch.equal(whole.dequantize(), matrix.dequantize())
-    others = list(quantized_matrices())
-    assert torch.equal(
-        torch.cat([m.dequantize() for m in concatenate(others[:11])]), torch.cat([m.dequantize() for m in others[:11]])
-    )
+    assert {*CASES, "quantize", "quantized_linear"} == set(OPS)  # these two are in test_quantized.py
 
 
 def test_a_norm_returns_contiguous_memory():

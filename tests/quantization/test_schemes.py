@@ -40,8 +40,7 @@ def loaded(directory: Path, form: Format, shape: LinearShape, dtype: torch.dtype
     builder = Builder(kernels, None, quantization_method(config, checkpoint.has))
     weight = make_weight(builder, shape)
     unwanted = tuple(f"^{name}_proj" for name in ROWS if all(p.name != f"{name}_proj" for p in shape.parts))
-    load_weights(checkpoint, builder.slots, (*extra_tensors(config), *unwanted), show_progress=False)
-    builder.finish()
+    load_weights(checkpoint, builder, (*extra_tensors(config), *unwanted), show_progress=False)
     return weight
 
 

@@ -188,11 +188,11 @@ def heads_in_another_order(model: Decoder) -> None:
 
 
 def tied(model: Decoder) -> None:
-    model.lm_head.weight.weight = model.embedding.weight
+    model.lm_head.weight.weight = model.embedding.table.weight
 
 
 def untied(model: Decoder) -> None:
-    table = model.embedding.weight
+    table = model.embedding.table.weight
     noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(99))
     model.lm_head.weight.weight = noise * table.std()
 

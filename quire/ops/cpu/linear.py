@@ -1,41 +1,36 @@
-"""Matrix products: oneDNN's, from weights that were packed for it once, and those of experts, in grouped_linear.cpp."""
+"""Matrix products: from weights in panels (linear.cpp), and those of experts (grouped_linear.cpp)."""
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
 from quire.ops.cpu.elementwise import on_cpu
+from quire.ops.cpu.panels import Panels
 from quire.ops.reference.elementwise import grouped_linear, linear
 from quire.ops.registry import Target
 
-_MANY_ROWS = 32  # an expert, on average: then a product by oneDNN for each is faster
+_MANY_ROWS = 32  # an expert, on average: then a product by torch for each is faster
 
 
-def _supports(target: Target) -> bool:
-    return (
-        target.device.type == "cpu"
-        and target.dtype == torch.bfloat16
-        and bool(torch._C._has_mkldnn)
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+def on_cpu_in_bfloat16(target: Target) -> bool:
+    return on_cpu(target) and target.dtype is torch.bfloat16
 
 
-@linear.implementation("onednn", supports=_supports)
-def linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not weight.is_mkldnn:  # nobody packed it
+@linear.implementation("cpu", supports=on_cpu_in_bfloat16)
+def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Tensor):  # nobody packed it
         return torch.nn.functional.linear(x, weight, bias)
-    if not len(x):
-        return x.new_empty(0, weight.shape[0])
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    x = torch.nn.functional.pad(x, (0, 1)) if x.shape[1] % 2 else x
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty(len(x), weight.rows)
+    kernel("quire_linear", "pllpllppi")(
+        x.data_ptr(), x.stride(0), len(x), weight.data.data_ptr(), weight.rows, weight.words,
+        None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return out
 
 
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return packed
-
-
-linear_onednn.pack = _pack  # type: ignore[attr-defined]
+linear_cpu.pack, linear_cpu.rows = Panels.of, Panels.pick  # type: ignore[attr-defined]
 
 
 @grouped_linear.implementation("cpu", supports=on_cpu)

@@ -1,4 +1,5 @@
-"""Gumbel-max sampling in C++: sampling.cpp makes the noise where it is used, a vocabulary of it is never written."""
+"""Sampling in C++: sampling.cpp makes the noise where it is used, a vocabulary of it is never written; truncate.cpp
+finds the largest logits without sorting them all."""
 
 import torch
 from torch import Tensor
@@ -24,3 +25,16 @@ def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         torch.get_num_threads(),
     )  # fmt: skip
     return tokens
+
+
+@reference.keep_top_k_top_p.implementation("cpu", supports=_on_cpu)
+def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    top_k = None if top_k is None else top_k.contiguous()
+    top_p = None if top_p is None else top_p.contiguous()
+    kernel("quire_keep_top_k_top_p", "plllppi")(
+        logits.data_ptr(), logits.stride(0), *logits.shape, None if top_k is None else top_k.data_ptr(),
+        None if top_p is None else top_p.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return logits

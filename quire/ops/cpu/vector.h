@@ -6,7 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -249,6 +249,14 @@ inline void in_pieces(int count, F f) {
     if (count - at >= 2) f(Constant<2>{}, at), at += 2;
   if constexpr (MAX > 1)
     if (count - at >= 1) f(Constant<1>{}, at);
+}
+
+// f(Constant<count>) for a count of 1 to MAX.
+template <int MAX, class F>
+inline void with_rows(int count, F f) {
+  if constexpr (MAX > 1)
+    if (count < MAX) return with_rows<MAX - 1>(count, f);
+  f(Constant<MAX>{});
 }
 
 }  // namespace quire

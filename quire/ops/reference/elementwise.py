@@ -90,8 +90,9 @@ def rotary_embedding(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b. x: [tokens, in], weight: [out, in], bias: [out] -> [tokens, out].
 
-    An implementation may have an attribute `pack`, a function that turns a weight into the form it computes fastest
-    from; layers call it once, when their weights are loaded.
+    An implementation may have two attributes: `pack`, a function that turns a weight into the form it computes fastest
+    from, for which it may use the weight's memory (layers call it once, when their weights are loaded), and
+    `rows(packed, ids)`, rows of the weight: [len(ids), in].
     """
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -101,7 +102,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tens
     """x_e W_e^T + b_e for each expert e, whose rows of x are offsets[e] : offsets[e + 1].
 
     x: [rows, in], sorted by expert; weight: [experts, out, in]; bias: [experts, out]; offsets: [experts + 1], int64,
-    rising from 0 to rows -> [rows, out]. An implementation may have an attribute `pack`, as one of `linear` may.
+    rising from 0 to rows -> [rows, out].
     """
     out = x.new_empty(len(x), weight.shape[1])
     bounds = offsets.tolist()

@@ -53,3 +53,32 @@ def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     The result depends on nothing else: not on other rows, their order, or earlier draws.
     """
     return (logits + gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)
+
+
+@declare
+def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """The top_k largest of each row; of those, the fewest whose probabilities reach top_p. The others become -inf.
+
+    logits: [rows, vocab], float32, may be overwritten; top_k: [rows], int64, vocab or more for all; top_p: [rows],
+    float32, 1 for all. Ties are resolved by token id, so that exactly k tokens stay; the largest always stays.
+    """
+    vocab = logits.shape[1]
+    asks = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    if top_k is not None:
+        asks |= top_k < vocab
+    if top_p is not None:
+        asks |= top_p < 1
+    rows = asks.nonzero().squeeze(1)
+    values, order = logits[rows].sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        rank = torch.arange(vocab, device=logits.device)
+        values.masked_fill_(rank[None, :] >= top_k[rows][:, None], float("-inf"))
+    if top_p is not None:
+        probabilities = values.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities  # the mass of the larger ones
+        p = top_p[rows][:, None]
+        drop = (before >= p) & (p < 1)  # rounded sums reach 1 too early
+        drop[:, 0] = False
+        values.masked_fill_(drop, float("-inf"))
+    logits[rows] = torch.empty_like(values).scatter_(-1, order, values)
+    return logits

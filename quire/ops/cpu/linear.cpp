@@ -1,0 +1,95 @@
+// The dense product, from weights in panels (panels.h): packing them, multiplying, and reading rows back.
+#include "panels.h"
+
+using namespace quire;
+
+namespace {
+
+struct Dense {
+  const uint32_t* weights;
+  const bf16* x;  // [rows, in]
+  int64_t x_stride;
+  const bf16* bias;  // [out] or null
+  bf16* result;      // [rows, out]
+  int64_t out, row_words;
+
+  int64_t step() const { return 1; }
+
+  template <int R, int C>
+  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
+             Ahead& ahead) const {
+    const int stride = lines * LANES, fetches = int((ahead.count + words - 1) / words);
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + 2 * word);
+    const int64_t bytes = x_stride * sizeof(bf16);
+    f32x16 sum[R][C];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) sum[r][c] = is_first ? f32x16{} : load(sums + r * PANEL + c * LANES);
+    for (int64_t i = 0; i < words; i++) {
+      u32x16 line[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) line[c] = load_words(w + i * stride + c * LANES);
+      ahead.fetch(fetches);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        uint32_t pair;
+        memcpy(&pair, from + r * bytes + i * 4, 4);
+        const u32x16 pairs = splat(pair);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) sum[r][c] = dot<bf16>(sum[r][c], line[c], pairs);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) store(sums + r * PANEL + c * LANES, sum[r][c]);
+  }
+
+  void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
+    write_sums(sums, panel, first, rows, bias, result, out);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// x: [rows, in] -> result: [rows, out]; packed: from quire_panels, `words` of two a row.
+void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t out, int64_t words,
+                  const void* bias, void* result, int threads) {
+  Dense dense{(const uint32_t*)packed, (const bf16*)x, x_stride, (const bf16*)bias, (bf16*)result, out, words};
+  multiply(dense, {rows, out, words}, threads);
+}
+
+// [out, words] of 32 bits -> panels. In place if packed == weight, where out is a multiple of 16: a panel takes the place
+// of its rows.
+void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, int threads) {
+  const Shape shape{0, out, words};
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t panel = 0; panel < shape.panels(); panel++) {
+    const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL), width = shape.lines(panel) * LANES;
+    const uint32_t* from = (const uint32_t*)weight + panel * PANEL * shape.words;
+    const std::vector<uint32_t> rows(from, from + count * shape.words);
+    uint32_t* to = (uint32_t*)packed + panel * PANEL * shape.words;
+    constexpr int64_t BLOCK = 16;  // words of each row at a time: a cache line of it
+    for (int64_t start = 0; start < shape.words; start += BLOCK)
+      for (int64_t word = start; word < std::min(start + BLOCK, shape.words); word++)
+        for (int64_t i = 0; i < width; i++) to[word * width + i] = i < count ? rows[i * shape.words + word] : 0;
+  }
+}
+
+// Rows `ids` of what was packed: [count, words].
+void quire_panel_rows(const void* packed, int64_t out, int64_t words, const int64_t* ids, int64_t count, void* result,
+                      int threads) {
+  const Shape shape{0, out, words};
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > 8)
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t* from = (const uint32_t*)packed + first_word(shape, ids[i]);
+    const int64_t stride = shape.lines(ids[i] / PANEL) * LANES;
+    uint32_t* to = (uint32_t*)result + i * shape.words;
+    for (int64_t word = 0; word < shape.words; word++) to[word] = from[word * stride];
+  }
+}
+}

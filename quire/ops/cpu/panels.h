@@ -1,0 +1,113 @@
+// Products with weights in panels: what those of all formats share.
+//
+// A panel holds the weights of 64 outputs (the last one of as many as are left, in multiples of 16) as 32-bit words,
+// each the weights of one output for a few neighbouring inputs: two of bfloat16, four of 8 bits, eight of 4 bits.
+//
+//                  output 0      output 1    ...  output 63
+//     inputs 0, 1 | w[0] w[1]  | w[0] w[1] | ...                 one row of the panel: four registers of 16 words
+//     inputs 2, 3 | w[2] w[3]  | w[2] w[3] | ...
+//
+// A word of a row of x meets a register of weights in one dot product, so no sum runs across a register, and a panel is
+// read from one end to the other. Each output is summed up in the order of its inputs, whatever else is in the batch: a
+// row's result does not depend on the other rows.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "vector.h"
+
+namespace quire {
+
+constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
+constexpr int64_t CHUNK_BYTES = 1 << 16;  // of a panel, which all rows visit before the next: it stays in the cache
+constexpr int ROW_BLOCK = 40 * MAX_ROWS;  // rows of one task: their sums stay in the cache as well
+constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
+
+// What a piece of work is to bring into the cache meanwhile: `count` lines from `at`.
+struct Ahead {
+  const char* at;
+  int count;
+
+  // Into the second-level cache: the first one has too few buffers to cover the latency of memory.
+  void fetch(int lines) {
+    for (lines = std::min(lines, count), count -= lines; lines > 0; lines--, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+struct Shape {
+  int64_t rows, out, words;  // words of 32 bits in a row of the weight
+
+  int64_t panels() const { return (out + PANEL - 1) / PANEL; }
+  int lines(int64_t panel) const { return int(std::min<int64_t>(PANEL, out - panel * PANEL) + LANES - 1) / LANES; }
+};
+
+// Format has: weights, the panels; step(lines), how many words make up the smallest run of inputs that a visit can end
+// after; visit<R, C>(panel, first word, words, lines, first row, line, sums, is_first, ahead): adds the products of R
+// rows and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results.
+template <class Format>
+void multiply(const Format& format, const Shape& shape, int threads) {
+  const int64_t blocks = (shape.rows + ROW_BLOCK - 1) / ROW_BLOCK, items = shape.panels() * blocks;
+  const bool pays = threads > 1 && shape.out * shape.words >= PARALLEL_WORDS && items > 1;
+  const int64_t step = format.step();
+  std::atomic<int64_t> counter{0};
+#pragma omp parallel num_threads(threads) if (pays)
+  {
+    thread_local std::vector<float> kept;
+    kept.resize(ROW_BLOCK * PANEL + LANES);
+    float* sums = kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
+    // Each thread draws one item ahead of the one it works on, to have its weights fetched in time.
+    for (int64_t item = counter++, next; item < items; item = next) {
+      next = counter++;
+      const int64_t panel = item / blocks, first = item % blocks * ROW_BLOCK;
+      const int rows = int(std::min<int64_t>(ROW_BLOCK, shape.rows - first)), lines = shape.lines(panel);
+      const int pieces = (rows + MAX_ROWS - 1) / MAX_ROWS;
+      const uint32_t* weights = format.weights + panel * PANEL * shape.words;
+      const int64_t chunk = std::max<int64_t>(CHUNK_BYTES / (64 * lines) / step, 1) * step;
+      for (int64_t word = 0; word < shape.words; word += chunk) {
+        const int64_t words = std::min(chunk, shape.words - word), rest = shape.words - word - words;
+        const char* ahead = reinterpret_cast<const char*>(weights + (word + words) * lines * LANES);
+        int64_t to_fetch = std::min(chunk, rest) * lines;
+        if (!rest && next < items) {
+          const int64_t then = next / blocks;
+          ahead = reinterpret_cast<const char*>(format.weights + then * PANEL * shape.words);
+          to_fetch = then == panel ? 0 : std::min(chunk, shape.words) * shape.lines(then);
+        }
+        int row = 0;
+        for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes
+          const int count = (rows - row + pieces - piece - 1) / (pieces - piece);
+          const int64_t from = to_fetch * piece / pieces, to = to_fetch * (piece + 1) / pieces;
+          Ahead part{ahead + from * 64, int(to - from)};
+          in_pieces<MAX_COLUMNS>(lines, [&](auto c, int line) {
+            with_rows<MAX_ROWS>(count, [&](auto r) {
+              format.template visit<r.value, c.value>(panel, word, words, lines, first + row, line,
+                                                      sums + row * PANEL + line * LANES, word == 0, part);
+            });
+          });
+          row += count;
+        }
+      }
+      format.finish(panel, first, rows, sums);
+    }
+  }
+}
+
+// Where the words of an output begin, in words; the next one is a row of the panel further.
+inline int64_t first_word(const Shape& shape, int64_t output) {
+  return output / PANEL * PANEL * shape.words + output % PANEL;
+}
+
+// The sums of a panel's outputs and `rows` rows, [rows][PANEL], into result [all rows, out].
+inline void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const bf16* bias, bf16* result,
+                       int64_t out) {
+  const int64_t output = panel * PANEL, count = std::min<int64_t>(PANEL, out - output);
+  for (int row = 0; row < rows; row++)
+    for_lanes(count, [&](int64_t i, int n) {
+      f32x16 sum = load(sums + row * PANEL + i);
+      if (bias) sum += load_up_to(bias + output + i, n);
+      store_up_to(result + (first + row) * out + output + i, sum, n);
+    });
+}
+
+}  // namespace quire

@@ -1,0 +1,48 @@
+"""Matrices in panels, the form that products read weights in (panels.h draws it), and what is read back from them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.build import kernel
+from quire.ops.memory import empty
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A matrix whose rows are 32-bit words, or smaller elements that fill some.
+
+    data: [rows, columns], rows rounded up to a multiple of 16, columns to whole words.
+    """
+
+    data: Tensor
+    rows: int
+    columns: int
+
+    @property
+    def words(self) -> int:
+        """Of a row."""
+        return self.data.shape[1] * self.data.element_size() // 4
+
+    @staticmethod
+    def of(matrix: Tensor) -> "Panels":
+        """matrix: [rows, columns]; its memory is used, where the shape allows that."""
+        rows, columns = matrix.shape
+        data, padding = matrix, -columns % (4 // matrix.element_size())
+        if rows % 16 or padding or not matrix.is_contiguous():
+            matrix = torch.nn.functional.pad(matrix, (0, padding)).contiguous()
+            data = empty(-(-rows // 16) * 16, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+        panels = Panels(data, rows, columns)
+        kernel("quire_panels", "pllpi")(matrix.data_ptr(), rows, panels.words, data.data_ptr(), torch.get_num_threads())
+        return panels
+
+    def pick(self, ids: Tensor) -> Tensor:
+        """Rows `ids`: [len(ids), columns]"""
+        picked = self.data.new_empty(len(ids), self.data.shape[1])
+        ids = ids.contiguous()
+        kernel("quire_panel_rows", "pllplpi")(
+            self.data.data_ptr(), self.rows, self.words, ids.data_ptr(), len(ids), picked.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return picked[:, : self.columns]

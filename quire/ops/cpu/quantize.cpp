@@ -1,0 +1,80 @@
+// Bringing a dense weight to 8 or 4 bits when it is loaded; what is done says ops/reference/quantized.py.
+#include <algorithm>
+#include <vector>
+
+#include "vector.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+
+// The codes less their centre, as floats.
+inline f32x16 codes_of(f32x16 x, float inverse, float centre) {
+  f32x16 code = x * inverse + SHIFT - SHIFT;
+  code = code < -centre ? splat(-centre) : code;
+  return code > centre - 1 ? splat(centre - 1) : code;
+}
+
+// A group of n weights -> codes, one a byte, and the scale.
+template <class T>
+float quantize_group(const T* x, int64_t n, float centre, const float* factors, int count, uint8_t* codes) {
+  f32x16 low = {}, high = {};
+  for_lanes(n, [&](int64_t i, int lanes) {
+    const f32x16 v = load_up_to(x + i, lanes);
+    low = larger(low, -v), high = larger(high, v);
+  });
+  const float least = -maximum(low), most = maximum(high), extreme = most > -least ? most : least;
+  float best = 0, least_error = -1;
+  for (int f = 0; f < count; f++) {
+    const float scale = extreme / -centre * factors[f], inverse = scale != 0 ? 1 / scale : 0;
+    f32x16 errors = {};
+    for_lanes(n, [&](int64_t i, int lanes) {
+      const f32x16 v = load_up_to(x + i, lanes), off = codes_of(v, inverse, centre) * scale - v;
+      errors += off * off;
+    });
+    const float error = sum(errors);
+    if (least_error < 0 || error < least_error) least_error = error, best = scale;
+  }
+  const float inverse = best != 0 ? 1 / best : 0;
+  f32x16 products = {}, squares = {};
+  for_lanes(n, [&](int64_t i, int lanes) {
+    const f32x16 v = load_up_to(x + i, lanes), code = codes_of(v, inverse, centre);
+    products += v * code, squares += code * code;
+    const i32x16 whole = __builtin_convertvector(code + centre, i32x16);
+    for (int j = 0; j < lanes; j++) codes[i + j] = uint8_t(whole[j]);
+  });
+  const float total = sum(squares);
+  return total > 0 ? sum(products) / total : 0;
+}
+
+template <class T>
+void quantize(const T* weight, int64_t out, int64_t in, int bits, int64_t group, const float* factors, int count,
+              uint8_t* codes, float* scales, int threads) {
+  const int64_t groups = (in + group - 1) / group, bytes = bits == 8 ? in : (in + 1) / 2;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<uint8_t> row(in + 1, uint8_t(1 << (bits - 1)));
+#pragma omp for schedule(static)
+    for (int64_t o = 0; o < out; o++) {
+      uint8_t* whole = bits == 8 ? codes + o * bytes : row.data();
+      for (int64_t g = 0; g < groups; g++)
+        scales[o * groups + g] = quantize_group(weight + o * in + g * group, std::min(group, in - g * group),
+                                                float(1 << (bits - 1)), factors, count, whole + g * group);
+      if (bits == 4)
+        for (int64_t i = 0; i < bytes; i++) codes[o * bytes + i] = uint8_t(row[2 * i] | row[2 * i + 1] << 4);
+    }
+  }
+}
+
+}  // namespace
+
+// weight: [out, in] -> codes: [out, in], or [out, ceil(in / 2)] with two a byte; scales: [out, groups].
+extern "C" void quire_quantize(int is_bf16, const void* weight, int64_t out, int64_t in, int bits, int64_t group,
+                               const float* factors, int count, void* codes, float* scales, int threads) {
+  auto run = [&](auto type) {
+    quantize((const decltype(type)*)weight, out, in, bits, group, factors, count, (uint8_t*)codes, scales, threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
+}

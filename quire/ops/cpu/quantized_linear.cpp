@@ -1,0 +1,170 @@
+// The product with weights of 8 or 4 bits in panels (panels.h), in integers: activations are brought to 8 bits when they
+// arrive, with a scale for each row and group of inputs, the groups being those of the weights.
+//
+//   result[m, n] = sum over groups g of  x_scale[m, g] * (scale[n, g] * sum (code - centre) * x_code
+//                                                         + offset[n, g] * sum x_code)
+//
+// A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter the codes of
+// x stand in the order in which the halves of the bytes are met: the even ones of eight, then the odd ones.
+#include <cmath>
+
+#include "panels.h"
+
+using namespace quire;
+
+namespace {
+
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+
+// Adds to each lane the products of its four bytes, unsigned in `codes`, signed in `x`.
+inline i32x16 dot_bytes(i32x16 sum, u32x16 codes, uint32_t x) {
+#ifdef __AVX512VNNI__
+  return as<i32x16>(_mm512_dpbusd_epi32(as<__m512i>(sum), as<__m512i>(codes), _mm512_set1_epi32(int(x))));
+#elif defined(__AVX2__)
+  // Products of 16 bits, of the even bytes and of the odd ones: those of 8 bits would overflow in pairs.
+  const uint32_t even = (uint32_t(int8_t(x)) & 0xffff) | uint32_t(int8_t(x >> 16)) << 16;
+  const uint32_t odd = (uint32_t(int8_t(x >> 8)) & 0xffff) | uint32_t(int8_t(x >> 24)) << 16;
+  const u32x16 low = codes & 0x00ff00ffu, high = codes >> 8 & 0x00ff00ffu;
+  __m256i parts[2], lows[2], highs[2];
+  memcpy(parts, &sum, 64), memcpy(lows, &low, 64), memcpy(highs, &high, 64);
+  for (int i = 0; i < 2; i++) {
+    parts[i] = _mm256_add_epi32(parts[i], _mm256_madd_epi16(lows[i], _mm256_set1_epi32(int(even))));
+    parts[i] = _mm256_add_epi32(parts[i], _mm256_madd_epi16(highs[i], _mm256_set1_epi32(int(odd))));
+  }
+  memcpy(&sum, parts, 64);
+  return sum;
+#else
+  for (int i = 0; i < 4; i++) sum += as<i32x16>(codes >> 8 * i & 0xffu) * int32_t(int8_t(x >> 8 * i));
+  return sum;
+#endif
+}
+
+inline i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 8>) {
+  return dot_bytes(sum, codes, *x);
+}
+
+inline i32x16 dot_word(i32x16 sum, u32x16 codes, const uint32_t* x, std::integral_constant<int, 4>) {
+  return dot_bytes(dot_bytes(sum, codes & 0x0f0f0f0fu, x[0]), codes >> 4 & 0x0f0f0f0fu, x[1]);
+}
+
+// Activations in 8 bits: codes [rows, stride], scales and sums of codes [rows, groups].
+struct Activations {
+  int64_t stride = 0, groups = 0;
+  std::vector<int8_t> codes;
+  std::vector<float> scales;
+  std::vector<int32_t> sums;
+
+  void quantize(const bf16* x, int64_t x_stride, int64_t rows, int64_t in, int64_t group, int bits, int threads) {
+    stride = in + 2 * LANES;  // a group is written in steps of 16
+    groups = (in + group - 1) / group;
+    codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * in > 32768)
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t g = 0, from = 0; g < groups; g++, from += group)
+        quantize_group(x + row * x_stride + from, std::min(group, in - from), bits, codes.data() + row * stride + from,
+                       scales[row * groups + g], sums[row * groups + g]);
+  }
+
+  static void quantize_group(const bf16* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {
+    f32x16 top = {};
+    for_lanes(n, [&](int64_t i, int count) {
+      const f32x16 v = load_up_to(x + i, count);
+      top = larger(top, v < 0.0f ? -v : v);
+    });
+    const float largest = maximum(top), inverse = largest > 0 ? 127 / largest : 0;
+    scale = largest / 127;
+    const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    i32x16 total = {};
+    for_lanes(n, [&](int64_t i, int count) {
+      const i32x16 code = as<i32x16>(load_up_to(x + i, count) * inverse + shift) - as<i32x16>(shift);
+      total += code;
+      i8x16 bytes = __builtin_convertvector(code, i8x16);
+      if (bits == 4) bytes = __builtin_shufflevector(bytes, bytes, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+      memcpy(to + i, &bytes, sizeof(bytes));
+    });
+    sum = 0;
+    for (int i = 0; i < LANES; i++) sum += total[i];
+  }
+};
+
+template <int BITS>
+struct Quantized {
+  static constexpr int INPUTS = 32 / BITS, X_WORDS = INPUTS / 4;  // of a word of codes
+  static constexpr int CENTRE = 1 << (BITS - 1);                  // the code of 0 where there are no offsets
+
+  const uint32_t* weights;
+  const float *scales, *offsets;  // panels of [groups, outputs]; offsets may be null
+  const Activations& x;
+  const bf16* bias;  // [out] or null
+  bf16* result;      // [rows, out]
+  int64_t out, row_words, group_words;
+
+  int64_t step() const { return group_words; }
+
+  template <int R, int C>
+  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
+             Ahead& ahead) const {
+    const int stride = lines * LANES, fetches = int((ahead.count + words - 1) / words);
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
+    const int8_t* codes = x.codes.data() + row * x.stride;
+    for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
+      const int64_t end = std::min(begin + group_words, words), at = panel * PANEL * x.groups + g * stride + line * LANES;
+      i32x16 sum[R][C];
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        const int32_t zero = offsets ? 0 : -CENTRE * x.sums[(row + r) * x.groups + g];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
+      }
+      for (int64_t i = begin; i < end; i++) {
+        u32x16 line[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) line[c] = load_words(w + i * stride + c * LANES);
+        ahead.fetch(fetches);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+          uint32_t word_of_x[X_WORDS];
+          memcpy(word_of_x, codes + r * x.stride + (word + i) * INPUTS, INPUTS);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; c++)
+            sum[r][c] = dot_word(sum[r][c], line[c], word_of_x, std::integral_constant<int, BITS>{});
+        }
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++) {
+        const float x_scale = x.scales[(row + r) * x.groups + g];
+        const float x_sum = x_scale * float(x.sums[(row + r) * x.groups + g]);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          float* to = sums + r * PANEL + c * LANES;
+          f32x16 all = is_first && begin == 0 ? f32x16{} : load(to);
+          all += __builtin_convertvector(sum[r][c], f32x16) * (load(scales + at + c * LANES) * x_scale);
+          if (offsets) all += load(offsets + at + c * LANES) * x_sum;
+          store(to, all);
+        }
+      }
+    }
+  }
+
+  void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
+    write_sums(sums, panel, first, rows, bias, result, out);
+  }
+};
+
+}  // namespace
+
+// x: [rows, in] -> result: [rows, out]. codes, scales, offsets: from quire_panels; group: of inputs, of whole words.
+extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
+                                       const float* scales, const float* offsets, int64_t out, int64_t in,
+                                       int64_t group, const void* bias, void* result, int threads) {
+  thread_local Activations activations;  // kept between calls
+  activations.quantize((const bf16*)x, x_stride, rows, in, group, bits, threads);
+  auto run = [&](auto width) {
+    constexpr int64_t INPUTS = 32 / width.value;
+    const int64_t words = (in + INPUTS - 1) / INPUTS, group_words = std::min((group + INPUTS - 1) / INPUTS, words);
+    Quantized<width.value> format{(const uint32_t*)codes, scales, offsets, activations, (const bf16*)bias,
+                                  (bf16*)result,          out,    words,   group_words};
+    multiply(format, {rows, out, words}, threads);
+  };
+  bits == 4 ? run(Constant<4>{}) : run(Constant<8>{});
+}

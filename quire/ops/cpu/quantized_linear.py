@@ -1,0 +1,79 @@
+"""Products with weights of 8 and 4 bits, in integers (quantized_linear.cpp)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.build import kernel
+from quire.ops.cpu.elementwise import on_cpu
+from quire.ops.cpu.linear import on_cpu_in_bfloat16
+from quire.ops.cpu.panels import Panels
+from quire.ops.memory import empty
+from quire.ops.reference.quantized import FACTORS, QuantizedMatrix, quantize, quantized_linear
+
+
+@dataclass(frozen=True)
+class QuantizedPanels:
+    """A QuantizedMatrix in panels. form: what it is besides: its tensors have no rows."""
+
+    form: QuantizedMatrix
+    codes: Panels
+    scales: Panels
+    offsets: Panels | None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.rows
+
+    def pick(self, ids: Tensor) -> QuantizedMatrix:
+        """The outputs `ids`."""
+        offsets = None if self.offsets is None else self.offsets.pick(ids)
+        return replace(self.form, codes=self.codes.pick(ids), scales=self.scales.pick(ids), offsets=offsets)
+
+
+@quantized_linear.implementation("cpu", supports=on_cpu_in_bfloat16)
+def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
+    """Activations are rounded to 8 bits, with a scale for each row and group."""
+    if isinstance(weight, QuantizedMatrix):  # of a form that is not computed with in integers
+        return quantized_linear.reference(x, weight, bias)  # type: ignore[no-any-return]
+    form = weight.form
+    x = x if form.order is None else x[:, form.order]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = x.new_empty(len(x), weight.out_features)
+    kernel("quire_quantized_linear", "ipllppplllppi")(
+        form.bits, x.data_ptr(), x.stride(0), len(x), weight.codes.data.data_ptr(), weight.scales.data.data_ptr(),
+        None if weight.offsets is None else weight.offsets.data.data_ptr(), weight.out_features, form.in_features,
+        form.group, None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
+    inputs = 32 // matrix.bits  # of a word
+    if matrix.codes.is_floating_point() or (matrix.group % inputs and matrix.group < matrix.in_features):
+        return matrix
+    scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
+    form = replace(matrix.rows(0, 0), scales=scales[:0], offsets=None if offsets is None else offsets[:0], factors=None)
+    return QuantizedPanels(
+        form, Panels.of(matrix.codes), Panels.of(scales), None if offsets is None else Panels.of(offsets)
+    )
+
+
+@quantize.implementation("cpu", supports=on_cpu)
+def quantize_cpu(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
+    weight = weight.contiguous()
+    out_features, in_features = weight.shape
+    group = min(group, in_features)
+    width = in_features if bits == 8 else -(-in_features // 2)
+    codes = empty(out_features, width, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(out_features, -(-in_features // group))
+    factors = torch.tensor(FACTORS[bits])
+    kernel("quire_quantize", "ipllilpippi")(
+        weight.dtype is torch.bfloat16, weight.data_ptr(), out_features, in_features, bits, group, factors.data_ptr(),
+        len(factors), codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return QuantizedMatrix(codes, scales, group, in_features)
+
+
+quantized_linear_cpu.pack = _pack  # type: ignore[attr-defined]

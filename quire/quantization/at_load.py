@@ -1,0 +1,50 @@
+"""Quantization of dense weights when they are loaded: --quantization int8 and int4."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import LinearWeight, Quantizer
+from quire.quantization.scheme import Piece, QuantizedWeight
+
+_ROW = 2**30  # a group that no row is longer than
+# Small, and what they decide is much: a router's choice of experts. kv_b is absorbed into other weights.
+_KEPT = ("router", "shared_expert_gate", "kv_b")
+_TABLES = ("lm_head", "embedding")  # an error in a logit is seen at once: 8 bits at least
+
+
+@dataclass(frozen=True)
+class AtLoad:
+    """A `Quantizer`: bits of a weight, and how many inputs share a scale."""
+
+    bits: int
+    group: int
+
+    def __call__(self, builder: Builder, weight: Callable[[], Tensor]) -> LinearWeight:
+        def make() -> Piece:
+            made: Piece = builder.kernels.quantize(weight(), self.bits, self.group)
+            return made
+
+        return QuantizedWeight(builder, [make])
+
+
+def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callable[[str], Quantizer | None]:
+    """By a layer's name, what --quantization asks for. names: those of the model's layers, by role."""
+    if option is None:
+        return lambda name: None
+    table = AtLoad(8, _ROW)
+    layer = table if option == "int8" else AtLoad(4, 128)
+    kept, tables = _pattern(names, _KEPT), _pattern(names, _TABLES)
+
+    def quantizer(name: str) -> Quantizer | None:
+        return None if kept.fullmatch(name) else table if tables.fullmatch(name) else layer
+
+    return quantizer
+
+
+def _pattern(names: Mapping[str, str | None], roles: tuple[str, ...]) -> re.Pattern[str]:
+    chosen = [re.escape(name).replace(r"\{i\}", r"\d+") for role in roles if (name := names.get(role)) is not None]
+    return re.compile("|".join(chosen) or r"(?!)")

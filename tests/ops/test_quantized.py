@@ -1,0 +1,171 @@
+"""Matrices in 8 and 4 bits: what they mean, products with them, and how dense ones become them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.ops import OPS, Target
+from quire.ops.cpu.quantized_linear import QuantizedPanels, quantized_linear_cpu
+from quire.ops.reference.quantized import QuantizedMatrix, concatenate
+
+Product = Callable[..., Tensor]
+needs_kernels = pytest.mark.skipif(
+    all(
+        i.name != "cpu" or not i.supports(Target(torch.device("cpu"), torch.bfloat16))
+        for i in OPS["quantize"].implementations
+    ),
+    reason="the CPU kernels cannot be compiled here",
+)
+
+
+def quantized_matrices() -> Iterator[QuantizedMatrix]:
+    """All forms of codes, scales, offsets and factors, with and without a last group that is smaller."""
+    for out, width, group in ((96, 64, 32), (7, 256, 16), (24, 70, 32), (40, 33, 33)):
+        count = -(-width // group)
+        scales, offsets = torch.rand(out, count) * 0.1, torch.randn(out, count) * 0.1
+        four = torch.randint(0, 256, (out, -(-width // 2)), dtype=torch.uint8)
+        eight = torch.randint(0, 256, (out, width), dtype=torch.uint8)
+        for codes in (four, eight):
+            yield QuantizedMatrix(codes, scales.half(), group, width)
+            yield QuantizedMatrix(codes, scales, group, width, offsets.bfloat16())
+            yield QuantizedMatrix(codes, scales, group, width, order=torch.randperm(width))
+            sub = torch.randint(-30, 30, (out, count), dtype=torch.int8)
+            yield QuantizedMatrix(codes, sub, group, width, factors=torch.rand(out, 1, 1).half())
+            minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
+            factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
+            yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
+        yield QuantizedMatrix((torch.randn(out, width) * 2).to(torch.float8_e4m3fn), scales, group, width)
+
+
+def test_a_quantized_matrix_means_what_its_description_says():
+    for matrix in quantized_matrices():
+        centre = 0 if matrix.offsets is not None or matrix.codes.is_floating_point() else 2 ** (matrix.bits - 1)
+        dense = torch.empty(matrix.out_features, matrix.in_features)
+        for o in range(matrix.out_features):
+            for j in range(matrix.in_features):
+                code = (
+                    matrix.codes[o, j].item() if matrix.bits == 8 else matrix.codes[o, j // 2].item() >> j % 2 * 4 & 15
+                )
+                g = j // matrix.group
+                scale, offset = matrix.scales[o, g].item(), 0 if matrix.offsets is None else matrix.offsets[o, g].item()
+                if matrix.factors is not None:
+                    factors = matrix.factors[o, g * matrix.factors.shape[1] // matrix.scales.shape[1]].tolist()
+                    scale, offset = scale * factors[0], offset * factors[-1]
+                dense[o, j if matrix.order is None else matrix.order[j]] = (code - centre) * scale + offset
+        torch.testing.assert_close(matrix.dequantize(), dense, rtol=1e-6, atol=1e-6)
+        x, bias = torch.randn(3, matrix.in_features), torch.randn(matrix.out_features)
+        made = OPS["quantized_linear"].reference(x, matrix, bias)
+        torch.testing.assert_close(made, x @ dense.T + bias, rtol=1e-5, atol=1e-4)
+
+
+def test_quantized_matrices_of_one_form_become_one():
+    for matrix in quantized_matrices():
+        halves = [matrix.rows(0, 3), matrix.rows(3, 3), matrix.rows(3, matrix.out_features)]
+        (whole,) = concatenate(halves)
+        assert torch.equal(whole.dequantize(), matrix.dequantize())
+    others = list(quantized_matrices())
+    assert torch.equal(
+        torch.cat([m.dequantize() for m in concatenate(others[:11])]), torch.cat([m.dequantize() for m in others[:11]])
+    )
+
+
+def activations(rows: int, matrix: QuantizedMatrix) -> Tensor:
+    """Numbers of 8 bits, the largest 127, times a power of two in each group of the weight: rounding keeps them."""
+    group = min(matrix.group, matrix.in_features)
+    x = torch.randint(-127, 128, (rows, -(-matrix.in_features // group), group)).float()
+    x[..., 0] = 127
+    x *= 2.0 ** torch.randint(-8, -4, (*x.shape[:2], 1))
+    x = x.flatten(1)[:, : matrix.in_features]
+    return (x if matrix.order is None else torch.empty_like(x).index_copy_(1, matrix.order, x)).bfloat16()
+
+
+def check_products(product: Product) -> None:
+    """Row counts around those that the kernels take at once; matrices of one panel, of several, of a part of one."""
+    matrices = list(quantized_matrices())
+    for out, width, group in ((200, 1000, 1000), (65, 512, 128), (1, 24, 8), (70, 4100, 4100)):
+        for bits in (8, 4):
+            codes = torch.randint(0, 256, (out, width * bits // 8), dtype=torch.uint8)
+            scales = torch.rand(out, -(-width // group)) * 0.01
+            matrices.append(QuantizedMatrix(codes, scales, group, width))
+            matrices.append(QuantizedMatrix(codes, scales, group, width, scales * -7.5))
+    in_panels = 0
+    for matrix in matrices:
+        packed = product.pack(replace(matrix, **{name: t.clone() for name, t in matrix.by_row.items()}))
+        if not isinstance(packed, QuantizedPanels):
+            continue
+        in_panels += 1
+        ids = torch.randint(0, matrix.out_features, (5,))
+        assert torch.equal(packed.pick(ids).dequantize(), matrix.dequantize()[ids])
+        for rows in (0, 1, 5, 7, 30, 250):
+            x, bias = activations(rows, matrix), torch.randn(matrix.out_features).bfloat16()
+            exact = x.double() @ matrix.dequantize().double().T
+            made = product(x, packed, bias).double()
+            torch.testing.assert_close(made, exact + bias.double(), rtol=2**-8, atol=1e-3)
+            if rows > 1:  # a row's result does not depend on the others, not by a bit
+                assert torch.equal(product(x[1:2], packed, bias).double(), made[1:2])
+                wide = torch.cat([x, x], dim=1)[:, : matrix.in_features]
+                assert torch.equal(product(wide, packed, None), product(x, packed, None))
+    assert in_panels > 30
+
+
+def check_that_activations_are_rounded_to_8_bits(product: Product) -> None:
+    for group in (256, 32):
+        x, weight = torch.randn(50, 256).bfloat16(), torch.eye(256) * 127
+        x[3] = 0
+        scales = torch.full((256, 256 // group), 1.0)
+        packed = product.pack(QuantizedMatrix((weight + 128).to(torch.uint8), scales, group, 256))
+        parts = x.float().unflatten(1, (-1, group))
+        step = parts.abs().amax(-1, keepdim=True) / 127
+        error = (product(x, packed, None).float() / 127).unflatten(1, (-1, group)) - parts
+        assert (error.abs() <= 0.51 * step + 2**-8 * parts.abs()).all()
+
+
+def check_quantizing(quantize: Callable[..., QuantizedMatrix]) -> None:
+    """As good as the reference, and the same but for ties."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for out, width, bits, group in ((40, 256, 4, 128), (3, 200, 4, 128), (9, 300, 8, 2**30), (5, 33, 4, 16)):
+            weight = torch.randn(out, width, dtype=torch.float64).pow(3).to(dtype)
+            weight[1] = 0
+            made, wanted = quantize(weight, bits, group), OPS["quantize"].reference(weight, bits, group)
+            assert (made.bits, made.group, made.in_features) == (bits, min(group, width), width)
+            assert (made.codes == wanted.codes).float().mean() > 0.98
+            errors = [(m.dequantize() - weight).square().mean() for m in (made, wanted)]
+            assert errors[0] <= 1.001 * errors[1]
+            assert not made.dequantize()[1].any()
+
+
+def test_the_reference_quantizes_with_small_errors():
+    check_quantizing(OPS["quantize"].reference)
+    weight = torch.randn(64, 1024)
+    for bits, bound in ((8, 0.015), (4, 0.12)):
+        matrix = OPS["quantize"].reference(weight, bits, 128)
+        assert (matrix.dequantize() - weight).square().mean().sqrt() < bound
+    absmax = weight.unflatten(1, (-1, 128)).abs().amax(-1, keepdim=True) / 7
+    plain = (weight.unflatten(1, (-1, 128)) / absmax).round() * absmax
+    assert (matrix.dequantize() - weight).square().sum() < 0.8 * (plain.flatten(1) - weight).square().sum()
+
+
+@needs_kernels
+def test_products_in_integers_are_what_they_are_defined_to_be():
+    torch.manual_seed(0)
+    check_products(quantized_linear_cpu)
+    check_that_activations_are_rounded_to_8_bits(quantized_linear_cpu)
+
+
+@needs_kernels
+def test_the_kernel_quantizes_as_the_reference_does():
+    torch.manual_seed(0)
+    for implementation in OPS["quantize"].implementations[1:]:
+        check_quantizing(implementation.function)
+
+
+def test_what_cannot_be_in_panels_is_computed_by_the_reference():
+    for matrix in quantized_matrices():
+        x = torch.randn(3, matrix.in_features).bfloat16()
+        wanted = OPS["quantized_linear"].reference(x, matrix, None)
+        torch.testing.assert_close(quantized_linear_cpu(x, matrix, None), wanted)
