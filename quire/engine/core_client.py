@@ -37,6 +37,7 @@ from quire.messages.engine import (
 from quire.metrics.logging import logger, logging_level
 
 SILENCE_SECONDS = 5.0  # without a heartbeat, after which a core is taken for lost
+SILENT_START_SECONDS = 60.0  # the same before it is ready: imports let no thread speak, on a busy machine for long
 PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
 MAX_FAILED_STARTS = 3  # in a row, after which nothing is tried any more
 _reports = msgspec.msgpack.Decoder(CoreReport)
@@ -214,8 +215,9 @@ class CoreClient:
             if not await link.reports.poll(timeout=250):
                 if not link.process.is_alive():
                     return CoreDied(f"its process ended unexpectedly (exit code {link.process.exitcode})")
-                if time.monotonic() - self._heard_at > SILENCE_SECONDS:
-                    return CoreDied(f"its process has been silent for {SILENCE_SECONDS:.0f} s", silent=True)
+                patience = SILENCE_SECONDS if self.state is CoreState.READY else SILENT_START_SECONDS
+                if time.monotonic() - self._heard_at > patience:
+                    return CoreDied(f"its process has been silent for {patience:.0f} s", silent=True)
                 continue
             report = _reports.decode(await link.reports.recv())
             self._heard_at = time.monotonic()

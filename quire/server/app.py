@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.security import HTTPBearer
+from fastapi_swagger import patch_fastapi
 from starlette.middleware.cors import CORSMiddleware
 
 from quire._version import __version__
@@ -26,7 +27,12 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         version=__version__,
         description="OpenAI's API. Fields that are not listed are ignored; null is as if left out.",
         root_path=config.root_path,
+        docs_url=None,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
     )
+    # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
+    patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
     app.state.server, app.state.draining = Server(llm, config, model_names, app), False
     for module in (completions, chat, text_routes):
         app.include_router(module.router, dependencies=bearer)

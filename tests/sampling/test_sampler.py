@@ -23,7 +23,8 @@ VOCAB = 101
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     if request.param == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
-    kernels = Kernels(Target(torch.device("cpu"), torch.float32), dict.fromkeys(("sample_gumbel", "keep_top_k_top_p"), request.param))
+    pins = dict.fromkeys(("sample_gumbel", "keep_top_k_top_p"), request.param)
+    kernels = Kernels(Target(torch.device("cpu"), torch.float32), pins)
     return Sampler(kernels, EngineConfig(), torch.device("cpu"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -207,7 +208,13 @@ def test_health_version_load_and_metrics(server):
     server.complete("Once", max_tokens=7, ignore_eos=True)
     assert server.metric("generation_tokens_total") == before + 7
     assert server.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert b"<html" in server.get("/docs").body.lower()
+    page = server.get("/docs").body.decode()
+    assert "<html" in page.lower()
+    files = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(files) >= 3
+    for file in files:  # all of them its own: the page works without the internet
+        assert file.startswith(server.url)
+        assert server.get(file.removeprefix(server.url)).status == 200
 
 
 def test_pages_of_allowed_origins_may_call(host: Host, server: Service):
