@@ -131,6 +131,9 @@ class KernelConfig:
     """Which implementation of each operation runs."""
 
     attention_backend: str | None = option(None, "pin the attention backend by name (default: the best that applies)")
+    cpu_isa: Literal["native", "avx512", "avx2"] = option(
+        "native", "instructions that the CPU kernels may use: all that the processor has, or those of older ones"
+    )
     kernels: dict[str, str] = option({}, "pin implementations of ops, such as {'rms_norm': 'reference'}", json=True)
 
 

@@ -15,6 +15,7 @@ from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_che
 from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
+from quire.ops.cpu.build import choose_instruction_set
 from quire.parallel.mesh import TensorGroup
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import extra_tensors, quantization_method
@@ -64,6 +65,7 @@ def load_model(
         if any(name.endswith("_blocks") for name in checkpoint.names):
             checkpoint = Mxfp4Checkpoint(checkpoint)
         method_of = quantization_method(description, checkpoint.has)
+    choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)
     builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names))
     model = Decoder(builder, spec, max_model_len)

@@ -144,9 +144,12 @@ print(open("/proc/self/maps").read())
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-mno-avx512bf16"])
-def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, flags):
-    library = build.load(tmp_path, [*build.FLAGS, "-O1", flags])
+@pytest.mark.parametrize("name", ["avx512", "avx2"])
+def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name):
+    flag, needed = build.INSTRUCTION_SETS[name]
+    if needed - set(build._cpu_features().split()):
+        pytest.skip("this processor is a lesser one itself")
+    library = build.load(tmp_path, [*build.FLAGS, "-O1", flag])
     for module in (elementwise, linear, panels, quantized_linear, sampling, quire.attention.cpu):
         monkeypatch.setattr(module, "kernel", cache(library.function))
     for dtype in (torch.float32, torch.bfloat16):
@@ -167,3 +170,26 @@ def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, flags
     check_packed_products(linear.linear_cpu)
     check_products(quantized_linear.quantized_linear_cpu)
     check_quantizing(quantized_linear.quantize_cpu)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_an_instruction_set_can_be_pinned(monkeypatch):
+    """It is the process's, so in one of its own."""
+    code = """
+import sys
+from quire import LLM, SamplingParams
+from quire.ops.cpu import build
+llm = LLM(cpu_isa=sys.argv[1], max_model_len=128, dtype="float32")
+(made,) = llm.generate("Once", SamplingParams(temperature=0, max_tokens=20))
+print(build.library().path.name, *made.outputs[0].token_ids)
+"""
+    said = [
+        subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, check=True).stdout.split()
+        for name in ("native", "avx2")
+    ]
+    assert said[0][0] != said[1][0]
+    assert said[0][1:] == said[1][1:]
+    monkeypatch.setattr(build, "_cpu_features", lambda: "flags : sse4_2 avx fma bmi2 f16c")
+    with pytest.raises(ValueError, match="cpu_isa='avx2': this processor lacks avx2"):
+        build.choose_instruction_set("avx2")

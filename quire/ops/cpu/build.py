@@ -25,7 +25,14 @@ from platformdirs import user_cache_path
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi")
+# What the kernels may use of a processor: all that it has, or no more than an older one (to see what that costs, and to
+# test it); the compiler's flag, and features that the processor must have.
+INSTRUCTION_SETS = {
+    "native": ("-march=native", set[str]()),
+    "avx512": ("-march=x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
+}
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
@@ -48,13 +55,26 @@ class Library:
         return function  # type: ignore[no-any-return]
 
 
+_chosen = ["native"]  # of the process: its kernels are one library
+
+
+def choose_instruction_set(name: str) -> None:
+    """For all kernels of this process from now on. Raises ValueError if the processor lacks it."""
+    if lacking := INSTRUCTION_SETS[name][1] - set(_cpu_features().split()):
+        raise ValueError(f"cpu_isa={name!r}: this processor lacks {', '.join(sorted(lacking))}")
+    if name != _chosen[0]:
+        _chosen[0] = name
+        library.cache_clear()
+        kernel.cache_clear()
+
+
 @cache
 def library() -> Library | None:
     """The kernels, compiled if need be; None where that is not possible, of which one warning tells."""
     if sys.platform != "linux":
         return None
     try:
-        return load(user_cache_path("quire") / "kernels")
+        return load(user_cache_path("quire") / "kernels", [*FLAGS, INSTRUCTION_SETS[_chosen[0]][0]])
     except (BuildError, OSError) as error:
         logger.warning("The CPU kernels cannot be compiled; slower torch operations serve instead. %s", error)
         return None
@@ -68,7 +88,7 @@ def kernel(name: str, arguments: str) -> Callable[..., None]:
     return loaded.function(name, arguments)
 
 
-def load(folder: Path, flags: Sequence[str] = FLAGS) -> Library:
+def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Library:
     """The library from `folder`, compiled into it if it is not there or is damaged.
 
     Raises BuildError if there is no compiler or it fails, OSError if the folder cannot be written.
