@@ -1,10 +1,11 @@
 """Filling a model's parameters: each checkpoint tensor is read once, lazily, straight into its place."""
 
+import json
 import math
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,16 +67,39 @@ class SafetensorsCheckpoint(Checkpoint):
     """
 
     def __init__(self, directory: Path) -> None:
-        self.names: dict[str, Path] = {}
+        self.names: dict[str, tuple[Path, int]] = {}  # the file, and where in it the tensor's bytes begin
         for file in _files(directory, "model.safetensors", "*.safetensors"):
             try:
-                with safe_open(file, framework="pt") as tensors:
-                    self.names.update(dict.fromkeys(tensors.keys(), file))
+                with safe_open(file, framework="pt"):  # checks the header
+                    self.names.update((name, (file, begin)) for name, begin in _places(file))
             except (SafetensorError, OSError) as error:
                 raise WeightError(f"{file} cannot be read: {error}") from error
 
+    def copy_into(self, slot: WeightSlot) -> None:
+        """Bytes that lie in the file as they will in memory are read straight into it: twice as fast."""
+        name, target = self.alias(slot.name), slot.target
+        file, begin = self.names[name]
+        with safe_open(file, framework="pt") as tensors:
+            source = tensors.get_slice(name)
+            same_type = _SAFETENSORS_TYPES.get(source.get_dtype()) is target.dtype
+        whole_rows = all(s == slice(0, n) for s, n in zip(slot.pick[1:], slot.shape[1:], strict=False))
+        rows = slot.pick[0].indices(slot.shape[0]) if slot.pick else (0, 0, 1)
+        direct = same_type and whole_rows and rows[2] == 1 and slot.shape and not slot.transposed
+        if not direct or not target.is_contiguous() or target.device.type != "cpu" or not target.numel():
+            return super().copy_into(slot)
+        _checked(slot, source.get_shape())
+        bytes_of_row = math.prod(slot.shape[1:]) * target.element_size()
+        memory = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(begin + rows[0] * bytes_of_row)
+            while memory and (count := stream.readinto(memory)):
+                memory = memory[count:]
+        if memory:
+            raise WeightError(f"{file} ends within tensor {name}")
+        return None
+
     def read(self, slot: WeightSlot) -> Tensor:
-        with safe_open(self.names[slot.name], framework="pt") as tensors:
+        with safe_open(self.names[slot.name][0], framework="pt") as tensors:
             source = tensors.get_slice(slot.name)
             _checked(slot, source.get_shape())
             if not slot.pick or any(s.step not in (None, 1) for s in slot.pick):
@@ -83,6 +107,21 @@ class SafetensorsCheckpoint(Checkpoint):
                 return whole[slot.pick]
             part: Tensor = source[slot.pick]
             return part
+
+
+_SAFETENSORS_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+def _places(file: Path) -> Iterator[tuple[str, int]]:
+    """The tensors' names, and where their bytes begin. https://huggingface.co/docs/safetensors has the format."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return ((name, 8 + size + entry["data_offsets"][0]) for name, entry in header.items())
 
 
 class TorchCheckpoint(Checkpoint):

@@ -52,6 +52,27 @@ struct Dense {
   }
 };
 
+// 16 x 16 words, by exchanging ever larger blocks across the diagonal.
+inline void transpose(u32x16* v) {
+  auto exchange = [&](int distance, auto low, auto high) {
+    for (int i = 0; i < LANES; i++)
+      if (!(i & distance)) {
+        const u32x16 a = v[i], b = v[i + distance];
+        v[i] = low(a, b), v[i + distance] = high(a, b);
+      }
+  };
+#define QUIRE_SHUFFLE(...) [](u32x16 a, u32x16 b) { return __builtin_shufflevector(a, b, __VA_ARGS__); }
+  exchange(1, QUIRE_SHUFFLE(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+           QUIRE_SHUFFLE(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+  exchange(2, QUIRE_SHUFFLE(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+           QUIRE_SHUFFLE(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  exchange(4, QUIRE_SHUFFLE(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+           QUIRE_SHUFFLE(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+  exchange(8, QUIRE_SHUFFLE(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+           QUIRE_SHUFFLE(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+#undef QUIRE_SHUFFLE
+}
+
 }  // namespace
 
 extern "C" {
@@ -71,12 +92,17 @@ void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, 
   for (int64_t panel = 0; panel < shape.panels(); panel++) {
     const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL), width = shape.lines(panel) * LANES;
     const uint32_t* from = (const uint32_t*)weight + panel * PANEL * shape.words;
-    const std::vector<uint32_t> rows(from, from + count * shape.words);
+    std::vector<uint32_t> rows(width * shape.words + LANES);  // with room for a last load
+    memcpy(rows.data(), from, count * shape.words * sizeof(uint32_t));
     uint32_t* to = (uint32_t*)packed + panel * PANEL * shape.words;
-    constexpr int64_t BLOCK = 16;  // words of each row at a time: a cache line of it
-    for (int64_t start = 0; start < shape.words; start += BLOCK)
-      for (int64_t word = start; word < std::min(start + BLOCK, shape.words); word++)
-        for (int64_t i = 0; i < width; i++) to[word * width + i] = i < count ? rows[i * shape.words + word] : 0;
+    for (int64_t word = 0; word < shape.words; word += LANES)
+      for (int64_t i = 0; i < width; i += LANES) {
+        u32x16 block[LANES];
+        for (int r = 0; r < LANES; r++) block[r] = load_words(rows.data() + (i + r) * shape.words + word);
+        transpose(block);
+        for (int w = 0; w < std::min<int64_t>(LANES, shape.words - word); w++)
+          memcpy(to + (word + w) * width + i, &block[w], sizeof(block[w]));
+      }
   }
 }
 
