@@ -70,6 +70,11 @@ class CacheConfig:
     """The KV cache."""
 
     block_size: int = option(16, "tokens in a KV block")
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
+        "auto",
+        "type of the keys and values that are kept: auto is the model's; int8 and fp8 (e4m3) take one byte, and have "
+        "a scale for each token and head",
+    )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal beginnings")
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -229,7 +234,7 @@ _VLLM_OPTIONS: Mapping[str, str] = {
         """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path
         gpu_memory_utilization swap_space cpu_offload_gb enforce_eager disable_custom_all_reduce mm_processor_kwargs
         pooler_config structured_outputs_config compilation_config pipeline_parallel_size
-        data_parallel_size enable_expert_parallel decode_context_parallel_size kv_cache_dtype kv_transfer_config
+        data_parallel_size enable_expert_parallel decode_context_parallel_size kv_transfer_config
         speculative_config enable_lora max_loras max_lora_rank limit_mm_per_prompt disable_sliding_window
         disable_log_stats async_scheduling enable_chunked_prefill long_prefill_token_threshold
         max_num_partial_prefills distributed_executor_backend calculate_kv_scales

@@ -14,7 +14,8 @@ class AttentionShape:
 
     value_dim: None where a token has a key and a value of head_dim each. An integer makes it a latent cache (MLA in its
     absorbed form, arXiv:2405.04434): one KV head, a token's value is the first value_dim elements of its key, and
-    nothing else is stored.
+    nothing else is stored. cell: torch.int8 or torch.float8_e4m3fn where the cache keeps cells of one byte (cells.py),
+    None where it keeps elements of dtype.
     """
 
     num_heads: int
@@ -24,6 +25,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     value_dim: int | None = None
+    cell: torch.dtype | None = None
 
     @property
     def out_dim(self) -> int:

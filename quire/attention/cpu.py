@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
 
 _TASK_INTS, _MERGE_INTS = 8, 4  # the sizes of attention.h's Task and Merge
 _TASKS_PER_THREAD = 4  # at least attention.h's
+_CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class _Geometry(ctypes.Structure):
-    _names = "is_bf16 is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim"
+    _names = "is_bf16 cells is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim"
     _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
@@ -41,7 +43,7 @@ class CpuPlan:
 class CpuAttention(AttentionBackend):
     """float32 and bfloat16, any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
 
-    A latent cache has the keys only.
+    A latent cache has the keys only. Where it keeps cells, it is made of bytes, block_size scales behind the cells.
     """
 
     name = "cpu"
@@ -49,10 +51,13 @@ class CpuAttention(AttentionBackend):
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         is_bf16, is_latent = shape.dtype is torch.bfloat16, shape.value_dim is not None
-        self._cache_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * _padded(shape.head_dim))
+        self._dtype, token = shape.dtype, _padded(shape.head_dim)
+        if shape.cell is not None:
+            self._dtype, token = torch.uint8, token + SCALE_BYTES
+        self._block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
-            is_bf16, is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size, shape.head_dim,
-            _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim),
+            is_bf16, _CELLS[shape.cell], is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size,
+            shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim),
         )  # fmt: skip
         self._geometry_address = ctypes.addressof(self._geometry)
 
@@ -69,11 +74,11 @@ class CpuAttention(AttentionBackend):
         return None
 
     def block_bytes(self) -> int:
-        return math.prod(self._cache_shape) * self.shape.dtype.itemsize
+        return math.prod(self._block_shape) * self._dtype.itemsize
 
     def allocate(self, num_blocks: int) -> Tensor:
         # Not filled: what was never stored is never read, and memory that was never touched costs nothing.
-        cache = torch.empty(num_blocks, *self._cache_shape, dtype=self.shape.dtype)
+        cache = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype)
         kernel("quire_advise_huge_pages", "pl")(cache.data_ptr(), cache.nbytes)
         return cache
 

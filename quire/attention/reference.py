@@ -1,15 +1,21 @@
 """Paged attention in plain torch: a loop over requests that gathers their blocks. The definition, and the fallback."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
 
 
 class ReferenceAttention(AttentionBackend):
-    """Any device, dtype and shape. Cache: [2 (keys, values), blocks, block_size, kv_heads, head_dim]; latent: keys."""
+    """Any device, dtype and shape. Cache: [blocks, 2 (keys, values), block_size, kv_heads, head_dim]; latent: keys.
+
+    Where it keeps cells, they are bytes, each head's scale behind them.
+    """
 
     name = "reference"
 
@@ -17,24 +23,29 @@ class ReferenceAttention(AttentionBackend):
     def unsupported(cls, shape: AttentionShape) -> str | None:
         return None
 
-    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
-        s = self.shape
-        return (2 if s.value_dim is None else 1, num_blocks, s.block_size, s.num_kv_heads, s.head_dim)
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self._dtype, dim = shape.dtype, shape.head_dim
+        self._encode: Callable[[Tensor], Tensor] = lambda x: x
+        self._decode: Callable[[Tensor], Tensor] = Tensor.float
+        if shape.cell is not None:
+            self._dtype, dim = torch.uint8, dim + SCALE_BYTES
+            self._encode, self._decode = (partial(f, cell=shape.cell) for f in (to_bytes, from_bytes))
+        self._block_shape = (2 if shape.value_dim is None else 1, shape.block_size, shape.num_kv_heads, dim)
 
     def block_bytes(self) -> int:
-        return math.prod(self._cache_shape(1)) * self.shape.dtype.itemsize
+        return math.prod(self._block_shape) * self._dtype.itemsize
 
     def allocate(self, num_blocks: int) -> Tensor:
-        return torch.zeros(self._cache_shape(num_blocks), dtype=self.shape.dtype, device=self.shape.device)
+        return torch.zeros(num_blocks, *self._block_shape, dtype=self._dtype, device=self.shape.device)
 
     def plan(self, layout: StepLayout) -> StepLayout:
         return layout
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:
-        slots = cache.flatten(1, 2)  # a view: [2, slots, kv_heads, head_dim]
-        slots[0, plan.slot_mapping] = k
-        if v is not None:
-            slots[1, plan.slot_mapping] = v
+        block, offset = plan.slot_mapping // self.shape.block_size, plan.slot_mapping % self.shape.block_size
+        for plane, x in enumerate([k] if v is None else [k, v]):
+            cache[block, plane, offset] = self._encode(x)
 
     def attend(
         self,
@@ -54,7 +65,8 @@ class ReferenceAttention(AttentionBackend):
         for r, length in enumerate(lengths):
             start, end = starts[r], starts[r + 1]
             blocks = plan.block_table[r, : -(-length // self.shape.block_size)].long()
-            kv = cache[:, blocks].flatten(1, 2)[:, :length].float().repeat_interleave(group, dim=2)
+            kv = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]  # [2, length, kv_heads, ...]
+            kv = self._decode(kv).repeat_interleave(group, dim=2)
             k, v = kv[0], kv[-1, ..., : self.shape.out_dim]  # [length, heads, head_dim], [length, heads, out_dim]
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
             if soft_cap is not None:

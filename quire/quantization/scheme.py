@@ -33,14 +33,19 @@ class QuantizedWeight(LinearWeight):
             self.pieces = [pack(p) if isinstance(p, QuantizedMatrix) else p for p in self.pieces]
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if len(self.pieces) == 1:
+            return self._multiply(x, self.pieces[0], bias)
         outputs, start = [], 0
         for piece in self.pieces:
-            is_dense = isinstance(piece, Tensor)
             stop = start + (len(piece) if isinstance(piece, Tensor) else piece.out_features)
-            kernel = self.kernels.linear if is_dense else self.kernels.quantized_linear
-            outputs.append(kernel(x, piece, bias if bias is None else bias[start:stop]))
+            outputs.append(self._multiply(x, piece, bias if bias is None else bias[start:stop]))
             start = stop
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return torch.cat(outputs, dim=-1)
+
+    def _multiply(self, x: Tensor, piece: Piece, bias: Tensor | None) -> Tensor:
+        kernel = self.kernels.linear if isinstance(piece, Tensor) else self.kernels.quantized_linear
+        out: Tensor = kernel(x, piece, bias)
+        return out
 
     def rows(self, ids: Tensor) -> Tensor:
         (piece,) = self.pieces  # a table is one tensor
@@ -49,7 +54,8 @@ class QuantizedWeight(LinearWeight):
         return piece.pick(ids).dequantize().to(self.dtype)
 
     def dense(self) -> Tensor:
-        pieces = (p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in self.pieces)
+        everything = (p if isinstance(p, Tensor) else p.pick(torch.arange(p.out_features)) for p in self.pieces)
+        pieces = (p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in everything)
         return torch.cat([piece.to(self.dtype) for piece in pieces])
 
 

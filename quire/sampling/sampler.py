@@ -36,6 +36,7 @@ class Sampler:
 
     def __init__(self, kernels: Kernels, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for a plugin that cannot be loaded."""
+        self.argmax = kernels.argmax
         self.sample_gumbel, self.keep_top_k_top_p = kernels.sample_gumbel, kernels.keep_top_k_top_p
         mode = config.sampling.logprobs_mode
         self._scores_processed, self._scores_are_logits = mode.startswith("processed"), mode.endswith("logits")
@@ -54,7 +55,7 @@ class Sampler:
         if batch.rows is not None:
             logits = self.processors.apply(logits, batch.rows)
         if batch.temperature is None:
-            tokens = logits.argmax(-1)
+            tokens = self.argmax(logits)
         else:
             tokens, logits = self._draw(logits, batch, batch.temperature)
         if asks is None or batch.num_logprobs is None:
@@ -83,7 +84,7 @@ class Sampler:
         drawn: Tensor = self.sample_gumbel(scaled, batch.seeds[random], batch.positions[random])
         if everyone:
             return drawn, scaled
-        tokens = logits.argmax(-1)
+        tokens: Tensor = self.argmax(logits)
         tokens[random] = drawn
         if self._scores_processed:
             logits = logits.float()

@@ -7,11 +7,14 @@ import psutil
 import torch
 
 from quire.attention.base import AttentionShape
+from quire.attention.cells import CELLS
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
+from quire.layers.attention import AttentionSpec
 from quire.metrics.logging import logger
 from quire.models.load import load_model
+from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import TensorGroup
 from quire.sampling.sampler import Sampler
 from quire.worker.input_batch import InputBatch
@@ -24,14 +27,15 @@ class Worker:
     """Loads the model and makes the cache; from then on its `runner` executes steps."""
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, group: TensorGroup) -> None:
-        """Raises ConfigError if the cache that was asked for does not fit."""
+        """Raises ConfigError if the cache that was asked for does not fit memory, or its type the model."""
         device = torch.device("cpu")
         started = time.perf_counter()
         model = load_model(directory, config, max_model_len, device, group, show_progress=group.rank == 0)
         spec, dtype = model.spec, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         c = model.cache_shape
-        shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, device, c.value_dim)
+        cell = _cell(config, spec)
+        shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, device, c.value_dim, cell)
         backend = choose_backend(shape, config.kernels.attention_backend)
         if group.rank == 0:
             seconds = time.perf_counter() - started
@@ -45,6 +49,18 @@ class Worker:
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
         self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels, config, device))
+
+
+def _cell(config: EngineConfig, spec: DecoderSpec) -> torch.dtype | None:
+    """What the cache keeps an element in, None for the model's own type."""
+    if (name := config.cache.kv_cache_dtype) == "auto":
+        return None
+    if isinstance(spec.attention, AttentionSpec) and spec.attention.alibi:
+        raise ConfigError(
+            f"kv_cache_dtype={name!r} cannot be used with {config.model.model}: for its linear biases (ALiBi), keys "
+            "hold positions, which one byte cannot tell apart; leave it at auto"
+        )
+    return CELLS[name]
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int, useful: int, ranks: int) -> int:

@@ -5,18 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.cells import from_bytes, to_bytes
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 
 BACKENDS = [ReferenceAttention, CpuAttention]
 BORDERS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 200)
+
+
+class Kept(NamedTuple):
+    """The model's type, and the cells of its cache if it has such."""
+
+    dtype: torch.dtype
+    cell: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return " ".join(str(t)[6:] for t in self if t is not None)
+
+
+FLOAT32, BFLOAT16 = Kept(torch.float32), Kept(torch.bfloat16)
+CELLS = [Kept(d, c) for d in (torch.float32, torch.bfloat16) for c in (torch.int8, torch.float8_e4m3fn)]
 
 
 def build(
@@ -25,10 +40,10 @@ def build(
     kv_heads: int,
     dim: int,
     block: int,
-    dtype: torch.dtype,
+    kept: Kept,
     value_dim: int | None = None,
 ) -> AttentionBackend:
-    shape = AttentionShape(heads, kv_heads, dim, block, dtype, torch.device("cpu"), value_dim)
+    shape = AttentionShape(heads, kv_heads, dim, block, kept.dtype, torch.device("cpu"), value_dim, kept.cell)
     if reason := backend.unsupported(shape):
         pytest.skip(reason)
     return backend(shape)
@@ -49,10 +64,9 @@ class World:
         draw = lambda *size: torch.randn(*size, generator=g).to(s.dtype)  # noqa: E731
         lengths = [cached + new for cached, new in self.requests]
         self.k = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
+        self.v = self.k
         if s.value_dim is None:
             self.v = [draw(length, s.num_kv_heads, s.head_dim) for length in lengths]
-        else:
-            self.v = [k[..., : s.value_dim] for k in self.k]
         for r in range(1, len(lengths)):
             self.k[r][: self.shared], self.v[r][: self.shared] = self.k[0][: self.shared], self.v[0][: self.shared]
         self.q = [draw(new, s.num_heads, s.head_dim) for _, new in self.requests]
@@ -66,7 +80,7 @@ class World:
                 common = r > 0 and b < self.shared // s.block_size
                 self.table[r, b] = self.table[0, b] if common else order.pop()
         self.cache = self.backend.allocate(total)
-        self.cache.fill_(float("nan"))
+        self.cache.view(torch.uint8).fill_(255)  # NaN in every type, except that it is -1 in int8
         self.store([(0, cached) for cached, _ in self.requests])  # what earlier steps have stored,
         self.store(self.requests)  # then this step
 
@@ -94,7 +108,8 @@ class World:
         tolerance = tolerance or (1e-5 if s.dtype is torch.float32 else 1e-2)
         at = 0
         for r, (_, new) in enumerate(self.requests):
-            wanted, wanted_lse = dense(self.q[r], self.k[r], self.v[r], **how)
+            k, v = (x if s.cell is None else from_bytes(to_bytes(x, s.cell), s.cell) for x in (self.k[r], self.v[r]))
+            wanted, wanted_lse = dense(self.q[r], k, v[..., : s.out_dim], **how)
             torch.testing.assert_close(out[at : at + new].float(), wanted, atol=tolerance, rtol=tolerance)
             torch.testing.assert_close(lse[at : at + new], wanted_lse, atol=1e-5, rtol=1e-5)
             at += new
@@ -126,85 +141,103 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sof
 MIXED = [(0, 1), (16, 1), (0, 40), (200, 1), (37, 20), (130, 70), (15, 2), (64, 1)]
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+kinds = pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, CELLS[1], CELLS[2]], ids=str)
 
 
-@dtypes
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (8, 2), (14, 2), (8, 1), (71, 1)])
 @pytest.mark.parametrize("window", [None, 16])
-def test_every_grouping_of_heads(backend, dtype, heads, kv_heads, window):
-    World(build(backend, heads, kv_heads, 64, 16, dtype), MIXED).check(window)
+def test_every_grouping_of_heads(backend, kept, heads, kv_heads, window):
+    World(build(backend, heads, kv_heads, 64, 16, kept), MIXED).check(window)
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("dim", [8, 24, 33, 40, 64, 80, 96, 112, 128, 256])
-def test_every_head_size(backend, dtype, dim):
-    World(build(backend, 4, 2, dim, 16, dtype), MIXED).check()
+def test_every_head_size(backend, kept, dim):
+    World(build(backend, 4, 2, dim, 16, kept), MIXED).check()
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
 @pytest.mark.parametrize("block", [16, 32, 48])
-def test_windows_and_block_sizes(backend, dtype, window, block):
-    World(build(backend, 4, 2, 32, block, dtype), MIXED).check(window)
+def test_windows_and_block_sizes(backend, kept, window, block):
+    World(build(backend, 4, 2, 32, block, kept), MIXED).check(window)
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("window", [None, 5, 64])
-def test_lengths_around_the_borders_of_blocks_and_tiles(backend, dtype, window):
-    attention = build(backend, 2, 1, 16, 16, dtype)
+def test_lengths_around_the_borders_of_blocks_and_tiles(backend, kept, window):
+    attention = build(backend, 2, 1, 16, 16, kept)
     World(attention, [(n - 1, 1) for n in BORDERS]).check(window)
     World(attention, [(0, n) for n in BORDERS]).check(window)
     World(attention, [(n, 19) for n in BORDERS]).check(window)
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("soft_cap", [0.5, 50.0])
-def test_scores_are_capped(backend, dtype, window, soft_cap):
+def test_scores_are_capped(backend, kept, window, soft_cap):
     """With scores from near 0 to far beyond the cap."""
-    World(build(backend, 8, 2, 64, 16, dtype), MIXED).check(window, soft_cap=soft_cap)
-    World(build(backend, 8, 2, 64, 32, dtype), MIXED).check(window, soft_cap=soft_cap, scale=20.0, tolerance=2e-2)
+    World(build(backend, 8, 2, 64, 16, kept), MIXED).check(window, soft_cap=soft_cap)
+    World(build(backend, 8, 2, 64, 32, kept), MIXED).check(window, soft_cap=soft_cap, scale=20.0, tolerance=2e-2)
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("window", [None, 1, 16])
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
-def test_sinks_take_part_in_the_softmax(backend, dtype, window, soft_cap):
+def test_sinks_take_part_in_the_softmax(backend, kept, window, soft_cap):
     """From those that count nothing to those that leave nothing for the keys."""
     sinks = torch.tensor([-200.0, -3.0, 0.0, 1.5, 4.0, 9.0, 90.0, 300.0])
-    World(build(backend, 8, 2, 64, 16, dtype), MIXED).check(window, soft_cap=soft_cap, sinks=sinks)
+    World(build(backend, 8, 2, 64, 16, kept), MIXED).check(window, soft_cap=soft_cap, sinks=sinks)
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize(("dim", "value_dim"), [(40, 32), (576, 512), (24, 24), (33, 17), (80, 1), (192, 128)])
 @pytest.mark.parametrize("heads", [1, 5, 16])
-def test_every_size_of_latents(backend, dtype, heads, dim, value_dim):
-    World(build(backend, heads, 1, dim, 16, dtype, value_dim), MIXED).check()
+def test_every_size_of_latents(backend, kept, heads, dim, value_dim):
+    World(build(backend, heads, 1, dim, 16, kept, value_dim), MIXED).check()
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("heads", [16, 64, 65, 128])
 @pytest.mark.parametrize("block", [16, 32, 48])
-def test_many_heads_share_a_latent(backend, dtype, heads, block):
-    World(build(backend, heads, 1, 40, block, dtype, 32), MIXED).check()
+def test_many_heads_share_a_latent(backend, kept, heads, block):
+    World(build(backend, heads, 1, 40, block, kept, 32), MIXED).check()
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("window", [None, 5, 64])
-def test_latents_with_everything_else(backend, dtype, window):
-    attention = build(backend, 4, 1, 40, 16, dtype, 32)
+def test_latents_with_everything_else(backend, kept, window):
+    attention = build(backend, 4, 1, 40, 16, kept, 32)
     for requests in ([(n - 1, 1) for n in BORDERS], [(0, n) for n in BORDERS], [(n, 19) for n in BORDERS]):
         World(attention, requests).check(window, soft_cap=2.0, sinks=torch.tensor([-1.0, 0.0, 1.0, 5.0]))
         World(attention, requests).check(window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_latent_is_stored_once(backend, dtype):
-    attention = build(backend, 4, 1, 576, 16, dtype, 512)
-    assert attention.block_bytes() == 16 * 576 * dtype.itemsize == attention.allocate(3).nbytes // 3
-    ordinary = build(backend, 4, 2, 64, 16, dtype)
-    assert ordinary.block_bytes() == 2 * 16 * 2 * 64 * dtype.itemsize == ordinary.allocate(3).nbytes // 3
+@kinds
+def test_a_latent_is_stored_once(backend, kept):
+    def token_bytes(dim: int) -> int:
+        return dim * kept.dtype.itemsize if kept.cell is None else dim + 4  # the scale
+
+    attention = build(backend, 4, 1, 576, 16, kept, 512)
+    assert attention.block_bytes() == 16 * token_bytes(576) == attention.allocate(3).nbytes // 3
+    ordinary = build(backend, 4, 2, 64, 16, kept)
+    assert ordinary.block_bytes() == 2 * 16 * 2 * token_bytes(64) == ordinary.allocate(3).nbytes // 3
+
+
+@kinds
+@pytest.mark.parametrize("value_dim", [None, 24])
+def test_a_block_is_moved_by_moving_its_bytes(backend, kept, value_dim):
+    world = World(build(backend, 4, 1, 40, 16, kept, value_dim), [(37, 11)])
+    q, how = world.q[0], {"scale": 0.2}
+    out, lse = world.backend.attend(q, world.cache, world.backend.plan(world.layout(world.requests)), **how)
+    blocks = world.cache.view(torch.uint8).view(len(world.cache), -1)  # [blocks, bytes]
+    assert blocks.shape[1] == world.backend.block_bytes()
+    blocks[:] = blocks.flip(0).clone()
+    world.table = len(blocks) - 1 - world.table
+    moved = world.backend.attend(q, world.cache, world.backend.plan(world.layout(world.requests)), **how)
+    assert torch.equal(moved[0], out)
+    assert torch.equal(moved[1], lse)
 
 
 @pytest.fixture
@@ -215,28 +248,28 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@dtypes
+@kinds
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("threads", [1, 3], indirect=True)  # several threads split the keys
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("value_dim", [None, 24])
-def test_long_contexts_of_a_single_stream(backend, dtype, window, value_dim):
-    attention = build(backend, 4, 1, 32, 16, dtype, value_dim)
+def test_long_contexts_of_a_single_stream(backend, kept, window, value_dim):
+    attention = build(backend, 4, 1, 32, 16, kept, value_dim)
     for requests in ([(2999, 1)], [(1500, 33), (10, 1)]):
         World(attention, requests).check(window)
         World(attention, requests).check(window, soft_cap=5.0, sinks=torch.tensor([-9.0, 0.0, 7.0, 20.0]))
 
 
 def test_requests_share_blocks_and_one_stores_what_another_reads(backend):
-    World(build(backend, 4, 2, 32, 16, torch.float32), [(48, 5), (48, 1), (60, 30)], shared=32).check()
+    World(build(backend, 4, 2, 32, 16, FLOAT32), [(48, 5), (48, 1), (60, 30)], shared=32).check()
 
 
 def test_large_scores_do_not_overflow(backend):
-    World(build(backend, 4, 2, 64, 16, torch.float32), MIXED).check(scale=20.0, tolerance=1e-3)
+    World(build(backend, 4, 2, 64, 16, FLOAT32), MIXED).check(scale=20.0, tolerance=1e-3)
 
 
 def test_a_step_without_tokens(backend):
-    attention = build(backend, 4, 2, 32, 16, torch.float32)
+    attention = build(backend, 4, 2, 32, 16, FLOAT32)
     empty = torch.zeros(0, dtype=torch.int32)
     plan = attention.plan(StepLayout(torch.zeros(1, dtype=torch.int32), empty, empty.long(), empty.view(0, 4)))
     cache = attention.allocate(2)
@@ -246,7 +279,7 @@ def test_a_step_without_tokens(backend):
 
 
 def test_slices_of_a_fused_projection_are_taken_as_they_are(backend):
-    world = World(build(backend, 4, 2, 32, 16, torch.bfloat16), MIXED)
+    world = World(build(backend, 4, 2, 32, 16, BFLOAT16), MIXED)
     q, k, v = (torch.cat(x) for x in (world.q, world.k, world.v))
     plan = world.backend.plan(world.layout(world.requests))
     expected, _ = world.backend.attend(q, world.cache, plan, scale=0.2)
@@ -261,7 +294,7 @@ def test_slices_of_a_fused_projection_are_taken_as_they_are(backend):
 
 
 def test_partial_results_over_disjoint_keys_merge_by_their_lse(backend):
-    world = World(build(backend, 4, 2, 32, 16, torch.float32), [(99, 1)])
+    world = World(build(backend, 4, 2, 32, 16, FLOAT32), [(99, 1)])
 
     def attend(cached: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         plan = world.backend.plan(world.layout([(cached, 1)]))

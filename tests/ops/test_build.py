@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_p
 
 
 @needs_compiler
-def test_a_single_openmp_runtime_is_in_the_process():
+def test_the_kernels_bring_no_openmp_runtime_beside_torchs():
     code = """
 import torch
 from quire.ops.cpu import build

@@ -128,6 +128,17 @@ def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield draw(torch.float32, 2, 151_936), *keys(2)
 
 
+def argmax_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, vocab in ((0, 5), (1, 1), (3, 15), (2, 16), (7, 33), (60, 1000), (1, 151_936), (3, 40_001)):
+        logits = draw(dtype, rows, vocab)  # in bfloat16 many are equal
+        yield (logits,)
+        yield (slice_of_wider(logits),)
+        yield (logits.masked_fill(torch.rand(rows, vocab) < 0.9, -torch.inf),)
+        yield (torch.zeros(rows, vocab, dtype=dtype),)
+    yield (torch.full((3, 20), -torch.inf, dtype=dtype),)
+    yield (draw(dtype, 40, 9).t(),)
+
+
 def keep_top_k_top_p_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     if dtype is not torch.float32:
         return  # logits are always float32
@@ -157,6 +168,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "rotary_embedding": rotary_embedding_cases,
     "linear": linear_cases,
     "grouped_linear": grouped_linear_cases,
+    "argmax": argmax_cases,
     "sample_gumbel": sample_gumbel_cases,
     "keep_top_k_top_p": keep_top_k_top_p_cases,
 }

@@ -66,6 +66,8 @@ def test_any_outputs_of_fused_parts_and_any_whole_groups_of_inputs(tmp_path, nam
         weight = loaded(tmp_path, form, LinearShape(parts, IN, start, stop))
         expected = torch.cat([meant[p.name[0]][p.start : p.stop, start:stop] for p in parts])
         torch.testing.assert_close(weight.dense(), expected, rtol=1e-6, atol=1e-7)
+        in_panels = loaded(tmp_path, form, LinearShape(parts, IN, start, stop), torch.bfloat16)
+        torch.testing.assert_close(in_panels.dense(), expected.bfloat16(), rtol=2**-7, atol=1e-6)
         x, bias = torch.randn(5, stop - start), torch.randn(len(expected))
         torch.testing.assert_close(weight(x, bias), x @ expected.T + bias, rtol=1e-5, atol=1e-5)
         assert weight(x[:0], None).shape == (0, len(expected))

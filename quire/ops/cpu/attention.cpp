@@ -4,6 +4,7 @@
 // visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token. Where there are too
 // few tasks for the threads, the keys are split as well and the partial results merged.
 #include "attention.h"
+#include "team.h"
 
 #include <algorithm>
 #include <atomic>
@@ -18,67 +19,77 @@ namespace {
 constexpr int TILE_LINES = TILE_KEYS / LANES;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Where a tile's keys and values are, by groups of 16 tokens, as many as there are.
+// Where a tile's keys and values are, by groups of 16 tokens, as many as there are; likewise the scales of cells.
 struct Tile {
   const uint32_t *keys[TILE_LINES] = {}, *values[TILE_LINES] = {};
+  const float *key_scales[TILE_LINES] = {}, *value_scales[TILE_LINES] = {};
 };
 
 // The kernels fetch the next tile while they compute. Into the second-level cache: the first one has too few fill
 // buffers to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
-inline void fetch(const uint32_t* line) { __builtin_prefetch(line, 0, 2); }
+inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens.
-template <class T, int R, int C>
+template <class S, int R, int C>
 void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride, float* scores,
            const uint32_t* const* ahead) {
+  const typename S::Expand expand;
   f32x16 sums[R][C] = {};
-  for (int w = 0; w < words; w++) {
-    u32x16 lines[C];
+  for (int w = 0; w < words / S::LINES; w++) {
+    u32x16 lines[C][S::LINES];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) lines[c] = load_words(keys[c] + w * stride);
+    for (int c = 0; c < C; c++) expand(load_words(keys[c] + w * stride), lines[c]);
     if (ahead)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++)
         if (ahead[c]) fetch(ahead[c] + w * stride);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-      u32x16 word = splat(q[r * words + w]);
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) sums[r][c] = dot<T>(sums[r][c], lines[c], word);
-    }
+    for (int j = 0; j < S::LINES; j++)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        u32x16 word = splat(q[r * words + w * S::LINES + j]);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) sums[r][c] = dot<typename S::T>(sums[r][c], lines[c][j], word);
+      }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) store(scores + r * TILE_KEYS + c * LANES, sums[r][c]);
 }
 
 // out[r][from + 16 c ...] = out * rescale[r] + p[r] . values.
-template <class T, int R, int C>
-void weigh(const uint32_t* p, const uint32_t* const* values, int from, int words, float* out, int dim,
+template <class S, int R, int C>
+void weigh(const uint32_t* p, const uint32_t* const* values, int from, int count, float* out, int dim,
            const float* rescale, const uint32_t* const* ahead) {
   out += from;
-  constexpr int STEPS = LANES / PAIR<T>;  // that make up 16 tokens
+  constexpr int STEPS = LANES / TOKENS<S>;                // that make up 16 tokens
+  constexpr int WORDS = TILE_KEYS / PAIR<typename S::T>;  // of a row of p
+  const typename S::Expand expand;
   f32x16 sums[R][C];
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) sums[r][c] = load(out + r * dim + c * LANES) * rescale[r];
-  for (int w = 0; w < words; w++) {
-    u32x16 lines[C];
+  for (int w = 0; w < count; w++) {
+    u32x16 lines[C][S::LINES];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) lines[c] = load_words(values[w] + from + c * LANES);
+    for (int c = 0; c < C; c++) expand(load_words(values[w] + from + c * LANES), lines[c]);
     if (ahead && ahead[w / STEPS])
-      for (int d = 0; d < dim; d += LANES) fetch(ahead[w / STEPS] + w % STEPS * dim + d);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-      u32x16 word = splat(p[r * (TILE_KEYS / PAIR<T>) + w]);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; c++) sums[r][c] = dot<T>(sums[r][c], lines[c], word);
-    }
+      for (int c = 0; c < C; c++) fetch(ahead[w / STEPS] + w % STEPS * dim + from + c * LANES);
+#pragma GCC unroll 4
+    for (int j = 0; j < S::LINES; j++)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        u32x16 word = splat(p[r * WORDS + w * S::LINES + j]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sums[r][c] = dot<typename S::T>(sums[r][c], lines[c][j], word);
+      }
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) store(out + r * dim + c * LANES, sums[r][c]);
@@ -101,27 +112,49 @@ void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
   }
 }
 
+// Turns rows of cells, of so many words each, into LINES times as many rows of T. The same part of `ahead` is fetched.
+template <class S>
+void expand(const uint32_t* from, int from_stride, int rows, int columns, uint32_t* to, int to_stride,
+            const uint32_t* ahead) {
+  const typename S::Expand expand;
+  for (int w = 0; w < rows; w++)
+    for (int i = 0; i < columns; i += LANES) {
+      u32x16 lines[S::LINES];
+      expand(load_words(from + w * from_stride + i), lines);
+      if (ahead) fetch(ahead + w * from_stride + i);
+      for (int j = 0; j < S::LINES; j++) memcpy(to + (w * S::LINES + j) * to_stride + i, &lines[j], sizeof(lines[j]));
+    }
+}
+
 // A thread's working memory, kept between calls.
 struct Scratch {
   std::vector<float> storage;
-  float *q, *scores, *p, *out, *edges, *values, *maximum, *rescale;  // q, p, edges, values hold words
+  float *q, *p, *keys, *values, *edges;  // these hold words
+  float *scores, *scales, *out, *maximum, *rescale;
   f32x16* sums;
 
   void reserve(int rows, const Geometry& g) {
-    const size_t values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
-    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + g.out_pad + LANES) + 2 * g.out_pad + values_size +
-                          2 * (rows + LANES) + LANES;
+    const size_t keys_size = g.cells ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
+    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + g.out_pad + LANES) + 2 * g.out_pad + keys_size +
+                          values_size + 2 * TILE_KEYS + 2 * (rows + LANES) + LANES;
     if (storage.size() < needed) storage.resize(needed);
     float* at = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) / 4 % LANES;
     auto take = [&](size_t n) { float* p = at; at += n; return p; };
     q = take(rows * g.dim), scores = take(rows * TILE_KEYS), p = take(rows * TILE_KEYS), out = take(rows * g.out_pad);
-    edges = take(2 * g.out_pad), values = take(values_size), sums = reinterpret_cast<f32x16*>(take(rows * LANES));
-    maximum = take(rows), rescale = take(rows);
+    edges = take(2 * g.out_pad), keys = take(keys_size), values = take(values_size), scales = take(2 * TILE_KEYS);
+    sums = reinterpret_cast<f32x16*>(take(rows * LANES)), maximum = take(rows), rescale = take(rows);
   }
 };
 
-template <class T>
+Scratch& scratch() {
+  thread_local Scratch kept;
+  return kept;
+}
+
+template <class S>
 struct Attention {
+  using T = typename S::T;
+
   const Geometry& g;
   const Step& step;
   const T* q;
@@ -142,24 +175,19 @@ struct Attention {
   int first_key(const Task& t) const { return std::max(t.key_begin, window ? t.position - window + 1 : 0); }
   int last_key(const Task& t) const { return std::min(t.key_end, t.position + t.tokens); }
 
-  const uint32_t* keys_at(const Task& t, int head, int token) const {
-    const int64_t chunk = int64_t(g.block_size) * words();
-    const int64_t block = step.block_table[t.request * step.table_stride + token / g.block_size];
-    return cache + (block * g.kv_heads + head) * g.planes() * chunk + token % g.block_size;
-  }
-
-  // The values of 16 tokens whose keys start at `keys`; token is a multiple of 16.
-  const uint32_t* values_of(const uint32_t* keys, int token) const {
-    const int offset = token % g.block_size;
-    return keys - offset + g.block_size * words() + offset / PAIR<T> * g.dim;
-  }
-
   Tile tile_at(const Task& t, int head, int base) const {
     Tile tile;
-    const int end = std::min(base + TILE_KEYS, last_key(t));
+    const int end = std::min(base + TILE_KEYS, last_key(t)), scales = g.block_size * g.dim / 4;
     for (int c = 0; base + c * LANES < end; c++) {
-      tile.keys[c] = keys_at(t, head, base + c * LANES);
-      if (!g.is_latent) tile.values[c] = values_of(tile.keys[c], base + c * LANES);
+      const int token = base + c * LANES, offset = token % g.block_size;
+      const int64_t block = step.block_table[t.request * step.table_stride + token / g.block_size];
+      const uint32_t* keys = cache + (block * g.kv_heads + head) * g.planes() * plane_words<S>(g);
+      const uint32_t* values = keys + (g.is_latent ? 0 : plane_words<S>(g));
+      tile.keys[c] = keys + offset;
+      if (!g.is_latent) tile.values[c] = values + offset / TOKENS<S> * g.dim;
+      if (!S::SCALED) continue;
+      tile.key_scales[c] = reinterpret_cast<const float*>(keys + scales + offset);
+      tile.value_scales[c] = reinterpret_cast<const float*>(values + scales + offset);
     }
     return tile;
   }
@@ -175,17 +203,32 @@ struct Attention {
       }
   }
 
+  // The scales of the keys of [from, to), then of their values; 0 for the others of the tile.
+  void gather_scales(int base, int from, int to, const Tile& tile, const Tile& ahead, float* scales) const {
+    for (int c = 0; c < TILE_LINES; c++) {
+      const i32x16 key = LANE + (base + c * LANES);
+      for (int i = 0; i < 2; i++) {
+        const float* stored = (i ? tile.value_scales : tile.key_scales)[c];
+        f32x16 x = stored ? load(stored) : f32x16{};
+        store(scales + i * TILE_KEYS + c * LANES, (key >= from) & (key < to) ? x : f32x16{});
+        if (const float* next = (i ? ahead.value_scales : ahead.key_scales)[c]) fetch(next);
+      }
+    }
+  }
+
   // Turns a row's scores into probabilities relative to its running maximum; keys outside [begin, end) count nothing.
+  // Scales of keys and values, where there are any, become part of scores and probabilities.
   template <bool MASKED, bool CAPPED>
-  void softmax_row(const float* scores, int begin, int end, T* p, float& maximum, float& rescale, f32x16& sums) const {
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  void softmax_row(const float* scores, int begin, int end, const float* scales, T* p, float& maximum, float& rescale,
+                   f32x16& sums) const {
     f32x16 x[TILE_LINES], top = splat(MINUS_INFINITY);
     for (int c = 0; c < TILE_LINES; c++) {
       x[c] = load(scores + c * LANES);
+      if (S::SCALED) x[c] *= load(scales + c * LANES);
       if (CAPPED) x[c] = tanh(x[c] * (scale / soft_cap)) * (soft_cap * LOG2_E);
       else x[c] *= scale * LOG2_E;
       if (MASKED) {
-        i32x16 key = lane + c * LANES;
+        i32x16 key = LANE + c * LANES;
         x[c] = (key >= begin) & (key < end) ? x[c] : splat(MINUS_INFINITY);
       }
       top = larger(top, x[c]);
@@ -198,6 +241,7 @@ struct Attention {
     for (int c = 0; c < TILE_LINES; c++) {
       f32x16 e = quire::exp2(x[c] - base);
       sums += e;
+      if (S::SCALED) e *= load(scales + TILE_KEYS + c * LANES);
       store(p + c * LANES, e);
     }
   }
@@ -208,50 +252,94 @@ struct Attention {
       const int position = t.position + row / group();
       const int begin = std::max(from, window ? position - window + 1 : 0) - base;
       const int end = std::min(to, position + 1) - base;
-      softmax_row<MASKED, CAPPED>(s.scores + row * TILE_KEYS, begin, end, reinterpret_cast<T*>(s.p) + row * TILE_KEYS,
-                                  s.maximum[row], s.rescale[row], s.sums[row]);
+      softmax_row<MASKED, CAPPED>(s.scores + row * TILE_KEYS, begin, end, s.scales,
+                                  reinterpret_cast<T*>(s.p) + row * TILE_KEYS, s.maximum[row], s.rescale[row],
+                                  s.sums[row]);
     }
   }
 
   // The task's rows against the keys of [from, to), at most a tile; base is the multiple of 16 at or below `from`.
   void visit_tile(const Task& t, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
-    const int rows = t.tokens * group(), lines = (to - base + LANES - 1) / LANES;
-    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
-    in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
-      in_pieces<MAX_COLUMNS>(lines, [&](auto c, int line) {
-        score<T, r.value, c.value>(queries + row * words(), words(), tile.keys + line, g.block_size,
-                                   s.scores + row * TILE_KEYS + line * LANES, row ? nullptr : ahead.keys + line);
-      });
-    });
+    const int rows = t.tokens * group();
+    // Cells are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
+    const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
+    const bool as_stored = !S::SCALED || read_once;
+    if (as_stored) score_rows<S>(rows, to - base, tile, g.block_size, ahead, s);
+    else score_rows<Whole<T>>(rows, to - base, expand_keys(tile, ahead, s), TILE_KEYS, Tile{}, s);
 
+    if (S::SCALED) gather_scales(base, from, to, tile, ahead, s.scales);
     const bool masked = from > base || to < base + TILE_KEYS || to > t.position + 1 ||
                         (window && base < t.position + t.tokens - window);
     if (soft_cap) masked ? softmax<true, true>(t, base, from, to, s) : softmax<false, true>(t, base, from, to, s);
     else masked ? softmax<true, false>(t, base, from, to, s) : softmax<false, false>(t, base, from, to, s);
 
-    if (g.is_latent)
-      for (int c = 0; c < lines; c++) {
-        uint32_t* values = reinterpret_cast<uint32_t*>(s.values) + c * LANES / PAIR<T> * g.out_pad;
-        transpose<T>(tile.keys[c], g.block_size, g.out_pad, values);
-        tile.values[c] = values;
-      }
+    if (g.is_latent) add_values<Whole<T>>(rows, from - base, to - base, transpose_keys(tile, s), ahead, s);
+    else if (as_stored) add_values<S>(rows, from - base, to - base, tile, ahead, s);
+    else add_values<Whole<T>>(rows, from - base, to - base, expand_values(tile, ahead, s), Tile{}, s);
+  }
 
-    // One pointer for each pair of tokens. A slot outside [from, to) may hold anything, and 0 * NaN is NaN: a pair of
-    // which half is outside is read from a copy without that half.
+  // Expands the cells of the keys into the working memory, into lines TILE_KEYS words apart.
+  Tile& expand_keys(Tile& tile, const Tile& ahead, Scratch& s) const {
+    for (int c = 0; c < TILE_LINES && tile.keys[c]; c++) {
+      uint32_t* to = reinterpret_cast<uint32_t*>(s.keys) + c * LANES;
+      expand<S>(tile.keys[c], g.block_size, g.dim / 4, LANES, to, TILE_KEYS, ahead.keys[c]);
+      tile.keys[c] = to;
+    }
+    return tile;
+  }
+
+  // Likewise the values', in place of the keys.
+  Tile& expand_values(Tile& tile, const Tile& ahead, Scratch& s) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(s.keys);
+    for (int c = 0; c < TILE_LINES && tile.values[c]; c++, to += LANES / PAIR<T> * g.dim) {
+      expand<S>(tile.values[c], g.dim, LANES / 4, g.dim, to, g.dim, ahead.values[c]);
+      tile.values[c] = to;
+    }
+    return tile;
+  }
+
+  // Makes values of the keys of a latent cache.
+  Tile& transpose_keys(Tile& tile, Scratch& s) const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(s.values);
+    for (int c = 0; c < TILE_LINES && tile.keys[c]; c++, to += LANES / PAIR<T> * g.out_pad) {
+      transpose<T>(tile.keys[c], S::SCALED ? TILE_KEYS : g.block_size, g.out_pad, to);
+      tile.values[c] = to;
+    }
+    return tile;
+  }
+
+  // The rows' scores for the tile's first keys, which are kept as K says.
+  template <class K>
+  void score_rows(int rows, int keys, const Tile& tile, int stride, const Tile& ahead, Scratch& s) const {
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
+    in_pieces<K::ROWS>(rows, [&](auto r, int row) {
+      in_pieces<std::min(K::columns(r.value), MAX_COLUMNS)>((keys + LANES - 1) / LANES, [&](auto c, int line) {
+        score<K, r.value, c.value>(queries + row * words(), words(), tile.keys + line, stride,
+                                   s.scores + row * TILE_KEYS + line * LANES, row ? nullptr : ahead.keys + line);
+      });
+    });
+  }
+
+  // Rescales the rows' results and adds their probabilities times the values of the tile's tokens [from, to), which
+  // are kept as V says.
+  template <class V>
+  void add_values(int rows, int from, int to, const Tile& tile, const Tile& ahead, Scratch& s) const {
+    // One pointer for each line of tokens. A slot outside [from, to) may hold anything, and 0 * NaN is NaN: a pair of
+    // which half is outside is read from a copy without that half. Cells are never NaN.
+    constexpr int N = TOKENS<V>;
+    const uint32_t* values[TILE_KEYS / N];
+    const int first = from / N, last = (to + N - 1) / N;
+    for (int w = first; w < last; w++) values[w] = tile.values[w * N / LANES] + w * N % LANES / N * g.out_pad;
+    if (N == 2 && from % 2) clear_half(values[first], 0xffff0000u, s.edges);
+    if (N == 2 && to % 2) clear_half(values[last - 1], 0x0000ffffu, s.edges + g.out_pad);
+
     constexpr int P = PAIR<T>;
-    const uint32_t* values[TILE_KEYS / P];
-    const int first = (from - base) / P, last = (to - base + P - 1) / P;
-    for (int w = first; w < last; w++) values[w] = tile.values[w * P / LANES] + w * P % LANES / P * g.out_pad;
-    if (P == 2 && (from - base) % 2) clear_half(values[first], 0xffff0000u, s.edges);
-    if (P == 2 && (to - base) % 2) clear_half(values[last - 1], 0x0000ffffu, s.edges + g.out_pad);
-
-    const uint32_t* words_of_p = reinterpret_cast<const uint32_t*>(s.p) + first;
-    in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
-      constexpr int COLUMNS = r.value <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS;
-      in_pieces<COLUMNS>(g.out_pad / LANES, [&](auto c, int column) {
-        weigh<T, r.value, c.value>(words_of_p + row * (TILE_KEYS / P), values + first, column * LANES, last - first,
+    const uint32_t* words_of_p = reinterpret_cast<const uint32_t*>(s.p) + first * V::LINES;
+    in_pieces<V::ROWS>(rows, [&](auto r, int row) {
+      in_pieces<V::columns(r.value)>(g.out_pad / LANES, [&](auto c, int column) {
+        weigh<V, r.value, c.value>(words_of_p + row * (TILE_KEYS / P), values + first, column * LANES, last - first,
                                    s.out + row * g.out_pad, g.out_pad, s.rescale + row,
-                                   row || column ? nullptr : ahead.values);
+                                   row ? nullptr : ahead.values);
       });
     });
   }
@@ -332,22 +420,17 @@ struct Attention {
     partials = kept.data();
     const int items = step.num_tasks * g.kv_heads, merges = step.num_merges * g.kv_heads;
     std::atomic<int> counter{0};
-#pragma omp parallel num_threads(step.threads) if (step.threads > 1)
-    {
-      thread_local Scratch scratch;
+    together(step.threads, [&] {
       // Each thread draws one task ahead of the one it runs.
       for (int item = counter++; item < items;) {
         const int next = counter++;
         run(step.tasks[item / g.kv_heads], item % g.kv_heads, next < items ? &step.tasks[next / g.kv_heads] : nullptr,
-            next % g.kv_heads, scratch);
+            next % g.kv_heads, scratch());
         item = next;
       }
-      if (merges) {
-#pragma omp barrier
-#pragma omp for schedule(static)
-        for (int i = 0; i < merges; i++) merge(step.merges[i / g.kv_heads], i % g.kv_heads, scratch);
-      }
-    }
+    });
+    for_each(merges, step.threads,
+             [&](int64_t i) { merge(step.merges[i / g.kv_heads], i % g.kv_heads, scratch()); });
   }
 };
 
@@ -358,12 +441,12 @@ extern "C" {
 void quire_attention_attend(const Geometry* g, const Step* step, const void* q, int64_t q_stride, int64_t q_head_stride,
                             const void* cache, float scale, int32_t window, float soft_cap, const float* sinks,
                             void* out, float* lse) {
-  auto attend = [&](auto type) {
-    using T = decltype(type);
-    Attention<T>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, scale, window, soft_cap,
+  with_storage(*g, [&](auto storage) {
+    using S = decltype(storage);
+    using T = typename S::T;
+    Attention<S>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, scale, window, soft_cap,
                  sinks, (T*)out, lse, nullptr}
         .run_all();
-  };
-  g->is_bf16 ? attend(bf16{}) : attend(float{});
+  });
 }
 }

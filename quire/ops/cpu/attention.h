@@ -12,10 +12,14 @@
 //
 //   scores[row][16 tokens] += keys line . q[row][2 dims]    out[row][16 dims] += values line . p[row][2 tokens]
 //
+// Cells of one byte (attention_cells.h) lie likewise, in words of four: keys in [dim / 4][block_size] words, values in
+// [block_size / 4][dim]; block_size scales in float32 follow the keys, and as many the values.
+//
 // A latent cache (MLA) is [blocks][kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
 // tile of them is brought into the layout of values when it is visited, once for all query heads.
 #pragma once
 
+#include "attention_cells.h"
 #include "vector.h"
 
 namespace quire {
@@ -28,13 +32,36 @@ constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done befo
 
 // Geometry and Step are mirrored in quire/attention/cpu.py, which also knows the sizes of Task and Merge.
 struct Geometry {
-  int32_t is_bf16, is_latent, heads, kv_heads, block_size;
+  int32_t is_bf16, cells;  // cells: 0 for none, 1 for int8, 2 for fp8
+  int32_t is_latent, heads, kv_heads, block_size;
   int32_t head_dim, dim;     // of queries and keys, and that padded
   int32_t out_dim, out_pad;  // of values and the result, and that padded
 
   int group() const { return heads / kv_heads; }
   int planes() const { return is_latent ? 1 : 2; }
 };
+
+// Tokens in a line of values.
+template <class S>
+constexpr int TOKENS = 4 / sizeof(typename S::Element);
+
+// Keys or values of a block in one head, in 32-bit words.
+template <class S>
+inline int64_t plane_words(const Geometry& g) {
+  return int64_t(g.block_size) * (g.dim / TOKENS<S> + S::SCALED);
+}
+
+// f(S{}) with how the geometry says that elements are kept.
+template <class F>
+inline void with_storage(const Geometry& g, F f) {
+  auto of_type = [&](auto type) {
+    using T = decltype(type);
+    if (g.cells == 0) f(Whole<T>{});
+    else if (g.cells == 1) f(Cells<T, Int8>{});
+    else f(Cells<T, Fp8>{});
+  };
+  g.is_bf16 ? of_type(bf16{}) : of_type(float{});
+}
 
 struct Task {
   int32_t request;

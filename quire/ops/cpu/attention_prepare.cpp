@@ -1,40 +1,41 @@
 // What comes before a step attends: cutting it into tasks, and storing its keys and values.
 #include "attention.h"
+#include "team.h"
 
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <vector>
 
 using namespace quire;
 
 namespace {
 
-template <class T>
-void store_tokens(const Geometry& g, T* cache, const T* k, int64_t k_stride, int64_t k_head_stride, const T* v,
+template <class S, class T = typename S::T>
+void store_tokens(const Geometry& g, uint32_t* cache, const T* k, int64_t k_stride, int64_t k_head_stride, const T* v,
                   int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens, int threads) {
-  constexpr int P = PAIR<T>;
-  const int64_t chunk = int64_t(g.block_size) * g.dim;
+  using Element = typename S::Element;
+  constexpr int N = TOKENS<S>;  // elements in a word
+  // Local copies, since bytes might be stored anywhere.
+  const int dim = g.dim, block_size = g.block_size;
+  const int64_t plane = plane_words<S>(g), scales = plane - (S::SCALED ? block_size : 0);
   // Heads outside: a thread's consecutive tokens then fall into the same cache lines.
-#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (threads > 1 && tokens * g.kv_heads >= 32)
-  for (int64_t head = 0; head < g.kv_heads; head++)
-    for (int64_t t = 0; t < tokens; t++) {
-      if (slots[t] < 0) continue;
-      const int64_t offset = slots[t] % g.block_size;
-      T* keys = cache + (slots[t] / g.block_size * g.kv_heads + head) * g.planes() * chunk + offset * P;
-      const T *from_k = k + t * k_stride + head * k_head_stride, *from_v = v + t * v_stride + head * v_head_stride;
-      auto key_at = [&](int d) -> T& { return keys[d / P * g.block_size * P + d % P]; };
-      for (int d = g.head_dim; d < g.dim; d++) key_at(d) = T{};
-      if (g.is_latent) {
-        for (int d = 0; d < g.head_dim; d++) key_at(d) = from_k[d];
-        continue;
-      }
-      T* values = keys - offset * P + chunk + offset / P * g.dim * P + offset % P;
-      for (int d = g.head_dim; d < g.dim; d++) values[d * P] = T{};
-      for (int d = 0; d < g.head_dim; d++) {
-        key_at(d) = from_k[d];
-        values[d * P] = from_v[d];
-      }
-    }
+  for_each(g.kv_heads * tokens, tokens * g.kv_heads >= 32 ? threads : 1, [&](int64_t i) {
+    const int64_t head = i / tokens, t = i % tokens;
+    if (slots[t] < 0) return;
+    thread_local std::vector<Element> padded;
+    padded.assign(dim, Element{});
+    Element* const row = padded.data();
+    const int64_t offset = slots[t] % block_size;
+    uint32_t* keys = cache + (slots[t] / block_size * g.kv_heads + head) * g.planes() * plane;
+    S::encode(k + t * k_stride + head * k_head_stride, g.head_dim, row, (float*)(keys + scales) + offset);
+    for (int w = 0; w < dim / N; w++) memcpy(keys + w * block_size + offset, row + w * N, sizeof(uint32_t));
+    if (g.is_latent) return;
+    uint32_t* values = keys + plane;
+    S::encode(v + t * v_stride + head * v_head_stride, g.head_dim, row, (float*)(values + scales) + offset);
+    Element* to = reinterpret_cast<Element*>(values + offset / N * dim) + offset % N;
+    for (int d = 0; d < dim; d++) to[d * N] = row[d];
+  });
 }
 
 }  // namespace
@@ -80,12 +81,12 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
 void quire_attention_store(const Geometry* g, void* cache, const void* k, int64_t k_stride, int64_t k_head_stride,
                            const void* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
                            int32_t threads) {
-  auto store = [&](auto type) {
-    using T = decltype(type);
-    store_tokens(*g, (T*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride, slots,
-                 tokens, threads);
-  };
-  g->is_bf16 ? store(bf16{}) : store(float{});
+  with_storage(*g, [&](auto storage) {
+    using S = decltype(storage);
+    using T = typename S::T;
+    store_tokens<S>(*g, (uint32_t*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride,
+                    slots, tokens, threads);
+  });
 }
 
 // Asks for huge pages, which make reading a large cache 7-12 % faster. To be called before the memory is first used.

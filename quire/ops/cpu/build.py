@@ -1,8 +1,7 @@
 """Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache.
 
 The library has a plain C interface and is loaded with ctypes: no torch headers, so that compiling takes seconds. It
-links against the OpenMP runtime that torch ships: with a second one in the process, two sets of threads would fight
-over the cores.
+has threads of its own (team.h): torch's OpenMP would have each operation wait for the slowest.
 """
 
 import ctypes
@@ -19,13 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from platformdirs import user_cache_path
 
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi")
 # What the kernels may use of a processor: all that it has, or no more than an older one (to see what that costs, and to
 # test it); the compiler's flag, and features that the processor must have.
 INSTRUCTION_SETS = {
@@ -110,7 +108,7 @@ def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Libr
 
 def _find_compiler() -> str:
     wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:  # clang brings an OpenMP runtime of its own
+    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
         if (found := shutil.which(name)) is not None:
             return found
     raise BuildError(f"There is no compiler {wanted!r} ($CXX)." if wanted else "Installing g++ makes them available.")
@@ -119,7 +117,7 @@ def _find_compiler() -> str:
 def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
     """Changes with everything that the machine code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    facts = [compiler, version, *flags, torch.__version__, str(_openmp()), _cpu_features()]
+    facts = [compiler, version, *flags, _cpu_features()]
     digest = hashlib.sha256("\0".join(facts).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -134,13 +132,6 @@ def _cpu_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _openmp() -> Path | None:
-    """The libgomp that torch ships; its name may carry a hash."""
-    root = Path(torch.__file__).parent
-    found = [*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")]
-    return found[0] if found else None
-
-
 def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
     started = time.monotonic()
     print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
@@ -148,13 +139,8 @@ def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [f"{temporary}/{source.stem}.o" for source in sources]
         _run([[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
-        openmp = _openmp()
-        if openmp is None or "clang" in Path(compiler).name:
-            runtime = ["-fopenmp"]
-        else:
-            runtime = [str(openmp), f"-Wl,-rpath,{openmp.parent}"]
         linked = Path(temporary, "linked.so")
-        _run([[compiler, "-shared", *objects, *runtime, "-o", str(linked)]])
+        _run([[compiler, "-shared", "-pthread", *objects, "-o", str(linked)]])
         # A digest at the end, which the loader does not mind: a file that lost a part on a full or crashed disk is
         # recognized, where loading it could kill the process.
         code = linked.read_bytes()

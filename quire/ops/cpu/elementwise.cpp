@@ -2,6 +2,7 @@
 // at the same places as the reference does.
 #include <cmath>
 
+#include "team.h"
 #include "vector.h"
 
 using namespace quire;
@@ -13,9 +14,7 @@ constexpr int64_t PARALLEL_ELEMENTS = 32768;
 
 template <class F>
 void for_rows(int64_t rows, int64_t elements_per_row, int threads, F f) {
-  const bool pays = threads > 1 && rows * elements_per_row >= PARALLEL_ELEMENTS;
-#pragma omp parallel for num_threads(threads) schedule(static) if (pays)
-  for (int64_t row = 0; row < rows; row++) f(row);
+  for_each(rows, rows * elements_per_row >= PARALLEL_ELEMENTS ? threads : 1, f);
 }
 
 template <class T>

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 using namespace quire;
@@ -88,8 +89,7 @@ struct GroupedLinear {
     const Item* items = kept.data();
     const int64_t count = kept.size();
     const bool pays = threads > 1 && count * TILE_OUTPUTS * in * int64_t(sizeof(T)) >= PARALLEL_BYTES;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (pays)
-    for (int64_t i = 0; i < count; i++) tile(items[i].expert, items[i].first);
+    for_each(count, pays ? threads : 1, [&](int64_t i) { tile(items[i].expert, items[i].first); });
   }
 };
 

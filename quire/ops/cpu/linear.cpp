@@ -88,8 +88,7 @@ void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* pac
 // of its rows.
 void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, int threads) {
   const Shape shape{0, out, words};
-#pragma omp parallel for num_threads(threads) schedule(static)
-  for (int64_t panel = 0; panel < shape.panels(); panel++) {
+  for_each(shape.panels(), threads, [&](int64_t panel) {
     const int64_t count = std::min<int64_t>(PANEL, out - panel * PANEL), width = shape.lines(panel) * LANES;
     const uint32_t* from = (const uint32_t*)weight + panel * PANEL * shape.words;
     std::vector<uint32_t> rows(width * shape.words + LANES);  // with room for a last load
@@ -103,19 +102,18 @@ void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, 
         for (int w = 0; w < std::min<int64_t>(LANES, shape.words - word); w++)
           memcpy(to + (word + w) * width + i, &block[w], sizeof(block[w]));
       }
-  }
+  });
 }
 
 // Rows `ids` of what was packed: [count, words].
 void quire_panel_rows(const void* packed, int64_t out, int64_t words, const int64_t* ids, int64_t count, void* result,
                       int threads) {
   const Shape shape{0, out, words};
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && count > 8)
-  for (int64_t i = 0; i < count; i++) {
+  for_each(count, threads, [&](int64_t i) {
     const uint32_t* from = (const uint32_t*)packed + first_word(shape, ids[i]);
     const int64_t stride = shape.lines(ids[i] / PANEL) * LANES;
     uint32_t* to = (uint32_t*)result + i * shape.words;
     for (int64_t word = 0; word < shape.words; word++) to[word] = from[word * stride];
-  }
+  }, 8);
 }
 }

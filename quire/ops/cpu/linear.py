@@ -20,11 +20,14 @@ def on_cpu_in_bfloat16(target: Target) -> bool:
 def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):  # nobody packed it
         return torch.nn.functional.linear(x, weight, bias)
-    x = torch.nn.functional.pad(x, (0, 1)) if x.shape[1] % 2 else x
-    x = x if x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty(len(x), weight.rows)
+    rows, columns = x.shape
+    x = torch.nn.functional.pad(x, (0, 1)) if columns % 2 else x
+    stride, last = x.stride()
+    if last != 1:
+        x, stride = x.contiguous(), x.shape[1]
+    out = x.new_empty(rows, weight.rows)
     kernel("quire_linear", "pllpllppi")(
-        x.data_ptr(), x.stride(0), len(x), weight.data.data_ptr(), weight.rows, weight.words,
+        x.data_ptr(), stride, rows, weight.data.data_ptr(), weight.rows, weight.words,
         None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out

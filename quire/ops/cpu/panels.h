@@ -16,6 +16,7 @@
 #include <atomic>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 namespace quire {
@@ -52,8 +53,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
   const bool pays = threads > 1 && shape.out * shape.words >= PARALLEL_WORDS && items > 1;
   const int64_t step = format.step();
   std::atomic<int64_t> counter{0};
-#pragma omp parallel num_threads(threads) if (pays)
-  {
+  together(pays ? threads : 1, [&] {
     thread_local std::vector<float> kept;
     kept.resize(ROW_BLOCK * PANEL + LANES);
     float* sums = kept.data() + (64 - reinterpret_cast<uintptr_t>(kept.data()) % 64) / 4 % LANES;
@@ -90,7 +90,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
       }
       format.finish(panel, first, rows, sums);
     }
-  }
+  });
 }
 
 // Where the words of an output begin, in words; the next one is a row of the panel further.

@@ -19,11 +19,7 @@ class Panels:
     data: Tensor
     rows: int
     columns: int
-
-    @property
-    def words(self) -> int:
-        """Of a row."""
-        return self.data.shape[1] * self.data.element_size() // 4
+    words: int  # of a row
 
     @staticmethod
     def of(matrix: Tensor) -> "Panels":
@@ -33,7 +29,7 @@ class Panels:
         if rows % 16 or padding or not matrix.is_contiguous():
             matrix = torch.nn.functional.pad(matrix, (0, padding)).contiguous()
             data = empty(-(-rows // 16) * 16, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-        panels = Panels(data, rows, columns)
+        panels = Panels(data, rows, columns, data.shape[1] * data.element_size() // 4)
         kernel("quire_panels", "pllpi")(matrix.data_ptr(), rows, panels.words, data.data_ptr(), torch.get_num_threads())
         return panels
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 using namespace quire;
@@ -53,19 +54,16 @@ template <class T>
 void quantize(const T* weight, int64_t out, int64_t in, int bits, int64_t group, const float* factors, int count,
               uint8_t* codes, float* scales, int threads) {
   const int64_t groups = (in + group - 1) / group, bytes = bits == 8 ? in : (in + 1) / 2;
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<uint8_t> row(in + 1, uint8_t(1 << (bits - 1)));
-#pragma omp for schedule(static)
-    for (int64_t o = 0; o < out; o++) {
-      uint8_t* whole = bits == 8 ? codes + o * bytes : row.data();
-      for (int64_t g = 0; g < groups; g++)
-        scales[o * groups + g] = quantize_group(weight + o * in + g * group, std::min(group, in - g * group),
-                                                float(1 << (bits - 1)), factors, count, whole + g * group);
-      if (bits == 4)
-        for (int64_t i = 0; i < bytes; i++) codes[o * bytes + i] = uint8_t(row[2 * i] | row[2 * i + 1] << 4);
-    }
-  }
+  for_each(out, threads, [&](int64_t o) {
+    thread_local std::vector<uint8_t> row;
+    row.assign(in + 1, uint8_t(1 << (bits - 1)));
+    uint8_t* whole = bits == 8 ? codes + o * bytes : row.data();
+    for (int64_t g = 0; g < groups; g++)
+      scales[o * groups + g] = quantize_group(weight + o * in + g * group, std::min(group, in - g * group),
+                                              float(1 << (bits - 1)), factors, count, whole + g * group);
+    if (bits == 4)
+      for (int64_t i = 0; i < bytes; i++) codes[o * bytes + i] = uint8_t(row[2 * i] | row[2 * i + 1] << 4);
+  });
 }
 
 }  // namespace

@@ -58,11 +58,11 @@ struct Activations {
     stride = in + 2 * LANES;  // a group is written in steps of 16
     groups = (in + group - 1) / group;
     codes.resize(rows * stride), scales.resize(rows * groups), sums.resize(rows * groups);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * in > 32768)
-    for (int64_t row = 0; row < rows; row++)
+    for_each(rows, rows * in > 32768 ? threads : 1, [&](int64_t row) {
       for (int64_t g = 0, from = 0; g < groups; g++, from += group)
         quantize_group(x + row * x_stride + from, std::min(group, in - from), bits, codes.data() + row * stride + from,
                        scales[row * groups + g], sums[row * groups + g]);
+    });
   }
 
   static void quantize_group(const bf16* x, int64_t n, int bits, int8_t* to, float& scale, int32_t& sum) {

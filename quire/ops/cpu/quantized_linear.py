@@ -21,10 +21,8 @@ class QuantizedPanels:
     codes: Panels
     scales: Panels
     offsets: Panels | None
-
-    @property
-    def out_features(self) -> int:
-        return self.codes.rows
+    bits: int
+    out_features: int
 
     def pick(self, ids: Tensor) -> QuantizedMatrix:
         """The outputs `ids`."""
@@ -39,10 +37,13 @@ def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, b
         return quantized_linear.reference(x, weight, bias)  # type: ignore[no-any-return]
     form = weight.form
     x = x if form.order is None else x[:, form.order]
-    x = x if x.stride(1) == 1 else x.contiguous()
-    out = x.new_empty(len(x), weight.out_features)
+    rows = x.shape[0]
+    stride, last = x.stride()
+    if last != 1:
+        x, stride = x.contiguous(), form.in_features
+    out = x.new_empty(rows, weight.out_features)
     kernel("quire_quantized_linear", "ipllppplllppi")(
-        form.bits, x.data_ptr(), x.stride(0), len(x), weight.codes.data.data_ptr(), weight.scales.data.data_ptr(),
+        weight.bits, x.data_ptr(), stride, rows, weight.codes.data.data_ptr(), weight.scales.data.data_ptr(),
         None if weight.offsets is None else weight.offsets.data.data_ptr(), weight.out_features, form.in_features,
         form.group, None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -55,9 +56,8 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
         return matrix
     scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
     form = replace(matrix.rows(0, 0), scales=scales[:0], offsets=None if offsets is None else offsets[:0], factors=None)
-    return QuantizedPanels(
-        form, Panels.of(matrix.codes), Panels.of(scales), None if offsets is None else Panels.of(offsets)
-    )
+    codes, in_panels = Panels.of(matrix.codes), None if offsets is None else Panels.of(offsets)
+    return QuantizedPanels(form, codes, Panels.of(scales), in_panels, matrix.bits, matrix.out_features)
 
 
 @quantize.implementation("cpu", supports=on_cpu)

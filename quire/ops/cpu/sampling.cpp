@@ -3,6 +3,7 @@
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 using namespace quire;
@@ -81,10 +82,30 @@ Best visit_slice(const float* logits, int64_t begin, int64_t end, uint32_t posit
   return best;
 }
 
-}  // namespace
+// The largest of a slice, the first of equal ones.
+template <class T>
+Best largest(const T* logits, int64_t begin, int64_t end) {
+  f32x16 tops = splat(-std::numeric_limits<float>::infinity());
+  i32x16 places = {};
+  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  int64_t t = begin;
+  for (; t + LANES <= end; t += LANES) {
+    const f32x16 v = load(logits + t);
+    const i32x16 better = v > tops;
+    tops = better ? v : tops;
+    places = better ? lane + int32_t(t) : places;
+  }
+  Best best{-std::numeric_limits<float>::infinity(), begin};
+  for (int i = 0; i < LANES; i++)
+    if (tops[i] > best.value || (tops[i] == best.value && places[i] < best.token)) best = {tops[i], places[i]};
+  for (; t < end; t++)
+    if (f32x16 v = load_part(logits + t, 1); v[0] > best.value) best = {v[0], t};
+  return best;
+}
 
-extern "C" void quire_sample_gumbel(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
-                                    const int64_t* seeds, const int64_t* positions, int64_t* tokens, int threads) {
+// tokens[row] = the best of visit(row, begin, end) over slices of the row.
+template <class F>
+void best_of_rows(int64_t rows, int64_t vocab, int64_t* tokens, int threads, F visit) {
   // Enough slices that the threads finish together, none so short that it is not worth a start.
   const int64_t wanted = std::min((4 * threads + rows - 1) / std::max<int64_t>(rows, 1), vocab / 4096 + 1);
   const int64_t size = ((vocab + wanted - 1) / std::max<int64_t>(wanted, 1) + GROUP - 1) / GROUP * GROUP;
@@ -92,16 +113,33 @@ extern "C" void quire_sample_gumbel(const float* logits, int64_t stride, int64_t
   thread_local std::vector<Best> kept;
   kept.resize(rows * slices);
   Best* best = kept.data();
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows * vocab > 16384)
-  for (int64_t i = 0; i < rows * slices; i++) {
-    int64_t row = i / slices, begin = i % slices * size;
-    best[i] = visit_slice(logits + row * stride, begin, std::min(begin + size, vocab), uint32_t(positions[row]),
-                          uint64_t(seeds[row]));
-  }
+  for_each(rows * slices, rows * vocab > 16384 ? threads : 1, [&](int64_t i) {
+    best[i] = visit(i / slices, i % slices * size, std::min((i % slices + 1) * size, vocab));
+  });
   for (int64_t row = 0; row < rows; row++) {
     Best winner = best[row * slices];
     for (int64_t s = 1; s < slices; s++)
       if (best[row * slices + s].value > winner.value) winner = best[row * slices + s];
     tokens[row] = winner.token;
   }
+}
+
+}  // namespace
+
+extern "C" {
+
+void quire_argmax(int is_bf16, const void* logits, int64_t stride, int64_t rows, int64_t vocab, int64_t* tokens,
+                  int threads) {
+  best_of_rows(rows, vocab, tokens, threads, [=](int64_t row, int64_t begin, int64_t end) {
+    return is_bf16 ? largest((const bf16*)logits + row * stride, begin, end)
+                   : largest((const float*)logits + row * stride, begin, end);
+  });
+}
+
+void quire_sample_gumbel(const float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* seeds,
+                         const int64_t* positions, int64_t* tokens, int threads) {
+  best_of_rows(rows, vocab, tokens, threads, [=](int64_t row, int64_t begin, int64_t end) {
+    return visit_slice(logits + row * stride, begin, end, uint32_t(positions[row]), uint64_t(seeds[row]));
+  });
+}
 }

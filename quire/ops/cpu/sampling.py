@@ -13,6 +13,19 @@ def _on_cpu(target: Target) -> bool:  # logits are float32, whatever the model's
     return target.device.type == "cpu" and library() is not None
 
 
+@reference.argmax.implementation("cpu", supports=_on_cpu)
+def argmax(logits: Tensor) -> Tensor:
+    if logits.stride(1) != 1 or logits.dtype not in (torch.float32, torch.bfloat16):
+        return reference.argmax.reference(logits)  # type: ignore[no-any-return]
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    kernel("quire_argmax", "iplllpi")(
+        logits.dtype is torch.bfloat16, logits.data_ptr(), logits.stride(0), rows, vocab, tokens.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens
+
+
 @reference.sample_gumbel.implementation("cpu", supports=_on_cpu)
 def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     if logits.stride(1) != 1:

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "team.h"
 #include "vector.h"
 
 using namespace quire;
@@ -103,11 +104,10 @@ struct Row {
 // In place. top_k, top_p: of each row, or null.
 extern "C" void quire_keep_top_k_top_p(float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* top_k,
                                        const float* top_p, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && rows > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  for_each(rows, threads, [&](int64_t row) {
     thread_local Row kept;
     const int64_t k = top_k && top_k[row] < vocab ? top_k[row] : std::numeric_limits<int64_t>::max();
     const float p = top_p ? top_p[row] : 1;
     if (k <= vocab || p < 1) kept.truncate(logits + row * stride, vocab, k, p);
-  }
+  });
 }

@@ -46,6 +46,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 @declare
+def argmax(logits: Tensor) -> Tensor:
+    """The largest of each row, the first of equal ones. logits: [rows, vocab], any float type -> [rows], int64."""
+    return logits.argmax(-1)
+
+
+@declare
 def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """One draw a row from softmax(logits), by the Gumbel-max trick (arg-max of logits + noise). [rows], int64.
 

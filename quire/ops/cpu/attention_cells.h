@@ -1,0 +1,139 @@
+// What an element of the cache is: the model's own type, or a cell of one byte, int8 or fp8 (e4m3), of which a token's
+// key and value have a scale each in every head (quire/attention/cells.py has the definition).
+#pragma once
+
+#include <algorithm>
+
+#include "vector.h"
+
+namespace quire {
+
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+
+struct Int8 {
+  static constexpr float LARGEST = 127;
+
+  // What the highest byte of each word stands for; the bytes below it do not matter.
+  static f32x16 decode(u32x16 word) { return __builtin_convertvector(as<i32x16>(word) >> 24, f32x16); }
+
+  // The nearest, ties to even, of |x| <= LARGEST, in the lowest byte.
+  static u32x16 encode(f32x16 x) {
+    const f32x16 shift = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves an integer in the low bits
+    return as<u32x16>(x + shift) & 0xff;
+  }
+#ifdef __AVX512VBMI__
+  static __m512i without_sign(__m512i cells) { return _mm512_abs_epi8(cells); }  // -128 is never stored
+#endif
+};
+
+// e4m3 of the Open Compute Project: 4 bits of exponent, 3 of fraction, no infinities. Its NaN, which is never stored,
+// counts as 480: memory that was not written yet must not hold one, since 0 * NaN is NaN.
+struct Fp8 {
+  static constexpr float LARGEST = 448;
+
+  static f32x16 decode(u32x16 word) {
+    f32x16 size = as<f32x16>(word >> 4 & 0x07f00000u) * 0x1p120f;  // right for numbers below the normal ones, too
+    return as<f32x16>(as<u32x16>(size) | (word & 0x80000000u));
+  }
+
+  static u32x16 encode(f32x16 x) {
+    u32x16 bits = as<u32x16>(x), size = bits & 0x7fffffffu;
+    u32x16 normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+    u32x16 small = as<u32x16>(as<f32x16>(size) + 16384.0f) & 0xff;  // adding 2^14 leaves multiples of 2^-9
+    return (as<f32x16>(size) < 0x1p-6f ? small : normal) | (bits >> 24 & 0x80);
+  }
+#ifdef __AVX512VBMI__
+  static __m512i without_sign(__m512i cells) { return cells; }  // a look-up takes no notice of the highest bit
+#endif
+};
+
+// Turns a line of cells into lines of T: of the elements 0 and 1 of its words, then 2 and 3; or of each of the four.
+template <class T, class Format>
+struct Expand {
+  void operator()(u32x16 cells, u32x16* lines) const {
+    auto decode = [&](int i) { return as<u32x16>(Format::decode(cells << (24 - 8 * i))); };
+    for (int j = 0; j < 4 / PAIR<T>; j++)
+      if constexpr (PAIR<T> == 1) lines[j] = decode(j);
+      else lines[j] = decode(2 * j) >> 16 | decode(2 * j + 1);  // nothing is lost: bfloat16 holds every cell
+  }
+};
+
+#ifdef __AVX512VBMI__
+// By looking up the low and the high bytes of 64 cells' bfloat16 in one instruction each. The tables are registers.
+template <class Format>
+class Expand<bf16, Format> {
+ public:
+  void operator()(u32x16 stored, u32x16* lines) const {
+    const __m512i cells = as<__m512i>(stored), index = Format::without_sign(cells);
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], index, low_[1]);
+    __m512i high = _mm512_permutex2var_epi8(high_[0], index, high_[1]);
+    high = _mm512_ternarylogic_epi64(high, cells, _mm512_set1_epi8(char(0x80)), 0xf8);  // high | (cells & 0x80)
+    for (int j = 0; j < 2; j++) lines[j] = as<u32x16>(_mm512_permutex2var_epi8(low, zip_[j], high));
+  }
+
+ private:
+  struct Tables {
+    alignas(64) uint8_t low[128], high[128], zip[2][64];
+    Tables() {
+      for (uint32_t i = 0; i < 128; i++) {
+        const uint32_t value = as<u32x16>(Format::decode(splat(i << 24)))[0];
+        low[i] = value >> 16, high[i] = value >> 24;
+      }
+      for (int j = 0; j < 2; j++)  // where the bytes of the j-th line are: in `low`, or behind it in `high`
+        for (int i = 0; i < 64; i++) zip[j][i] = i / 4 * 4 + 2 * j + i % 4 / 2 + i % 2 * 64;
+    }
+  };
+  static inline const Tables tables;
+  static __m512i line(const uint8_t* bytes) { return _mm512_load_si512(bytes); }
+
+  const __m512i low_[2] = {line(tables.low), line(tables.low + 64)};
+  const __m512i high_[2] = {line(tables.high), line(tables.high + 64)};
+  const __m512i zip_[2] = {line(tables.zip[0]), line(tables.zip[1])};
+};
+#endif
+
+// How elements are kept, of a model that computes in Type.
+template <class Type>
+struct Whole {
+  using T = Type;
+  using Element = T;
+  static constexpr bool SCALED = false;
+  static constexpr int LINES = 1;  // that a line of the cache becomes
+  // For so many sums a kernel has registers.
+  static constexpr int ROWS = MAX_ROWS;
+  static constexpr int columns(int rows) { return rows <= 2 ? 2 * MAX_COLUMNS : MAX_COLUMNS; }
+
+  struct Expand {
+    void operator()(u32x16 stored, u32x16* lines) const { lines[0] = stored; }
+  };
+  static void encode(const T* x, int n, Element* to, float*) { memcpy(to, x, n * sizeof(T)); }
+};
+
+template <class Type, class Format>
+struct Cells {
+  using T = Type;
+  using Element = uint8_t;
+  static constexpr bool SCALED = true;
+  static constexpr int LINES = 4 / PAIR<T>;
+  static constexpr int ROWS = MAX_COLUMNS > 1 ? 8 : MAX_ROWS;
+  static constexpr int columns(int rows) { return std::min(MAX_COLUMNS, 16 / rows); }
+
+  using Expand = quire::Expand<T, Format>;
+
+  // x: [n] -> cells: [n] and their scale
+  static void encode(const T* x, int n, Element* cells, float* scale) {
+    u32x16 largest = {};  // as bits, in which a NaN is the largest: it must not get lost
+    auto larger = [](u32x16 a, u32x16 b) { return a > b ? a : b; };
+    for_lanes(n, [&](int64_t i, int lanes) {
+      largest = larger(largest, as<u32x16>(load_up_to(x + i, lanes)) & 0x7fffffffu);
+    });
+    QUIRE_FOLD(largest, larger)
+    *scale = std::max(as<f32x16>(largest)[0] / Format::LARGEST, 0x1p-126f);
+    for_lanes(n, [&](int64_t i, int lanes) {
+      u8x16 encoded = __builtin_convertvector(Format::encode(load_up_to(x + i, lanes) / *scale), u8x16);
+      memcpy(cells + i, &encoded, lanes);
+    });
+  }
+};
+
+}  // namespace quire

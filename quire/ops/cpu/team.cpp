@@ -1,0 +1,98 @@
+#include "team.h"
+
+#include <sched.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+namespace {
+
+constexpr int SPINS = 200;                                // a few microseconds; then the core is offered to others
+constexpr std::chrono::microseconds AWAKE{1000};          // from one operation of a step to the next it is much less
+
+inline void pause() {
+#ifdef __SSE2__
+  _mm_pause();
+#endif
+}
+
+class Team {
+ public:
+  void call(int threads, void (*work)(void*), void* context) {
+    std::unique_lock<std::mutex> only(calling_, std::try_to_lock);
+    if (!only) return work(context);  // the team works for another thread
+    grow(threads - 1);
+    work_ = work, context_ = context;
+    places_ = threads - 1;
+    round_.fetch_add(1);  // odd: members may come
+    if (asleep_.load() > 0) {
+      std::lock_guard<std::mutex> lock(sleeping_);
+      wake_.notify_all();
+    }
+    work(context);
+    round_.fetch_add(1);
+    for (int spins = 0; present_.load() > 0; spins++) spins < SPINS ? pause() : void(sched_yield());
+  }
+
+ private:
+  void grow(int members) {
+    for (; size_ < members; size_++) std::thread([this] { live(); }).detach();
+  }
+
+  void live() {
+    for (uint64_t seen = 0;;) {
+      const uint64_t round = await(seen);
+      present_.fetch_add(1);
+      // Present before looking again: what `call` set for this round stays as it is until nobody is.
+      if (round_.load() == round && places_.fetch_sub(1) > 0) work_(context_);
+      present_.fetch_sub(1);
+      seen = round;
+    }
+  }
+
+  // A round that is open, and is not the one that was `seen`.
+  uint64_t await(uint64_t seen) {
+    auto is_new = [&](uint64_t round) { return round % 2 == 1 && round != seen; };
+    for (int spins = 0; spins < SPINS; spins++) {
+      if (const uint64_t round = round_.load(); is_new(round)) return round;
+      pause();
+    }
+    const auto end = std::chrono::steady_clock::now() + AWAKE;
+    while (std::chrono::steady_clock::now() < end) {
+      if (const uint64_t round = round_.load(); is_new(round)) return round;
+      sched_yield();
+    }
+    std::unique_lock<std::mutex> lock(sleeping_);
+    asleep_.fetch_add(1);
+    uint64_t round;
+    wake_.wait(lock, [&] { return is_new(round = round_.load()); });
+    asleep_.fetch_sub(1);
+    return round;
+  }
+
+  alignas(64) std::atomic<uint64_t> round_{0};
+  alignas(64) std::atomic<int> present_{0};
+  std::atomic<int> places_{0}, asleep_{0};
+  void (*work_)(void*) = nullptr;
+  void* context_ = nullptr;
+  int size_ = 0;
+  std::mutex calling_, sleeping_;
+  std::condition_variable wake_;
+};
+
+}  // namespace
+
+void call_team(int threads, void (*work)(void*), void* context) {
+  static Team* team = new Team;  // never destroyed: its members may outlive everything
+  team->call(threads, work, context);
+}
+
+}  // namespace quire
