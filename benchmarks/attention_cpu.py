@@ -3,8 +3,9 @@
     python benchmarks/attention_cpu.py [--threads 2] [--latent]
 
 --latent: at that of DeepSeek-V2-Lite, whose cache is latent, against plain matrix products. Prints the milliseconds of
-a whole step, all 28 layers, for decode and for prefill chunks of 512 tokens. Each layer has its own cache, blocks
-scattered over it, so that nothing stays in the processor's caches that would not in an engine.
+a whole step, all 28 layers, for decode and for prefill chunks of 512 tokens, with caches of bfloat16, int8 and fp8 in
+turn. Each layer has its own cache, blocks scattered over it, so that nothing stays in the processor's caches that would
+not in an engine.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionShape, StepLayout
+from quire.attention.cells import CELLS
 from quire.attention.cpu import CpuAttention
 
 LAYERS, BLOCK, SCALE = 28, 16, 0.1
@@ -25,45 +28,54 @@ QWEN = AttentionShape(16, 8, 128, BLOCK, torch.bfloat16, CPU)
 DEEPSEEK = AttentionShape(16, 1, 576, BLOCK, torch.bfloat16, CPU, value_dim=512)
 
 
-def milliseconds(step: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """The median and the best of so many rounds."""
-    step()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1e3)
-    return sorted(times)[rounds // 2], min(times)
+def milliseconds(steps: list[Callable[[], object]], rounds: int) -> list[tuple[float, float]]:
+    """The median and the best of so many rounds, in each of which every step runs once."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds + 1):
+        for step, mine in zip(steps, times, strict=True):
+            start = time.perf_counter()
+            step()
+            mine.append((time.perf_counter() - start) * 1e3)
+    return [(sorted(mine[1:])[rounds // 2], min(mine)) for mine in times]
 
 
-def paged(shape: AttentionShape, requests: int, length: int, new: int, rounds: int) -> tuple[float, float]:
-    """`requests` of `length` tokens, of which the last `new` are this step's."""
+def paged(shape: AttentionShape, requests: int, length: int, new: int) -> Callable[[], None]:
+    """A step of `requests` of `length` tokens, of which the last `new` are this step's."""
     backend = CpuAttention(shape)
     blocks = -(-length // BLOCK)
     table = torch.randperm(requests * blocks).int().view(requests, blocks)
     caches = [backend.allocate(requests * blocks) for _ in range(LAYERS)]
-    for cache in caches:
-        cache.normal_()
-    positions = torch.arange(length - new, length)
-    layout = StepLayout(
-        query_start_loc=torch.arange(requests + 1, dtype=torch.int32) * new,
-        seq_lens=torch.full((requests,), length, dtype=torch.int32),
-        slot_mapping=(table[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten(),
-        block_table=table,
-    )
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    q, k, v = (torch.randn(requests * new, h, shape.head_dim).bfloat16() for h in heads)
+
+    def layout(new: int) -> StepLayout:
+        positions = torch.arange(length - new, length)
+        return StepLayout(
+            query_start_loc=torch.arange(requests + 1, dtype=torch.int32) * new,
+            seq_lens=torch.full((requests,), length, dtype=torch.int32),
+            slot_mapping=(table[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten(),
+            block_table=table,
+        )
+
+    def tokens(heads: int, new: int) -> Tensor:
+        return torch.randn(requests * new, heads, shape.head_dim).bfloat16()
+
+    def keys_and_values(new: int) -> tuple[Tensor, Tensor | None]:
+        k = tokens(shape.num_kv_heads, new)
+        return k, torch.randn_like(k) if shape.value_dim is None else None
 
     def step() -> None:
-        plan = backend.plan(layout)
+        plan = backend.plan(this_step)
         for cache in caches:
-            backend.store(cache, k, v if shape.value_dim is None else None, plan)
+            backend.store(cache, k, v, plan)
             backend.attend(q, cache, plan, scale=SCALE)
 
-    return milliseconds(step, rounds)
+    k, v = keys_and_values(length)
+    for cache in caches:
+        backend.store(cache, k, v, backend.plan(layout(length)))
+    this_step, q, (k, v) = layout(new), tokens(shape.num_heads, new), keys_and_values(new)
+    return step
 
 
-def contiguous(shape: AttentionShape, requests: int, length: int, new: int, rounds: int) -> tuple[float, float]:
+def contiguous(shape: AttentionShape, requests: int, length: int, new: int) -> Callable[[], None]:
     """The same by scaled_dot_product_attention over keys and values that lie in order; nothing is stored."""
 
     def tensors(heads: int, tokens: int) -> Tensor:
@@ -87,9 +99,9 @@ def contiguous(shape: AttentionShape, requests: int, length: int, new: int, roun
 
     if shape.value_dim is None:
         values = [torch.randn_like(k) for k in keys]
-        return milliseconds(step, rounds)
+        return step
     hidden = ~torch.ones(new, length, dtype=torch.bool).tril(length - new)
-    return milliseconds(latent_step, rounds)
+    return latent_step
 
 
 def main() -> None:
@@ -102,16 +114,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"{options.threads} threads; milliseconds for {LAYERS} layers: median (best)")
     cases = [(16, 192, 1), (1, 192, 1), (1, 4096, 1), (16, 1024, 1), (1, 512, 512), (1, 1024, 512), (1, 2048, 512)]
+    kinds = [shape, *(replace(shape, cell=cell) for cell in CELLS.values())]
     for requests, length, new in cases:
         rounds = options.rounds if new == 1 else 5
-        ours, best = paged(shape, requests, length, new, rounds)
-        torchs, torch_best = contiguous(shape, requests, length, new, 3)
+        ours = milliseconds([paged(kind, requests, length, new) for kind in kinds], rounds)
+        torchs = milliseconds([contiguous(shape, requests, length, new)], 3)
+        best = ours[0][1]
         kv = LAYERS * requests * length * CpuAttention(shape).block_bytes() / BLOCK / 1e9
         pairs = LAYERS * requests * shape.num_heads * sum(range(length - new + 1, length + 1))
         flops = 2 * pairs * (shape.head_dim + shape.out_dim) / 1e9
         rate = f"{kv / best * 1e3:5.1f} GB/s of KV" if new == 1 else f"{flops / best * 1e3:5.0f} GFLOP/s"
+        columns = [f"{median:7.1f} ({best:.1f})" for median, best in ours + torchs]
         what = f"{requests:2} x {new} new of {length}"
-        print(f"{what:20} {ours:7.1f} ({best:.1f})  {rate};  torch {torchs:7.1f} ({torch_best:.1f})", flush=True)
+        print("{:20}{}  {};  int8 {}  fp8 {}  torch {}".format(what, columns[0], rate, *columns[1:]), flush=True)
 
 
 if __name__ == "__main__":

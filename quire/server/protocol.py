@@ -304,7 +304,14 @@ class ChatRequest(Generation, Rendering):
 class TokenizeRequest(Rendering):
     """Of a prompt, or of the messages of a chat."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [  # null is as if left out
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+            ]
+        }
+    )
 
     prompt: str | None = None
     messages: Messages | None = None
