@@ -11,30 +11,78 @@ using namespace quire;
 
 namespace {
 
+constexpr int64_t STORE_TOKENS = 64;
+
+// Whether 16 slots follow each other.
+inline bool follow(const int64_t* slots) {
+  for (int i = 1; i < LANES; i++)
+    if (slots[i] != slots[0] + i) return false;
+  return true;
+}
+
+// 16 neighbouring tokens that fill 16 neighbouring places of a block, kept as they are: whole lines at a time.
+template <class T>
+void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int head_dim, int dim, int block_size,
+                 int offset, uint32_t* keys, uint32_t* values) {
+  constexpr int P = PAIR<T>, WORDS = LANES;
+  for (int w = 0; w < dim / P; w += WORDS) {  // dim is a multiple of 16: with pairs, half of the last words may be too many
+    u32x16 lines[LANES];
+    for (int t = 0; t < LANES; t++) {
+      T part[LANES * P] = {};
+      memcpy(part, k + t * k_stride + w * P, std::clamp(head_dim - w * P, 0, LANES * P) * sizeof(T));
+      memcpy(&lines[t], part, sizeof(part));
+    }
+    transpose(lines);
+    for (int i = 0; i < std::min(WORDS, dim / P - w); i++)
+      memcpy(keys + (w + i) * block_size + offset, &lines[i], sizeof(lines[i]));
+  }
+  if (!values) return;
+  for (int t = 0; t < LANES; t += P)
+    for (int d = 0; d < dim; d += LANES) {
+      u32x16 words = {};
+      const int n = std::clamp(head_dim - d, 0, LANES);
+      for (int i = 0; i < P; i++) {
+        const u32x16 bits = as<u32x16>(load_up_to(v + (t + i) * v_stride + d, n));  // of bfloat16, the upper half
+        words |= i + 1 < P ? bits >> 16 : bits;
+      }
+      memcpy(values + (offset + t) / P * dim + d, &words, sizeof(words));
+    }
+}
+
 template <class S, class T = typename S::T>
 void store_tokens(const Geometry& g, uint32_t* cache, const T* k, int64_t k_stride, int64_t k_head_stride, const T* v,
                   int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens, int threads) {
   using Element = typename S::Element;
   constexpr int N = TOKENS<S>;  // elements in a word
-  // Local copies, since bytes might be stored anywhere.
-  const int dim = g.dim, block_size = g.block_size;
-  const int64_t plane = plane_words<S>(g), scales = plane - (S::SCALED ? block_size : 0);
-  // Heads outside: a thread's consecutive tokens then fall into the same cache lines.
-  for_each(g.kv_heads * tokens, tokens * g.kv_heads >= 32 ? threads : 1, [&](int64_t i) {
-    const int64_t head = i / tokens, t = i % tokens;
-    if (slots[t] < 0) return;
+  // Heads outside, tokens in runs: what a thread stores at a time then falls into the same cache lines.
+  const int64_t runs = (tokens + STORE_TOKENS - 1) / STORE_TOKENS;
+  for_each(g.kv_heads * runs, tokens * g.kv_heads >= 32 ? threads : 1, [&](int64_t item) {
+    const int64_t head = item / runs, first = item % runs * STORE_TOKENS;
+    const int dim = g.dim, block_size = g.block_size;
+    const int64_t plane = plane_words<S>(g), scales = plane - (S::SCALED ? block_size : 0);
     thread_local std::vector<Element> padded;
     padded.assign(dim, Element{});
     Element* const row = padded.data();
-    const int64_t offset = slots[t] % block_size;
-    uint32_t* keys = cache + (slots[t] / block_size * g.kv_heads + head) * g.planes() * plane;
-    S::encode(k + t * k_stride + head * k_head_stride, g.head_dim, row, (float*)(keys + scales) + offset);
-    for (int w = 0; w < dim / N; w++) memcpy(keys + w * block_size + offset, row + w * N, sizeof(uint32_t));
-    if (g.is_latent) return;
-    uint32_t* values = keys + plane;
-    S::encode(v + t * v_stride + head * v_head_stride, g.head_dim, row, (float*)(values + scales) + offset);
-    Element* to = reinterpret_cast<Element*>(values + offset / N * dim) + offset % N;
-    for (int d = 0; d < dim; d++) to[d * N] = row[d];
+    for (int64_t t = first; t < std::min(first + STORE_TOKENS, tokens); t++) {
+      if (slots[t] < 0) continue;
+      const int64_t offset = slots[t] % block_size;
+      uint32_t* keys = cache + (slots[t] / block_size * g.kv_heads + head) * g.planes() * plane;
+      if constexpr (!S::SCALED)
+        if (offset % LANES == 0 && block_size % LANES == 0 && t + LANES <= std::min(first + STORE_TOKENS, tokens) &&
+            follow(slots + t)) {
+          store_lines(k + t * k_stride + head * k_head_stride, k_stride, v + t * v_stride + head * v_head_stride,
+                      v_stride, g.head_dim, dim, block_size, int(offset), keys, g.is_latent ? nullptr : keys + plane);
+          t += LANES - 1;
+          continue;
+        }
+      S::encode(k + t * k_stride + head * k_head_stride, g.head_dim, row, (float*)(keys + scales) + offset);
+      for (int w = 0; w < dim / N; w++) memcpy(keys + w * block_size + offset, row + w * N, sizeof(uint32_t));
+      if (g.is_latent) continue;
+      uint32_t* values = keys + plane;
+      S::encode(v + t * v_stride + head * v_head_stride, g.head_dim, row, (float*)(values + scales) + offset);
+      Element* to = reinterpret_cast<Element*>(values + offset / N * dim) + offset % N;
+      for (int d = 0; d < dim; d++) to[d * N] = row[d];
+    }
   });
 }
 

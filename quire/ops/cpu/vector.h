@@ -132,6 +132,27 @@ inline float sum(f32x16 v) {
   return v[0];
 }
 
+// 16 x 16 words, by exchanging ever larger blocks across the diagonal.
+inline void transpose(u32x16* v) {
+  auto exchange = [&](int distance, auto low, auto high) {
+    for (int i = 0; i < LANES; i++)
+      if (!(i & distance)) {
+        const u32x16 a = v[i], b = v[i + distance];
+        v[i] = low(a, b), v[i + distance] = high(a, b);
+      }
+  };
+#define QUIRE_SHUFFLE(...) [](u32x16 a, u32x16 b) { return __builtin_shufflevector(a, b, __VA_ARGS__); }
+  exchange(1, QUIRE_SHUFFLE(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+           QUIRE_SHUFFLE(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+  exchange(2, QUIRE_SHUFFLE(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+           QUIRE_SHUFFLE(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  exchange(4, QUIRE_SHUFFLE(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+           QUIRE_SHUFFLE(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+  exchange(8, QUIRE_SHUFFLE(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+           QUIRE_SHUFFLE(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+#undef QUIRE_SHUFFLE
+}
+
 inline bool any(i32x16 mask) {
 #ifdef __AVX512F__
   return _mm512_test_epi32_mask(as<__m512i>(mask), as<__m512i>(mask)) != 0;
