@@ -25,7 +25,7 @@ template <class T>
 void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int head_dim, int dim, int block_size,
                  int offset, uint32_t* keys, uint32_t* values) {
   constexpr int P = PAIR<T>, WORDS = LANES;
-  for (int w = 0; w < dim / P; w += WORDS) {  // dim is a multiple of 16: with pairs, half of the last words may be too many
+  for (int w = 0; w < dim / P; w += WORDS) {  // with pairs, half of the last 16 words may be too many
     u32x16 lines[LANES];
     for (int t = 0; t < LANES; t++) {
       T part[LANES * P] = {};
