@@ -46,7 +46,7 @@ struct Shape {
   int lines(int64_t panel) const { return int(std::min<int64_t>(PANEL, out - panel * PANEL) + LANES - 1) / LANES; }
 };
 
-// Format has: weights, the panels; step(lines), how many words make up the smallest run of inputs that a visit can end
+// Format has: weights, the panels; step(), how many words make up the smallest run of inputs that a visit can end
 // after; visit<R, C>(panel, first word, words, lines, first row, line, sums, is_first, ahead): adds the products of R
 // rows and C lines to sums [R][PANEL]; finish(panel, rows, sums): writes the results.
 template <class Format>
