@@ -1,7 +1,7 @@
 // A team of threads for work that is cut into items, which its members draw one by one.
 //
 // Members come when they can: nobody waits for a thread that another program keeps from its core, the others do its
-// share (with OpenMP's barriers, one busy program beside it made decoding 5 to 25 times as slow). Between two pieces of
+// share (with OpenMP's barriers, one busy program beside it made a decoding step 3 times as long). Between two pieces of
 // work, members look for the next one for a while, letting others use the core meanwhile, and then sleep.
 #pragma once
 
