@@ -149,6 +149,7 @@ def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name)
     flag, needed = build.INSTRUCTION_SETS[name]
     if needed - set(build._cpu_features().split()):
         pytest.skip("this processor is a lesser one itself")
+    torch.manual_seed(0)
     library = build.load(tmp_path, [*build.FLAGS, "-O1", flag])
     for module in (elementwise, linear, panels, quantized_linear, sampling, quire.attention.cpu):
         monkeypatch.setattr(module, "kernel", cache(library.function))
