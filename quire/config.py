@@ -52,6 +52,7 @@ class ModelConfig:
         "quantize dense weights when they are loaded: int8 with a scale a channel, or int4 in groups of 128 (the "
         "language-model head int8); activations are rounded to 8 bits (default: as the checkpoint is)",
     )
+    enforce_eager: bool = option(False, "call every kernel anew in each step, instead of replaying recorded calls")
     generation_config: str = option(
         "auto",
         "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones",
@@ -232,7 +233,7 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "trust_remote_code": "Quire never executes code from a checkpoint",
     **dict.fromkeys(
         """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path
-        gpu_memory_utilization swap_space cpu_offload_gb enforce_eager disable_custom_all_reduce mm_processor_kwargs
+        gpu_memory_utilization swap_space cpu_offload_gb disable_custom_all_reduce mm_processor_kwargs
         pooler_config structured_outputs_config compilation_config pipeline_parallel_size
         data_parallel_size enable_expert_parallel decode_context_parallel_size kv_transfer_config
         speculative_config enable_lora max_loras max_lora_rank limit_mm_per_prompt disable_sliding_window

@@ -34,6 +34,21 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """What becomes of queries and keys before they are used: they are normed by head, then rotated.
+
+    q_weight, k_weight: of the RMS norms, None for none. cos, sin: [tokens, rotary_dim / 2], float32, None for none.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class StepLayout:
     """One KV group's view of a step's flat batch: request r has the tokens query_start_loc[r] : query_start_loc[r + 1].
 
@@ -72,12 +87,22 @@ class AttentionBackend(ABC):
         """A layer's cache of `num_blocks` blocks, in this backend's own layout."""
 
     @abstractmethod
-    def plan(self, layout: StepLayout) -> Any:
-        """Whatever `store` and `attend` need to know of a step, made once and used by every layer of the group."""
+    def plan(self, layout: StepLayout, over: Any = None) -> Any:
+        """Whatever `store` and `attend` need to know of a step, made once and used by every layer of the group.
+
+        over: a plan of another step with as many tokens and requests, to be overwritten: what was recorded with it is
+        then repeated for this step.
+        """
 
     @abstractmethod
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
         """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None where the cache is latent."""
+
+    can_prepare = False  # whether it has `prepare`
+
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Any, how: Preparation) -> None:
+        """Norm and rotate q, k: [tokens, heads, head_dim] in place and store k, v, in one pass over them."""
+        raise NotImplementedError(self.name)
 
     @abstractmethod
     def attend(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.base import AttentionBackend, AttentionShape, Preparation, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
 
@@ -29,7 +29,7 @@ class _Step(ctypes.Structure):
     ]  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class CpuPlan:
     """A step cut into tasks. `step` points into the tensors, which must live as long."""
 
@@ -82,28 +82,45 @@ class CpuAttention(AttentionBackend):
         kernel("quire_advise_huge_pages", "pl")(cache.data_ptr(), cache.nbytes)
         return cache
 
-    def plan(self, layout: StepLayout) -> CpuPlan:
+    def plan(self, layout: StepLayout, over: CpuPlan | None = None) -> CpuPlan:
         starts, lengths = layout.query_start_loc.contiguous(), layout.seq_lens.contiguous()
         slots, block_table = layout.slot_mapping.contiguous(), layout.block_table
         if block_table.stride(1) != 1:
             block_table = block_table.contiguous()
         threads, requests = torch.get_num_threads(), len(lengths)
-        splits = _TASKS_PER_THREAD * threads
-        tasks = torch.empty(len(slots) + requests + splits, _TASK_INTS, dtype=torch.int32)
-        merges = torch.empty(splits, _MERGE_INTS, dtype=torch.int32)
-        step = _Step(block_table.data_ptr(), block_table.stride(0))
+        if over is None:
+            splits = _TASKS_PER_THREAD * threads
+            tasks = torch.empty(len(slots) + requests + splits, _TASK_INTS, dtype=torch.int32)
+            over = CpuPlan(_Step(), slots, block_table, tasks, torch.empty(splits, _MERGE_INTS, dtype=torch.int32))
+        else:
+            over.slots.copy_(slots)
+            over.block_table = block_table
+        over.step.block_table, over.step.table_stride = block_table.data_ptr(), block_table.stride(0)
         kernel("quire_attention_plan", "pppiippp")(
-            self._geometry_address, starts.data_ptr(), lengths.data_ptr(), requests, threads, tasks.data_ptr(),
-            merges.data_ptr(), ctypes.addressof(step),
+            self._geometry_address, starts.data_ptr(), lengths.data_ptr(), requests, threads, over.tasks.data_ptr(),
+            over.merges.data_ptr(), ctypes.addressof(over.step),
         )  # fmt: skip
-        return CpuPlan(step, slots, block_table, tasks, merges)
+        return over
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: CpuPlan) -> None:
         k = _dense(k)
         v = k if v is None else _dense(v)  # a latent cache takes no notice of it
-        kernel("quire_attention_store", "pppllpllpli")(
+        kernel("quire_attention_store", "pppllpllplp")(
             self._geometry_address, cache.data_ptr(), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(),
-            v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), plan.step.threads,
+            v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
+        )  # fmt: skip
+
+    can_prepare = True
+
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, how: Preparation) -> None:
+        q_weight, k_weight, cos, sin = how.q_weight, how.k_weight, how.cos, how.sin
+        kernel("quire_attention_prepare", "pppllpllpllplpppifppli")(
+            self._geometry_address, cache.data_ptr(), q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(),
+            k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots),
+            ctypes.addressof(plan.step), None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            q_weight is not None and q_weight.dtype is torch.float32, how.eps, None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], how.interleaved,
         )  # fmt: skip
 
     def attend(

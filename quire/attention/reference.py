@@ -39,7 +39,7 @@ class ReferenceAttention(AttentionBackend):
     def allocate(self, num_blocks: int) -> Tensor:
         return torch.zeros(num_blocks, *self._block_shape, dtype=self._dtype, device=self.shape.device)
 
-    def plan(self, layout: StepLayout) -> StepLayout:
+    def plan(self, layout: StepLayout, over: StepLayout | None = None) -> StepLayout:
         return layout
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:

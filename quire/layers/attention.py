@@ -6,10 +6,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import AttentionBackend, Preparation
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
-from quire.layers.norm import NormSpec
+from quire.layers.norm import NormSpec, RMSNorm
 from quire.layers.qk_norm import make_qk_norm
 from quire.parallel.mesh import TensorGroup
 
@@ -162,7 +162,7 @@ class Attention(CachedAttention):
         self.num_heads, self.num_kv_heads, self.head_dim = len(share.heads), len(share.kv_heads), dim
         self.place, self.soft_cap, self.interleaved = place, spec.soft_cap, spec.interleaved_rotary
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
-        self.rotary_embedding = builder.kernels.rotary_embedding
+        self.kernels = builder.kernels
         hidden, transposed = spec.hidden_size, spec.transposed
         self.qkv = ColumnParallelLinear(builder, hidden, share.parts(spec, names), spec.qkv_bias, transposed)
         inputs = spec.num_heads * dim
@@ -178,6 +178,15 @@ class Attention(CachedAttention):
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
+        self.in_one_pass = False
+
+    def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
+        super().bind(backend, cache)
+        norms, chosen = (self.q_norm, self.k_norm), self.kernels.chosen
+        as_pinned = chosen["rms_norm"] == chosen["rotary_embedding"] == backend.name
+        by_head = norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)
+        self.in_one_pass = backend.can_prepare and as_pinned and by_head and self.alibi is None
+
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""
         assert self.backend is not None, "bind the cache first"
@@ -185,15 +194,24 @@ class Attention(CachedAttention):
         tokens, heads, kv_heads, place = x.shape[0], self.num_heads, self.num_kv_heads, self.place
         qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, self.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if place.rotary is not None:
-            q, k = self.rotary_embedding(q, k, *state.rotary[place.rotary], self.interleaved)
-        if self.alibi is not None:
-            q, k, v = self.alibi.extend(q, k, v, state.positions)
         plan = state.plans[place.kv_group]
-        self.backend.store(self.cache, k, v, plan)
+        if self.in_one_pass:
+            self.backend.prepare(self.cache, q, k, v, plan, self._preparation(state))
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if place.rotary is not None:
+                q, k = self.kernels.rotary_embedding(q, k, *state.rotary[place.rotary], self.interleaved)
+            if self.alibi is not None:
+                q, k, v = self.alibi.extend(q, k, v, state.positions)
+            self.backend.store(self.cache, k, v, plan)
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
         return self.out(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim))
+
+    def _preparation(self, state: ForwardState) -> Preparation:
+        cos, sin = (None, None) if self.place.rotary is None else state.rotary[self.place.rotary]
+        if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)):
+            return Preparation(None, None, 0.0, cos, sin, self.interleaved)
+        return Preparation(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin, self.interleaved)

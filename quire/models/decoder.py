@@ -113,9 +113,9 @@ class Decoder:
             for j, layer in enumerate(kv_spec.layers):
                 self.layers[layer].attention.bind(backend, tensors[j])
 
-    def forward(self, ids: Tensor, state: ForwardState) -> Tensor:
-        """ids: [tokens] -> hidden states after the final norm: [tokens, hidden]"""
-        x, residual = self.embed(ids, state.positions), None
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        """The layers and the final norm. x: what `embed` gives -> hidden states: [tokens, hidden]"""
+        residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, state)
         return self.final_norm.add(x, residual)[0]

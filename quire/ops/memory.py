@@ -1,16 +1,41 @@
-"""Memory for large tensors."""
+"""Memory for weights: on huge pages, where they are read 7-12 % faster."""
+
+import math
 
 import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel, library
 
-_WORTHWHILE = 1 << 22  # bytes: two huge pages
+_WORTHWHILE = 1 << 22  # bytes that get huge pages of their own: two of them
+_SHARED = 1 << 16  # bytes from which on smaller tensors share some
+_SLAB = 1 << 25
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.empty; on a CPU on huge pages where that pays: weights are then read 7-12 % faster."""
+    """Like torch.empty; on a CPU on huge pages, if it is large."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and tensor.nbytes >= _WORTHWHILE and library() is not None:
         kernel("quire_advise_huge_pages", "pl")(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+class Slabs:
+    """Tensors that are to stay, side by side on huge pages. A slab is freed with the last tensor in it."""
+
+    def __init__(self) -> None:
+        self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Like `empty`, for what lives as long as the model."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or not _SHARED <= size < _WORTHWHILE:
+            return empty(*shape, dtype=dtype, device=device)
+        if self._used + size > len(self._slab):
+            self._slab, self._used = empty(_SLAB, dtype=torch.uint8, device=device), 0
+        part = self._slab[self._used : self._used + size]
+        self._used += -(-size // 64) * 64
+        return part.view(dtype).view(shape)
+
+
+lasting = Slabs()

@@ -14,6 +14,7 @@ from quire.models.decoder import Decoder
 from quire.sampling.logits_processors import Ints
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
+from quire.worker.graphs import Graphs
 from quire.worker.input_batch import FlatBatch, InputBatch
 
 _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
@@ -22,8 +23,17 @@ _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same tim
 class ModelRunner:
     """Executes steps. The forward and the sampling of a step are two calls, in that order, step after step."""
 
-    def __init__(self, model: Decoder, batch: InputBatch, backend: AttentionBackend, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        batch: InputBatch,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """graphs: to record steps with, None to call every kernel anew."""
         self.model, self.batch, self.backend, self.sampler = model, batch, backend, sampler
+        self.graphs = graphs
         self.device = backend.shape.device
         self.processors = sampler.processors
         self._submitted: dict[int, tuple[FlatBatch, Tensor]] = {}  # by step id: the batch and its logits
@@ -43,7 +53,7 @@ class ModelRunner:
             self._prompt_logprobs.pop(new.row, None)
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
-        hidden = self.model.forward(self._upload(flat.input_ids), self._forward_state(flat))
+        hidden = self._forward(flat)
         self._score_prompts(flat, hidden)
         last = (flat.query_start_loc[1:] - 1)[flat.samples]
         self._submitted[step.step_id] = flat, self.model.logits(hidden[self._upload(last.astype(np.int64))])
@@ -105,15 +115,20 @@ class ModelRunner:
     def _upload(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _forward_state(self, flat: FlatBatch) -> ForwardState:
+    def _forward(self, flat: FlatBatch) -> Tensor:
+        """Hidden states: [tokens, hidden]"""
         positions = self._upload(flat.positions)
+        x = self.model.embed(self._upload(flat.input_ids), positions)
         rotary = [table(positions) for table in self.model.rotary]
         query_start_loc, seq_lens = self._upload(flat.query_start_loc), self._upload(flat.seq_lens)
-        plans = []
-        for slots, tables in zip(flat.slot_mapping, flat.block_tables, strict=True):
-            slots, tables = self._upload(slots), self._upload(tables)
-            plans.append(self.backend.plan(StepLayout(query_start_loc, seq_lens, slots, tables)))
-        return ForwardState(positions, rotary, plans)
+        layouts = [
+            StepLayout(query_start_loc, seq_lens, self._upload(slots), self._upload(tables))
+            for slots, tables in zip(flat.slot_mapping, flat.block_tables, strict=True)
+        ]
+        if len(x) == len(flat.rows) and self.graphs is not None and self.graphs.usable:
+            return self.graphs.forward(x, positions, rotary, layouts)
+        plans = [self.backend.plan(layout) for layout in layouts]
+        return self.model.forward(x, ForwardState(positions, rotary, plans))
 
     def _sampling_batch(self, rows: Ints) -> SamplingBatch:
         """The parameters of the rows that sample; what no row asks for stays None."""

@@ -17,6 +17,7 @@ from quire.models.load import load_model
 from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import TensorGroup
 from quire.sampling.sampler import Sampler
+from quire.worker.graphs import Graphs
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
 
@@ -48,7 +49,8 @@ class Worker:
         model.bind_cache(backend, [backend.allocate(num_blocks) for _ in range(num_tensors)])
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
-        self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels, config, device))
+        graphs = None if config.model.enforce_eager else Graphs(model, backend)
+        self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels, config, device), graphs)
 
 
 def _cell(config: EngineConfig, spec: DecoderSpec) -> torch.dtype | None:

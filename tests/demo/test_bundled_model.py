@@ -89,7 +89,7 @@ def _losses(llm: LLM, ids: list[int]) -> torch.Tensor:
     runner.batch.edit_block_tables(step)
     flat = runner.batch.flatten(step)
     with torch.inference_mode():
-        hidden = runner.model.forward(torch.tensor(ids), runner._forward_state(flat))
+        hidden = runner._forward(flat)
         logits = runner.model.logits(hidden).float()
         losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
     llm.reset_prefix_cache()

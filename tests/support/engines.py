@@ -107,5 +107,5 @@ def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = 
             batch.install(new)
         batch.edit_block_tables(step)
         flat = batch.flatten(step)
-        rows.append(model.logits(model.forward(torch.from_numpy(flat.input_ids), runner._forward_state(flat))))
+        rows.append(model.logits(runner._forward(flat)))
     return torch.cat(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -148,15 +149,16 @@ def no_qk_norm(model: Decoder) -> None:
 
 def qk_norm_after_rotary(model: Decoder) -> None:
     for layer in model.layers:
-        attention = layer.attention
-        q_norm, k_norm, rotate = attention.q_norm, attention.k_norm, attention.rotary_embedding
+        attention, kernels = layer.attention, copy(layer.attention.kernels)
+        q_norm, k_norm, rotate = attention.q_norm, attention.k_norm, kernels.rotary_embedding
         attention.q_norm = attention.k_norm = None
 
         def rotate_then_norm(q, k, cos, sin, interleaved, q_norm=q_norm, k_norm=k_norm, rotate=rotate):
             q, k = rotate(q, k, cos, sin, interleaved)
             return q_norm(q), k_norm(k)
 
-        attention.rotary_embedding = rotate_then_norm
+        kernels.rotary_embedding = rotate_then_norm
+        attention.kernels, attention.in_one_pass = kernels, False
 
 
 def qk_norm_of_each_head(model: Decoder) -> None:

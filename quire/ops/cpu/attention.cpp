@@ -4,6 +4,7 @@
 // visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token. Where there are too
 // few tasks for the threads, the keys are split as well and the partial results merged.
 #include "attention.h"
+#include "replay.h"
 #include "team.h"
 
 #include <algorithm>
@@ -450,3 +451,5 @@ void quire_attention_attend(const Geometry* g, const Step* step, const void* q, 
   });
 }
 }
+
+RECORDABLE(quire_attention_attend)

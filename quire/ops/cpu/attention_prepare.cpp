@@ -1,5 +1,7 @@
 // What comes before a step attends: cutting it into tasks, and storing its keys and values.
 #include "attention.h"
+#include "elementwise.h"
+#include "replay.h"
 #include "team.h"
 
 #include <sys/mman.h>
@@ -49,9 +51,37 @@ void store_lines(const T* k, int64_t k_stride, const T* v, int64_t v_stride, int
     }
 }
 
+// What becomes of the queries and keys before they are used, where they lie: they are normed by head, and rotated.
+template <class T>
+struct Preparation {
+  T *q, *k;
+  int64_t q_stride, q_head_stride, k_stride, k_head_stride;
+  const void *q_weight, *k_weight;  // null where they are not normed
+  bool wide_weight;
+  float eps;
+  const float *cos, *sin;  // [tokens, half]; null where they are not rotated
+  int64_t half;
+  bool interleaved;
+
+  // The heads that share a KV head, of one token.
+  void run(const Geometry& g, int64_t token, int64_t kv_head) const {
+    for (int i = 0; i < g.group(); i++)
+      one(q + token * q_stride + (kv_head * g.group() + i) * q_head_stride, q_weight, token, g.head_dim);
+    one(k + token * k_stride + kv_head * k_head_stride, k_weight, token, g.head_dim);
+  }
+
+  void one(T* x, const void* weight, int64_t token, int64_t dim) const {
+    if (weight && wide_weight) norm_row(x, (const float*)weight, x, dim, eps);
+    else if (weight) norm_row(x, (const T*)weight, x, dim, eps);
+    if (!cos) return;
+    (interleaved ? rotate_pairs<T> : rotate_halves<T>)(x, 1, 0, cos + token * half, sin + token * half, half);
+  }
+};
+
 template <class S, class T = typename S::T>
 void store_tokens(const Geometry& g, uint32_t* cache, const T* k, int64_t k_stride, int64_t k_head_stride, const T* v,
-                  int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens, int threads) {
+                  int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens, int threads,
+                  const Preparation<T>* preparation = nullptr) {
   using Element = typename S::Element;
   constexpr int N = TOKENS<S>;  // elements in a word
   // Heads outside, tokens in runs: what a thread stores at a time then falls into the same cache lines.
@@ -63,6 +93,8 @@ void store_tokens(const Geometry& g, uint32_t* cache, const T* k, int64_t k_stri
     thread_local std::vector<Element> padded;
     padded.assign(dim, Element{});
     Element* const row = padded.data();
+    for (int64_t t = first; preparation && t < std::min(first + STORE_TOKENS, tokens); t++)
+      preparation->run(g, t, head);
     for (int64_t t = first; t < std::min(first + STORE_TOKENS, tokens); t++) {
       if (slots[t] < 0) continue;
       const int64_t offset = slots[t] % block_size;
@@ -128,12 +160,29 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
 
 void quire_attention_store(const Geometry* g, void* cache, const void* k, int64_t k_stride, int64_t k_head_stride,
                            const void* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
-                           int32_t threads) {
+                           const Step* step) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
     store_tokens<S>(*g, (uint32_t*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride,
-                    slots, tokens, threads);
+                    slots, tokens, step->threads);
+  });
+}
+
+// The same, after queries and keys were normed and rotated in place (see Preparation).
+void quire_attention_prepare(const Geometry* g, void* cache, void* q, int64_t q_stride, int64_t q_head_stride, void* k,
+                             int64_t k_stride, int64_t k_head_stride, const void* v, int64_t v_stride,
+                             int64_t v_head_stride, const int64_t* slots, int64_t tokens, const Step* step,
+                             const void* q_weight, const void* k_weight, int wide_weight, float eps, const float* cos,
+                             const float* sin, int64_t half, int interleaved) {
+  with_storage(*g, [&](auto storage) {
+    using S = decltype(storage);
+    using T = typename S::T;
+    const Preparation<T> preparation{(T*)q,    (T*)k,    q_stride,         q_head_stride, k_stride, k_head_stride,
+                                     q_weight, k_weight, wide_weight != 0, eps,           cos,      sin,
+                                     half,     interleaved != 0};
+    store_tokens<S>(*g, (uint32_t*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride,
+                    slots, tokens, step->threads, &preparation);
   });
 }
 
@@ -146,3 +195,6 @@ void quire_advise_huge_pages(void* memory, int64_t bytes) {
 #endif
 }
 }
+
+RECORDABLE(quire_attention_store)
+RECORDABLE(quire_attention_prepare)

@@ -52,6 +52,13 @@ class Library:
         function.restype = None
         return function  # type: ignore[no-any-return]
 
+    def address(self, name: str) -> int | None:
+        """Of a function; None if there is none of that name."""
+        try:
+            return ctypes.cast(self._loaded[name], ctypes.c_void_p).value
+        except AttributeError:
+            return None
+
 
 _chosen = ["native"]  # of the process: its kernels are one library
 
@@ -63,7 +70,7 @@ def choose_instruction_set(name: str) -> None:
     if name != _chosen[0]:
         _chosen[0] = name
         library.cache_clear()
-        kernel.cache_clear()
+        _kernel.cache_clear()
 
 
 @cache
@@ -78,12 +85,27 @@ def library() -> Library | None:
         return None
 
 
-@cache
+# Who is to see the calls of kernels (recording.py): given a kernel's name, arguments and itself, returns what to call.
+recorder: list[Callable[[str, str, Callable[..., None]], Callable[..., None]]] = []
+
+
 def kernel(name: str, arguments: str) -> Callable[..., None]:
     """A kernel of `library()`, which must not be None: for implementations that were chosen because it is not."""
+    function = _kernel(name, arguments)
+    return recorder[-1](name, arguments, function) if recorder else function
+
+
+@cache
+def _kernel(name: str, arguments: str) -> Callable[..., None]:
     loaded = library()
     assert loaded is not None
     return loaded.function(name, arguments)
+
+
+def recordable(name: str) -> int | None:
+    """The address of the form of a kernel that replay.cpp calls, None if it has none."""
+    loaded = library()
+    return None if loaded is None else loaded.address(f"{name}_recorded")
 
 
 def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Library:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "replay.h"
 #include "team.h"
 #include "vector.h"
 
@@ -107,3 +108,5 @@ extern "C" void quire_grouped_linear(int is_bf16, const void* x, int64_t x_strid
   };
   is_bf16 ? run(bf16{}) : run(float{});
 }
+
+RECORDABLE(quire_grouped_linear)

@@ -1,5 +1,6 @@
 // The dense product, from weights in panels (panels.h): packing them, multiplying, and reading rows back.
 #include "panels.h"
+#include "replay.h"
 
 using namespace quire;
 
@@ -15,10 +16,13 @@ struct Dense {
 
   int64_t step() const { return 1; }
 
+  void expect(int64_t, int) const {}
+
   template <int R, int C>
   void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
              Ahead& ahead) const {
-    const int stride = lines * LANES, fetches = int((ahead.count + words - 1) / words);
+    const int stride = lines * LANES;
+    Ahead::Pace pace = ahead.pace(words);
     const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
     const char* from = reinterpret_cast<const char*>(x + row * x_stride + 2 * word);
     const int64_t bytes = x_stride * sizeof(bf16);
@@ -31,7 +35,7 @@ struct Dense {
       u32x16 line[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) line[c] = load_words(w + i * stride + c * LANES);
-      ahead.fetch(fetches);
+      ahead.fetch(pace);
 #pragma GCC unroll 6
       for (int r = 0; r < R; r++) {
         uint32_t pair;
@@ -96,3 +100,5 @@ void quire_panel_rows(const void* packed, int64_t out, int64_t words, const int6
   }, 8);
 }
 }
+
+RECORDABLE(quire_linear)

@@ -33,9 +33,20 @@ struct Ahead {
   const char* at;
   int count;
 
+  // In even portions for each of `words` words: bursts would fill the buffers that reading from the caches needs.
+  struct Pace {
+    uint32_t step, due = 0;  // in 1 / 65,536 of a line
+  };
+
+  Pace pace(int64_t words) {
+    const Pace all{uint32_t((int64_t(count) << 16) / words + 1)};
+    count = 0;
+    return all;
+  }
+
   // Into the second-level cache: the first one has too few buffers to cover the latency of memory.
-  void fetch(int lines) {
-    for (lines = std::min(lines, count), count -= lines; lines > 0; lines--, at += 64) __builtin_prefetch(at, 0, 2);
+  void fetch(Pace& pace) {
+    for (pace.due += pace.step; pace.due >= 1 << 16; pace.due -= 1 << 16, at += 64) __builtin_prefetch(at, 0, 2);
   }
 };
 
@@ -76,6 +87,7 @@ void multiply(const Format& format, const Shape& shape, int threads) {
           const int64_t then = next / blocks;
           ahead = reinterpret_cast<const char*>(format.weights + then * PANEL * shape.words);
           to_fetch = then == panel ? 0 : std::min(chunk, shape.words) * shape.lines(then);
+          if (then != panel) format.expect(then, shape.lines(then));
         }
         int row = 0;
         for (int piece = 0; piece < pieces; piece++) {  // of nearly equal sizes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.cpu.build import kernel
-from quire.ops.memory import empty
+from quire.ops.memory import lasting
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Panels:
         data, padding = matrix, -columns % (4 // matrix.element_size())
         if rows % 16 or padding or not matrix.is_contiguous():
             matrix = torch.nn.functional.pad(matrix, (0, padding)).contiguous()
-            data = empty(-(-rows // 16) * 16, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+            data = lasting.empty(-(-rows // 16) * 16, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
         panels = Panels(data, rows, columns, data.shape[1] * data.element_size() // 4)
         kernel("quire_panels", "pllpi")(matrix.data_ptr(), rows, panels.words, data.data_ptr(), torch.get_num_threads())
         return panels

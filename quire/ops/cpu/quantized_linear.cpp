@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "panels.h"
+#include "replay.h"
 
 using namespace quire;
 
@@ -101,10 +102,20 @@ struct Quantized {
 
   int64_t step() const { return group_words; }
 
+  // The scales and offsets of a panel, which are far from its codes.
+  void expect(int64_t panel, int lines) const {
+    for (int64_t i = 0; i < x.groups * lines; i++) {
+      const int64_t at = panel * PANEL * x.groups + i * LANES;
+      __builtin_prefetch(scales + at, 0, 2);
+      if (offsets) __builtin_prefetch(offsets + at, 0, 2);
+    }
+  }
+
   template <int R, int C>
   void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
              Ahead& ahead) const {
-    const int stride = lines * LANES, fetches = int((ahead.count + words - 1) / words);
+    const int stride = lines * LANES;
+    Ahead::Pace pace = ahead.pace(words);
     const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
     const int8_t* codes = x.codes.data() + row * x.stride;
     for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
@@ -120,7 +131,7 @@ struct Quantized {
         u32x16 line[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) line[c] = load_words(w + i * stride + c * LANES);
-        ahead.fetch(fetches);
+        ahead.fetch(pace);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
           uint32_t word_of_x[X_WORDS];
@@ -168,3 +179,5 @@ extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride
   };
   bits == 4 ? run(Constant<4>{}) : run(Constant<8>{});
 }
+
+RECORDABLE(quire_quantized_linear)

@@ -9,7 +9,7 @@ from quire.ops.cpu.build import kernel
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.cpu.linear import on_cpu_in_bfloat16
 from quire.ops.cpu.panels import Panels
-from quire.ops.memory import empty
+from quire.ops.memory import lasting
 from quire.ops.reference.quantized import FACTORS, QuantizedMatrix, quantize, quantized_linear
 
 
@@ -66,8 +66,8 @@ def quantize_cpu(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     out_features, in_features = weight.shape
     group = min(group, in_features)
     width = in_features if bits == 8 else -(-in_features // 2)
-    codes = empty(out_features, width, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(out_features, -(-in_features // group))
+    codes = lasting.empty(out_features, width, dtype=torch.uint8, device=weight.device)
+    scales = lasting.empty(out_features, -(-in_features // group), dtype=torch.float32, device=weight.device)
     factors = torch.tensor(FACTORS[bits])
     kernel("quire_quantize", "ipllilpippi")(
         weight.dtype is torch.bfloat16, weight.data_ptr(), out_features, in_features, bits, group, factors.data_ptr(),

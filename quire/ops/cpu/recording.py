@@ -1,0 +1,104 @@
+"""Recording the kernels that a function calls, to call them again without Python: what a CUDA graph is to a GPU.
+
+A recorded function must be nothing but kernels, views and new tensors: what torch itself computes would be missing when
+the kernels are called again. Its tensors lie in an arena, where they stay.
+"""
+
+import ctypes
+import math
+import struct
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.ops.cpu import build
+
+_NEW = {"aten::empty", "aten::new_empty", "aten::empty_like"}
+_READS = {"aten::resolve_conj"}  # what tolist() shows of itself
+_SMALLEST = 4096  # bytes of a buffer
+
+
+class Arena:
+    """Memory for the tensors of recorded functions, all of which use the same: one runs at a time.
+
+    Buffers have sizes of powers of two, so that functions of many sizes share them; one is free again when the last
+    tensor in it is gone.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        room = max(_SMALLEST, 1 << (size - 1).bit_length())
+        free = self._free.setdefault(room, [])
+        buffer = free.pop() if free else torch.empty(room, dtype=torch.uint8).numpy()
+        lent = buffer[:size]  # an object of its own, which lives as long as a tensor uses its memory
+        weakref.finalize(lent, free.append, buffer).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records what happens while it is entered. obstacle: the first thing that cannot be repeated, if any."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.arena = arena
+        self.obstacle: str | None = None
+        self._calls: list[int] = []
+
+    def __enter__(self) -> Self:
+        build.recorder.append(self._record)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        build.recorder.remove(self._record)
+        self._words = (ctypes.c_int64 * len(self._calls))(*self._calls)
+        self._replay = build.kernel("quire_replay", "pl")
+
+    def replay(self) -> None:
+        """The recorded calls once more, with the same addresses."""
+        self._replay(self._words, len(self._words))
+
+    def _record(self, name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
+        address = build.recordable(name)
+        if address is None:
+            self.obstacle = self.obstacle or name
+
+        def call(*values: Any) -> None:
+            function(*values)
+            self._calls += [address or 0, len(values), *map(_word, arguments, values)]
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name, kwargs or {}
+        if name in _NEW:
+            like = args[0] if isinstance(args[0], Tensor) else None
+            shape = args[0] if like is None else like.shape if name == "aten::empty_like" else args[1]
+            dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+            return self.arena.empty(tuple(shape), dtype)
+        result = func(*args, **kwargs)
+        if not func.is_view or name in _READS or not _same_memory(result, args[0]):
+            self.obstacle = self.obstacle or name
+        return result
+
+
+def _word(letter: str, value: Any) -> int:
+    """An argument in 64 bits."""
+    if letter == "f":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value or 0)
+
+
+def _same_memory(made: Tensor | list[Tensor], source: Tensor) -> bool:
+    address = source.untyped_storage().data_ptr()
+    return all(t.untyped_storage().data_ptr() == address for t in ([made] if isinstance(made, Tensor) else made))

@@ -1,0 +1,46 @@
+"""Norm, rotation and storing in one pass, against the three one after the other: to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention.test_attention import BFLOAT16, CELLS, FLOAT32, World, build
+
+from quire.attention.base import Preparation
+from quire.attention.cpu import CpuAttention
+from quire.ops import Kernels
+from quire.ops.registry import Target
+
+
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, *CELLS], ids=str)
+@pytest.mark.parametrize("requests", [[(0, 1)], [(3, 70), (0, 16), (40, 1)], [(9, 1)] * 20], ids=str)
+@pytest.mark.parametrize("rotary", ["halves", "pairs", "part", None])
+@pytest.mark.parametrize("norm", ["model's type", "float32", None])
+def test_preparing_in_one_pass_is_norm_rotation_and_storing(kept, requests, rotary, norm):
+    world = World(build(CpuAttention, 6, 2, 48, 32, kept), requests)
+    backend, kernels = world.backend, Kernels(Target(torch.device("cpu"), kept.dtype))
+    tokens = sum(new for _, new in requests)
+    draw = torch.Generator().manual_seed(1)
+    qkv = torch.randn(tokens, 6 + 2 + 2, 48, generator=draw).to(kept.dtype)
+    weights = [torch.rand(48, generator=draw) + 0.5 for _ in "qk"] if norm else [None, None]
+    if norm == "model's type":
+        weights = [weight.to(kept.dtype) for weight in weights]
+    half = 16 if rotary == "part" else 24
+    angles = torch.rand(tokens, half, generator=draw) * 6
+    cos, sin = (angles.cos(), angles.sin()) if rotary else (None, None)
+    plan = backend.plan(world.layout(world.requests))
+
+    wanted_cache, made_cache = world.cache.clone(), world.cache.clone()
+    q, k, v = qkv.clone().split([6, 2, 2], dim=1)
+    if norm:
+        q, k = kernels.rms_norm(q, weights[0], 1e-6), kernels.rms_norm(k, weights[1], 1e-6)
+    if rotary:
+        q, k = kernels.rotary_embedding(q, k, cos, sin, rotary == "pairs")
+    backend.store(wanted_cache, k, v, plan)
+
+    made_q, made_k, made_v = qkv.clone().split([6, 2, 2], dim=1)
+    how = Preparation(*weights, 1e-6, cos, sin, rotary == "pairs")
+    backend.prepare(made_cache, made_q, made_k, made_v, plan, how)
+    assert torch.equal(made_q, q)
+    assert torch.equal(made_k, k)
+    assert torch.equal(made_cache.view(torch.uint8), wanted_cache.view(torch.uint8))

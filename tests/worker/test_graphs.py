@@ -1,0 +1,60 @@
+"""Steps that are replayed say what steps say in which every kernel is called anew, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.llm import LLM
+from quire.loading.hub import bundled_model
+from quire.messages.sampling_params import SamplingParams
+from quire.ops.cpu.build import library
+from support.checkpoints import ALL_VARIANTS, write_checkpoint
+from support.engines import generate, make_llm, tokens_of
+
+if library() is None:
+    pytest.skip("the CPU kernels cannot be compiled here", allow_module_level=True)
+
+PROMPTS = [[7 + i] * length for i, length in enumerate([1, 15, 16, 17, 30, 31, 64, 90])]
+# Some end earlier than others: the number of requests in a step changes all the time.
+PARAMS = [SamplingParams(temperature=0, max_tokens=6 + 5 * i, ignore_eos=True, logprobs=1) for i in range(len(PROMPTS))]
+RECORDED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral"]
+
+
+def said(llm: LLM) -> list[Any]:
+    """Tokens and logprobs, each with others running beside it, twice: the second time nothing is new."""
+    first, second = generate(llm, PROMPTS, PARAMS), generate(llm, PROMPTS, PARAMS)
+    assert tokens_of(first) == tokens_of(second)
+    outputs = [completion for request in second for completion in request.outputs]
+    return [(o.token_ids, [{t: v.logprob for t, v in at.items()} for at in o.logprobs]) for o in outputs]
+
+
+@pytest.mark.parametrize("variant", [v for v in ALL_VARIANTS if v in RECORDED])
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
+def test_replayed_steps_change_nothing(tmp_path, variant, options):
+    kind, config, writing = ALL_VARIANTS[variant]
+    path = write_checkpoint(tmp_path, kind, config, **writing)
+    llm = make_llm(path, dtype="bfloat16", **options)
+    graphs = llm.core.executor.runner.graphs
+    assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, **options))
+    assert graphs.usable
+    assert sorted(graphs._graphs) == list(range(1, len(PROMPTS) + 1))
+
+
+def test_preempted_requests_too():
+    options = {"max_model_len": 256, "max_num_seqs": 16}
+    roomy = LLM(bundled_model(), enforce_eager=True, num_gpu_blocks_override=400, **options)
+    crowded = LLM(bundled_model(), num_gpu_blocks_override=20, enable_prefix_caching=False, **options)
+    assert tokens_of(generate(crowded, PROMPTS, PARAMS)) == tokens_of(generate(roomy, PROMPTS, PARAMS))
+    assert crowded.core.scheduler.stats.preemptions > 0
+
+
+def test_a_model_of_other_operations_runs_as_ever(tmp_path):
+    kind, config, writing = ALL_VARIANTS["mixtral"]  # torch chooses its experts
+    path = write_checkpoint(tmp_path, kind, config, **writing)
+    llm = make_llm(path, dtype="bfloat16")
+    assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True))
+    assert not llm.core.executor.runner.graphs.usable
+    assert torch.is_inference_mode_enabled() is False
