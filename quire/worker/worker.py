@@ -49,7 +49,8 @@ class Worker:
         model.bind_cache(backend, [backend.allocate(num_blocks) for _ in range(num_tensors)])
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
-        graphs = None if config.model.enforce_eager else Graphs(model, backend)
+        recorded = not config.model.enforce_eager and group.size == 1  # the sum over ranks is not a kernel
+        graphs = Graphs(model, backend) if recorded else None
         self.runner = ModelRunner(model, batch, backend, Sampler(model.kernels, config, device), graphs)
 
 

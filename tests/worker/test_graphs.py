@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -51,6 +54,14 @@ def test_preempted_requests_too():
     assert crowded.core.scheduler.stats.preemptions > 0
 
 
+def test_engines_of_several_threads_record_their_own_kernels():
+    engines = [LLM(bundled_model(), max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=400) for _ in range(3)]
+    wanted = tokens_of(generate(LLM(bundled_model(), enforce_eager=True, max_model_len=256), PROMPTS, PARAMS))
+    with ThreadPoolExecutor(len(engines)) as pool:
+        for made in pool.map(lambda llm: tokens_of(generate(llm, PROMPTS, PARAMS)), engines):
+            assert made == wanted
+
+
 def test_a_model_of_other_operations_runs_as_ever(tmp_path):
     kind, config, writing = ALL_VARIANTS["mixtral"]  # torch chooses its experts
     path = write_checkpoint(tmp_path, kind, config, **writing)
@@ -58,3 +69,14 @@ def test_a_model_of_other_operations_runs_as_ever(tmp_path):
     assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True))
     assert not llm.core.executor.runner.graphs.usable
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_recording_does_not_import_torchs_compiler():
+    """It would take a second of the first answer, and 130 MB."""
+    program = """
+import sys
+from quire import LLM, SamplingParams
+LLM(max_model_len=128).generate("Once", SamplingParams(max_tokens=4), use_tqdm=False)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

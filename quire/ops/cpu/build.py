@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -85,14 +86,19 @@ def library() -> Library | None:
         return None
 
 
-# Who is to see the calls of kernels (recording.py): given a kernel's name, arguments and itself, returns what to call.
-recorder: list[Callable[[str, str, Callable[..., None]], Callable[..., None]]] = []
+class _Recorder(threading.local):
+    """Who is to see a thread's calls of kernels: given a kernel's name, arguments and itself, returns what to call."""
+
+    record: Callable[[str, str, Callable[..., None]], Callable[..., None]] | None = None
+
+
+recorder = _Recorder()
 
 
 def kernel(name: str, arguments: str) -> Callable[..., None]:
     """A kernel of `library()`, which must not be None: for implementations that were chosen because it is not."""
-    function = _kernel(name, arguments)
-    return recorder[-1](name, arguments, function) if recorder else function
+    function, record = _kernel(name, arguments), recorder.record
+    return function if record is None else record(name, arguments, function)
 
 
 @cache

@@ -53,14 +53,18 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.obstacle: str | None = None
         self._calls: list[int] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch would import its compiler: a second, and 130 MB
+
     def __enter__(self) -> Self:
-        build.recorder.append(self._record)
+        build.recorder.record = self._record
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        build.recorder.remove(self._record)
+        build.recorder.record = None
         self._words = (ctypes.c_int64 * len(self._calls))(*self._calls)
         self._replay = build.kernel("quire_replay", "pl")
 
