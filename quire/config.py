@@ -83,6 +83,11 @@ class CacheConfig:
         size=True,
     )
     num_gpu_blocks_override: int | None = option(None, "use this many KV blocks, whatever the memory")
+    kv_cache_pretouch: bool = option(
+        False,
+        "use all memory of the KV cache once at start: it cannot be missing later, and first use is slow on some "
+        "virtual machines",
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "block_size", "kv_cache_memory_bytes")

@@ -19,9 +19,9 @@ class Block:
 
 
 class FreeList:
-    """An intrusive doubly-linked list: take from the front, put at the back, remove from anywhere, all in O(1).
+    """An intrusive doubly-linked list: take from the front, put at either end, remove from anywhere, all in O(1).
 
-    head <-> least recently freed <-> ... <-> most recently freed <-> tail
+    head <-> nothing worth keeping <-> least recently freed <-> ... <-> most recently freed <-> tail
     """
 
     def __init__(self) -> None:
@@ -30,10 +30,16 @@ class FreeList:
         self.length = 0
 
     def append(self, block: Block) -> None:
-        last = self._tail.prev
-        assert last is not None
-        last.next = self._tail.prev = block
-        block.prev, block.next = last, self._tail
+        assert self._tail.prev is not None
+        self._insert(self._tail.prev, block, self._tail)
+
+    def appendleft(self, block: Block) -> None:
+        assert self._head.next is not None
+        self._insert(self._head, block, self._head.next)
+
+    def _insert(self, before: Block, block: Block, after: Block) -> None:
+        before.next = after.prev = block
+        block.prev, block.next = before, after
         self.length += 1
 
     def remove(self, block: Block) -> None:
@@ -88,7 +94,7 @@ class BlockPool:
         return found
 
     def take(self) -> Block:
-        """The least recently freed block, evicted from the cache. The caller has checked num_free."""
+        """A block that is not cached, or the least recently freed one, evicted. The caller has checked num_free."""
         block = self.free_list.popleft()
         self.forget(block)
         block.ref_cnt = 1
@@ -101,13 +107,16 @@ class BlockPool:
         block.ref_cnt += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop one use of each. Give them last-first, so that tails are evicted before the heads others share."""
+        """Drop one use of each. Give them last-first, so that tails are evicted before the heads others share.
+
+        One that nobody can find again is the next to be taken: its memory has been used, and may still be in a cache.
+        """
         for block in blocks:
             if block is self.null_block:
                 continue
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
-                self.free_list.append(block)
+                (self.free_list.appendleft if block.block_hash is None else self.free_list.append)(block)
 
     def remember(self, block: Block, group: int, block_hash: bytes) -> None:
         """Make the block findable. The first block that has a hash stays its owner."""

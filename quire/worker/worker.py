@@ -46,7 +46,11 @@ class Worker:
         block_bytes = backend.block_bytes() * num_tensors
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         num_blocks = group.minimum(_num_blocks(config, block_bytes, useful, group.size))
-        model.bind_cache(backend, [backend.allocate(num_blocks) for _ in range(num_tensors)])
+        caches = [backend.allocate(num_blocks) for _ in range(num_tensors)]
+        if config.cache.kv_cache_pretouch:
+            for cache in caches:
+                cache.zero_()
+        model.bind_cache(backend, caches)
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
         recorded = not config.model.enforce_eager and group.size == 1  # the sum over ranks is not a kernel

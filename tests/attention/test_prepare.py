@@ -16,16 +16,17 @@ from quire.ops.registry import Target
 @pytest.mark.parametrize("requests", [[(0, 1)], [(3, 70), (0, 16), (40, 1)], [(9, 1)] * 20], ids=str)
 @pytest.mark.parametrize("rotary", ["halves", "pairs", "part", None])
 @pytest.mark.parametrize("norm", ["model's type", "float32", None])
-def test_preparing_in_one_pass_is_norm_rotation_and_storing(kept, requests, rotary, norm):
-    world = World(build(CpuAttention, 6, 2, 48, 32, kept), requests)
+@pytest.mark.parametrize("dim", [48, 64, 128])
+def test_preparing_in_one_pass_is_norm_rotation_and_storing(kept, requests, rotary, norm, dim):
+    world = World(build(CpuAttention, 6, 2, dim, 32, kept), requests)
     backend, kernels = world.backend, Kernels(Target(torch.device("cpu"), kept.dtype))
     tokens = sum(new for _, new in requests)
     draw = torch.Generator().manual_seed(1)
-    qkv = torch.randn(tokens, 6 + 2 + 2, 48, generator=draw).to(kept.dtype)
-    weights = [torch.rand(48, generator=draw) + 0.5 for _ in "qk"] if norm else [None, None]
+    qkv = torch.randn(tokens, 6 + 2 + 2, dim, generator=draw).to(kept.dtype)
+    weights = [torch.rand(dim, generator=draw) + 0.5 for _ in "qk"] if norm else [None, None]
     if norm == "model's type":
         weights = [weight.to(kept.dtype) for weight in weights]
-    half = 16 if rotary == "part" else 24
+    half = 16 if rotary == "part" else dim // 2
     angles = torch.rand(tokens, half, generator=draw) * 6
     cos, sin = (angles.cos(), angles.sin()) if rotary else (None, None)
     plan = backend.plan(world.layout(world.requests))

@@ -39,16 +39,30 @@ def test_taking_from_an_empty_pool_is_an_error() -> None:
 
 def test_blocks_are_reused_in_the_order_in_which_they_were_released() -> None:
     pool = BlockPool(5)
-    a, b, c, d = (pool.take() for _ in range(4))
+    a, b, c, d = blocks = [pool.take() for _ in range(4)]
+    for number, block in enumerate(blocks):
+        pool.remember(block, 0, hash_of(number))
     pool.release([c])
     pool.release([a, d])
     pool.release([b])
     assert [pool.take() for _ in range(4)] == [c, a, d, b]
 
 
-def test_blocks_that_were_never_used_go_before_those_that_were_released() -> None:
+def test_blocks_that_nobody_can_find_go_first_the_last_released_before_all() -> None:
+    pool = BlockPool(5)
+    a, b, c = (pool.take() for _ in range(3))
+    pool.remember(b, 0, hash_of(7))
+    pool.release([a])
+    pool.release([b])
+    pool.release([c])
+    assert free_ids(pool) == [c.block_id, a.block_id, 4, b.block_id]
+
+
+def test_blocks_that_were_never_used_go_before_cached_ones() -> None:
     pool = BlockPool(4)
-    pool.release([pool.take()])
+    block = pool.take()
+    pool.remember(block, 0, hash_of(7))
+    pool.release([block])
     assert free_ids(pool) == [2, 3, 1]
 
 
@@ -60,7 +74,7 @@ def test_a_shared_block_is_free_only_when_its_last_user_releases_it() -> None:
     assert block.ref_cnt == 1
     assert free_ids(pool) == [2]
     pool.release([block])
-    assert free_ids(pool) == [2, 1]
+    assert free_ids(pool) == [1, 2]
 
 
 def test_a_released_block_is_found_until_it_is_taken_again() -> None:
@@ -80,7 +94,7 @@ def test_sharing_a_free_block_takes_it_out_of_the_middle_of_the_free_list() -> N
     blocks = [pool.take() for _ in range(3)]
     pool.release(blocks)
     pool.share(blocks[1])
-    assert free_ids(pool) == [1, 3]
+    assert free_ids(pool) == [3, 1]
     assert pool.num_free == 2
     assert blocks[1].ref_cnt == 1
 

@@ -25,7 +25,7 @@ constexpr int PANEL = 64, PANEL_LINES = PANEL / LANES;
 // Of a panel, which all rows visit before the next piece: it stays in the second-level cache, and for many rows in the
 // first (3 % faster there).
 constexpr int64_t CHUNK_BYTES = 1 << 16;
-constexpr int ROW_BLOCK = 40 * MAX_ROWS;  // rows of one task: their sums stay in the cache as well
+constexpr int ROW_BLOCK = 22 * MAX_ROWS;  // rows of one task: they and their sums stay in the cache as well
 constexpr int64_t PARALLEL_WORDS = 1 << 14;  // below it, one thread is done before a second one has woken up
 
 // What a piece of work is to bring into the cache meanwhile: `count` lines from `at`.
