@@ -75,13 +75,15 @@ def draw(path: Path, rates: dict[int, float], waits: dict[int, float], title: st
     axis = figure.subplots()
     axis.plot(list(rates), list(rates.values()), "o-", color=BLUE, label="tokens per second, mixed workload")
     axis.set(xscale="log", xlabel="tokens a step (--max-num-batched-tokens)", ylabel="tokens/s", title=title)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.1 * max(rates.values()))
     axis.set_xticks(list(rates), [f"{chunk:,}" for chunk in rates])
     axis.minorticks_off()
     right = axis.twinx()
     label = f"largest gap of 8 streams while {whale:,} tokens arrive"
     right.plot(list(waits), [wait * 1e3 for wait in waits.values()], "s--", color=ORANGE, label=label)
     right.set(ylabel="ms", yscale="log")
+    right.set_yticks([wait * 1e3 for wait in waits.values()], [f"{wait * 1e3:,.0f}" for wait in waits.values()])
+    right.minorticks_off()
     lines = [*axis.get_lines(), *right.get_lines()]
     axis.legend(lines, [str(line.get_label()) for line in lines], frameon=False, loc="lower right")
     axis.spines["top"].set_visible(False)
