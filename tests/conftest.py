@@ -9,10 +9,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only
 import pytest
 import torch
 
+import support.triton_kernels  # first: it says how triton is imported
 from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
 
 torch.set_num_threads(1)
+interpreter = support.triton_kernels.interpreter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,8 +3,13 @@
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
+from quire.ops import HAS_TRITON
 
 BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
+if HAS_TRITON:
+    from quire.attention.triton import TritonAttention
+
+    BACKENDS.insert(0, TritonAttention)
 
 
 def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:

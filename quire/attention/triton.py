@@ -1,0 +1,159 @@
+"""Paged attention on GPUs, in Triton (ops/triton/attention.py, where the cache's layout is described)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionShape, Preparation, StepLayout
+from quire.attention.cells import SCALE_BYTES
+from quire.ops.triton import INTERPRETED, precision
+from quire.ops.triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
+
+_CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
+_MOST_SPLITS = 64
+_WAVES = 2  # programs for each of the chip's processors, where the keys are split to have as many
+
+
+@dataclass
+class TritonPlan:
+    """tokens: of a tile. tiles: at least as many as there are. splits: parts of the keys."""
+
+    layout: StepLayout
+    rows: int
+    tokens: int
+    tiles: int
+    splits: int
+
+
+class TritonAttention(AttentionBackend):
+    """float32, bfloat16 and float16, any sizes."""
+
+    name = "triton"
+    can_prepare = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._planes = 1 if shape.value_dim is not None else 2
+        self._dtype, self._plane = shape.dtype, shape.block_size * shape.head_dim  # elements of a plane
+        if shape.cell is not None:
+            self._dtype, self._plane = torch.uint8, self._plane + shape.block_size * SCALE_BYTES
+        self._cell = _CELLS[shape.cell]
+        self._main = max(16, 1 << (shape.head_dim.bit_length() - 1))
+        over = shape.head_dim - self._main
+        self._rest = max(16, triton.next_power_of_2(over)) if over > 0 else 0
+        self._out_block = max(16, triton.next_power_of_2(shape.out_dim))
+        self._processors = 1
+        if shape.device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+
+    @classmethod
+    def unsupported(cls, shape: AttentionShape) -> str | None:
+        if shape.device.type != "cuda" and not INTERPRETED:
+            return f"the triton backend does not run on {shape.device.type}"
+        if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"the triton backend has float32, bfloat16 and float16, not {shape.dtype}"
+        if shape.cell is not None and (shape.block_size * shape.head_dim) % SCALE_BYTES:
+            return f"the scales of blocks of {shape.block_size} x {shape.head_dim} bytes would not be aligned"
+        return None
+
+    def block_bytes(self) -> int:
+        return self.shape.num_kv_heads * self._planes * self._plane * self._dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> Tensor:
+        s = self.shape
+        return torch.empty(num_blocks, s.num_kv_heads, self._planes, self._plane, dtype=self._dtype, device=s.device)
+
+    def plan(self, layout: StepLayout, over: TritonPlan | None = None) -> TritonPlan:
+        if over is not None:
+            for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+                getattr(over.layout, name).copy_(getattr(layout, name), non_blocking=True)
+            over.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
+            return over
+        tokens, requests = len(layout.slot_mapping), len(layout.seq_lens)
+        splits = 1
+        if tokens == requests:
+            each, rows = 1, max(16, triton.next_power_of_2(self._group))
+            wanted = _WAVES * self._processors / max(1, requests * self.shape.num_kv_heads)
+            longest = layout.block_table.shape[1] * self.shape.block_size
+            splits = min(
+                _MOST_SPLITS, 1 << max(0, math.ceil(math.log2(wanted))), triton.next_power_of_2(-(-longest // 128))
+            )
+        else:
+            rows = max(128 if self.shape.head_dim <= 128 else 64, triton.next_power_of_2(self._group))
+            each = rows // self._group
+        return TritonPlan(layout, rows, each, tokens // each + requests, splits)
+
+    def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
+        s, slots = self.shape, plan.layout.slot_mapping
+        k, v = _dense(k), k if v is None else _dense(v)
+        if len(slots):
+            store_kernel[(len(slots), s.num_kv_heads)](
+                cache, k, v, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim,
+                self._plane, self._planes == 1, s.block_size, self._cell, triton.next_power_of_2(s.head_dim),
+                num_warps=1,
+            )  # fmt: skip
+
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, how: Preparation) -> None:
+        s, slots = self.shape, plan.layout.slot_mapping
+        if not len(slots):
+            return
+        norm, rotary = how.q_weight is not None, how.cos is not None
+        wide = how.q_weight is not None and how.q_weight.dtype is torch.float32 is not q.dtype
+        prepare_kernel[(len(slots), s.num_heads + 2 * s.num_kv_heads)](
+            cache, q, k, v, slots, how.q_weight if norm else q, how.k_weight if norm else q, how.cos if rotary else q,
+            how.sin if rotary else q, q.stride(0), q.stride(1), s.num_heads, k.stride(0), k.stride(1), v.stride(0),
+            v.stride(1), s.num_kv_heads, s.head_dim, 1 if how.cos is None else how.cos.shape[1], self._plane, how.eps,
+            norm, wide, rotary, how.interleaved, s.block_size, self._cell, triton.next_power_of_2(s.head_dim),
+            num_warps=1,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: TritonPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        s, layout, q = self.shape, plan.layout, _dense(q)
+        tokens, heads, _ = q.shape
+        out = q.new_empty(tokens, heads, s.out_dim)
+        lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+        partial: Any = out
+        partial_lse: Any = lse
+        if plan.splits > 1:
+            partial = torch.empty(tokens, heads, plan.splits, self._out_block, dtype=torch.float32, device=q.device)
+            partial_lse = torch.empty(tokens, heads, plan.splits, dtype=torch.float32, device=q.device)
+        if not tokens:
+            return out, lse
+        keys, warps, stages = self._tile(plan)
+        attend_kernel[(plan.tiles, s.num_kv_heads, plan.splits)](
+            out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
+            lse if sinks is None else sinks, q.stride(0), q.stride(1), layout.block_table.stride(0),
+            len(layout.seq_lens), s.num_kv_heads, scale, soft_cap or 1.0, window or 0, self._plane, self._group,
+            s.head_dim, self._main, self._rest, s.out_dim, self._out_block, self._planes == 1, s.block_size, self._cell,
+            sinks is not None, soft_cap is not None, window is not None, plan.rows, plan.tokens, keys, plan.splits,
+            precision(s.dtype), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        if plan.splits > 1:
+            merge_kernel[(tokens * heads,)](out, lse, partial, partial_lse, s.out_dim, self._out_block, plan.splits)
+        return out, lse
+
+    def _tile(self, plan: TritonPlan) -> tuple[int, int, int]:
+        """Keys at a time, warps, stages of loads in flight."""
+        large = self.shape.head_dim > 256
+        if plan.rows >= 64:
+            return (32, 8, 2) if large else (64, 8 if plan.rows >= 128 else 4, 3)
+        return (32, 4, 2) if large else (64, 4, 3)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

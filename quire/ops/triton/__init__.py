@@ -1,0 +1,17 @@
+"""Kernels in Triton, for GPUs; under Triton's interpreter (TRITON_INTERPRET=1) they run on a CPU, for tests."""
+
+import torch
+import triton
+
+from quire.ops.registry import Target
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def precision(dtype: torch.dtype) -> str:
+    """What `multiplied` is to compute with."""
+    return "interpreted" if INTERPRETED else "ieee" if dtype is torch.float32 else "tf32"
+
+
+def on_gpu(target: Target) -> bool:
+    return target.device.type == "cuda" and target.dtype in (torch.float32, torch.bfloat16, torch.float16)

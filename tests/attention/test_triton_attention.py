@@ -1,0 +1,111 @@
+"""The Triton backend, on a GPU or under Triton's interpreter, against attention that knows nothing of pages."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from attention.test_attention import BFLOAT16, CELLS, FLOAT32, Kept, World, build
+
+from quire.attention.base import Preparation
+from quire.attention.triton import TritonAttention
+from quire.ops import Kernels
+from quire.ops.registry import Target
+from quire.ops.triton import INTERPRETED
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+# The interpreter cuts bfloat16 off instead of rounding it, and carries wrongly in float8.
+ROUNDING = 2**-4 if INTERPRETED else 2**-7
+KINDS = [FLOAT32, BFLOAT16, Kept(torch.float16), *(k for k in CELLS if not INTERPRETED or k.cell is torch.int8)]
+MIXED = [(0, 1), (17, 1), (0, 20), (33, 5)]  # (cached, new) tokens
+DECODE = [(0, 1), (15, 1), (16, 1), (70, 1)]
+
+
+@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block"), [(4, 4, 64, 16), (6, 2, 80, 16), (8, 1, 128, 32), (7, 7, 24, 16)]
+)
+def test_shapes(heads, kv_heads, dim, block, requests):
+    World(build(TritonAttention, heads, kv_heads, dim, block, FLOAT32), requests).check()
+
+
+@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    "kept", [k for k in KINDS if k.cell is None or k.dtype is torch.float32 or not INTERPRETED], ids=str
+)
+def test_types(kept, requests):
+    world = World(build(TritonAttention, 4, 2, 64, 16, kept), requests)
+    world.check(tolerance=ROUNDING if kept.dtype is torch.bfloat16 else None)
+
+
+@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    "how", [{"window": 9}, {"soft_cap": 3.0}, {"sinks": True}, {"window": 20, "sinks": True}], ids=str
+)
+def test_windows_soft_caps_and_sinks(how, requests):
+    sinks = torch.linspace(-2, 3, 4) if how.get("sinks") else None
+    World(build(TritonAttention, 4, 2, 32, 16, FLOAT32), requests).check(**{**how, "sinks": sinks})
+
+
+@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512)])
+def test_latent_caches(dim, value_dim, requests):
+    World(build(TritonAttention, 4, 1, dim, 16, FLOAT32, value_dim), requests).check()
+
+
+def test_parts_of_the_keys_are_merged():
+    """Decoding steps on a chip with many processors."""
+    backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
+    backend._processors = 64
+    world = World(backend, [(0, 1), (300, 1), (511, 1)])
+    assert backend.plan(world.layout(world.requests)).splits > 1
+    world.check()
+    world.check(window=40, sinks=torch.linspace(-1, 1, 4))
+
+
+def test_a_plan_can_be_overwritten_by_another_step():
+    backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
+    first, then = World(backend, [(5, 1), (60, 1)]), World(backend, [(33, 1), (12, 1)], seed=1)
+    plan = backend.plan(first.layout(first.requests))
+    wanted = backend.attend(torch.cat(then.q), then.cache, backend.plan(then.layout(then.requests)), scale=0.2)
+    made = backend.attend(torch.cat(then.q), then.cache, backend.plan(then.layout(then.requests), plan), scale=0.2)
+    assert torch.equal(made[0], wanted[0])
+    assert torch.equal(made[1], wanted[1])
+
+
+@pytest.mark.parametrize("kept", KINDS, ids=str)
+@pytest.mark.parametrize("rotary", ["halves", "pairs", "part", None])
+@pytest.mark.parametrize("norm", [True, False])
+def test_preparing_in_one_pass(kept, rotary, norm):
+    world = World(build(TritonAttention, 4, 2, 48, 16, kept), [(3, 10), (0, 1)])
+    backend, kernels = (
+        world.backend,
+        Kernels(Target(torch.device("cpu"), kept.dtype), dict.fromkeys(PINNED, "reference")),
+    )
+    draw = torch.Generator().manual_seed(1)
+    qkv = torch.randn(11, 8, 48, generator=draw).to(kept.dtype)
+    weights = [(torch.rand(48, generator=draw) + 0.5).to(kept.dtype) for _ in "qk"] if norm else [None, None]
+    angles = torch.rand(11, 16 if rotary == "part" else 24, generator=draw) * 6
+    cos, sin = (angles.cos(), angles.sin()) if rotary else (None, None)
+    plan = backend.plan(world.layout(world.requests))
+
+    wanted_cache, made_cache = world.cache.clone(), world.cache.clone()
+    q, k, v = qkv.clone().split([4, 2, 2], dim=1)
+    if norm:
+        q, k = kernels.rms_norm(q, weights[0], 1e-6), kernels.rms_norm(k, weights[1], 1e-6)
+    if rotary:
+        q, k = kernels.rotary_embedding(q, k, cos, sin, rotary == "pairs")
+    backend.store(wanted_cache, k, v, plan)
+
+    made_q, made_k, made_v = qkv.clone().split([4, 2, 2], dim=1)
+    backend.prepare(made_cache, made_q, made_k, made_v, plan, Preparation(*weights, 1e-6, cos, sin, rotary == "pairs"))
+    tolerance = 1e-5 if kept.dtype is torch.float32 else ROUNDING
+    torch.testing.assert_close(made_q, q, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(made_k, k, rtol=tolerance, atol=tolerance)
+    if kept.cell is None:
+        torch.testing.assert_close(made_cache, wanted_cache, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+PINNED = ("rms_norm", "rotary_embedding")

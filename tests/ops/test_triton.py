@@ -1,0 +1,123 @@
+"""Every operation in Triton, on a GPU or under Triton's interpreter, against its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+from torch import Tensor
+
+from quire.ops.reference import elementwise, sampling
+from quire.ops.reference.quantized import QuantizedMatrix, quantize, quantized_linear
+from quire.ops.triton import INTERPRETED
+from quire.ops.triton import elementwise as ours
+from quire.ops.triton.linear import grouped_linear_triton, quantized_linear_triton
+from quire.ops.triton.sampling import sample_gumbel
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)  # the interpreter cuts bfloat16 off
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def draw(dtype: torch.dtype, *size: int) -> Tensor:
+    return (torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))) * 2).to(DEVICE, dtype)
+
+
+def close(made: Tensor, wanted: Tensor) -> None:
+    assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[made.dtype]
+    torch.testing.assert_close(made, wanted, rtol=tolerance, atol=tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("dim", [1, 17, 48, 130])
+def test_norms(dtype, dim):
+    wide = draw(dtype, 3, 3 * dim)
+    for weight in (draw(dtype, dim), draw(torch.float32, dim)):
+        for x in (
+            draw(dtype, 3, dim),
+            wide[:, dim : 2 * dim],
+            wide.unflatten(1, (3, dim))[:, 1:],
+            draw(dtype, dim, 3).t(),
+        ):
+            close(ours.rms_norm(x, weight, 1e-6), elementwise.rms_norm.reference(x, weight, 1e-6))
+        x, residual = wide[:, :dim].clone(), draw(dtype, 3, 2 * dim)[:, dim:]
+        wanted = elementwise.add_rms_norm.reference(x.clone(), residual.clone(), weight, 1e-6)
+        for a, b in zip(ours.add_rms_norm(x, residual, weight, 1e-6), wanted, strict=True):
+            close(a, b)
+    assert ours.rms_norm(draw(dtype, 0, dim), weight, 1e-6).shape == (0, dim)
+
+
+@each_dtype
+@pytest.mark.parametrize("half", [1, 33, 128])
+def test_gated_activations(dtype, half):
+    for x in (draw(dtype, 3, 2 * half) * 4, draw(dtype, 3, 3 * half)[:, half:], draw(dtype, 0, 2 * half)):
+        close(ours.silu_and_mul(x), elementwise.silu_and_mul.reference(x))
+        close(ours.swiglu_oai(x, 0.5, 3.0), elementwise.swiglu_oai.reference(x, 0.5, 3.0))
+        for approximate in ("none", "tanh"):
+            close(ours.gelu_and_mul(x, approximate), elementwise.gelu_and_mul.reference(x, approximate))
+
+
+@each_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (6, 6)])
+def test_rotary_embedding(dtype, interleaved, head_dim, rotary_dim):
+    fused = draw(dtype, 3, 6 * head_dim)
+    q, k = (x.unflatten(1, (-1, head_dim)) for x in (fused[:, : 4 * head_dim], fused[:, 4 * head_dim :]))
+    angle = draw(torch.float32, 3, rotary_dim // 2) * 5
+    wanted = elementwise.rotary_embedding.reference(q.clone(), k.clone(), angle.cos(), angle.sin(), interleaved)
+    for a, b in zip(ours.rotary_embedding(q, k, angle.cos(), angle.sin(), interleaved), wanted, strict=True):
+        close(a, b)
+
+
+@each_dtype
+@pytest.mark.parametrize("counts", [(1, 0, 2), (0, 0), (0, 5, 0), (13, 1, 20)], ids=str)
+def test_products_of_experts(dtype, counts):
+    offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0)
+    for inner, outer in ((64, 96), (33, 7)):
+        x, weight = draw(dtype, sum(counts), inner) / 4, draw(dtype, len(counts), outer, inner) / inner**0.5
+        for bias in (None, draw(dtype, len(counts), outer)):
+            wanted = elementwise.grouped_linear.reference(x, weight, bias, offsets)
+            close(grouped_linear_triton(x, weight, bias, offsets), wanted)
+
+
+def matrices() -> Iterator[QuantizedMatrix]:
+    for outs, ins, group in ((70, 64, 32), (24, 70, 32), (40, 33, 33)):
+        weight = draw(torch.float32, outs, ins)
+        for bits in (8, 4):
+            matrix = quantize.reference(weight, bits, group)
+            yield matrix
+            offsets = draw(torch.float32, *matrix.scales.shape)
+            yield QuantizedMatrix(
+                matrix.codes, matrix.scales, group, ins, offsets, order=torch.randperm(ins, device=DEVICE)
+            )
+            factors = torch.rand(outs, 1, 1, device=DEVICE).half()
+            yield QuantizedMatrix(matrix.codes, matrix.scales, group, ins, factors=factors)
+        yield QuantizedMatrix(weight.to(torch.float8_e4m3fn), matrix.scales, group, ins)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
+def test_products_with_quantized_weights(dtype):
+    torch.manual_seed(0)
+    for matrix in matrices():
+        for rows in (0, 1, 20):
+            x = draw(dtype, rows, matrix.in_features) / 8
+            bias = draw(dtype, matrix.out_features) if rows == 1 else None
+            made = quantized_linear_triton(x, quantized_linear_triton.pack(matrix), bias)
+            torch.testing.assert_close(made, quantized_linear.reference(x, matrix, bias), rtol=2**-6, atol=1e-3)
+
+
+def test_draws_are_those_of_the_reference():
+    for rows, vocab in ((0, 5), (1, 1), (3, 17), (2, 1000), (2, 9000)):
+        logits = draw(torch.float32, rows, vocab)
+        seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), device=DEVICE)
+        positions = torch.randint(0, 2**20, (rows,), device=DEVICE)
+        for x in (logits, logits.masked_fill(logits > 1, -torch.inf)):
+            assert torch.equal(
+                sample_gumbel(x, seeds, positions), sampling.sample_gumbel.reference(x, seeds, positions)
+            )
