@@ -98,12 +98,6 @@ class AttentionBackend(ABC):
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
         """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None where the cache is latent."""
 
-    can_prepare = False  # whether it has `prepare`
-
-    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Any, how: Preparation) -> None:
-        """Norm and rotate q, k: [tokens, heads, head_dim] in place and store k, v, in one pass over them."""
-        raise NotImplementedError(self.name)
-
     @abstractmethod
     def attend(
         self,
@@ -124,3 +118,11 @@ class AttentionBackend(ABC):
         exponentiated scores, the sink's among them. By it, partial results over disjoint keys can be merged (of which
         one at most may have been given the sinks).
         """
+
+
+class PreparingBackend(AttentionBackend):
+    """One that can norm, rotate and store in one pass over a step's queries, keys and values."""
+
+    @abstractmethod
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Any, how: Preparation) -> None:
+        """Norm and rotate q, k: [tokens, heads, head_dim] in place, then store k, v."""

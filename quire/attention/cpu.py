@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape, Preparation, StepLayout
+from quire.attention.base import AttentionShape, Preparation, PreparingBackend, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
 
@@ -40,7 +40,7 @@ class CpuPlan:
     merges: Tensor
 
 
-class CpuAttention(AttentionBackend):
+class CpuAttention(PreparingBackend):
     """float32 and bfloat16, any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
 
     A latent cache has the keys only. Where it keeps cells, it is made of bytes, block_size scales behind the cells.
@@ -109,8 +109,6 @@ class CpuAttention(AttentionBackend):
             self._geometry_address, cache.data_ptr(), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(),
             v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
         )  # fmt: skip
-
-    can_prepare = True
 
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, how: Preparation) -> None:
         q_weight, k_weight, cos, sin = how.q_weight, how.k_weight, how.cos, how.sin

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape, Preparation, StepLayout
+from quire.attention.base import AttentionShape, Preparation, PreparingBackend, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.triton import INTERPRETED, precision
 from quire.ops.triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
@@ -29,11 +29,10 @@ class TritonPlan:
     splits: int
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(PreparingBackend):
     """float32, bfloat16 and float16, any sizes."""
 
     name = "triton"
-    can_prepare = True
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
@@ -103,7 +102,7 @@ class TritonAttention(AttentionBackend):
         if not len(slots):
             return
         norm, rotary = how.q_weight is not None, how.cos is not None
-        wide = how.q_weight is not None and how.q_weight.dtype is torch.float32 is not q.dtype
+        wide = how.q_weight is not None and how.q_weight.dtype is not q.dtype
         prepare_kernel[(len(slots), s.num_heads + 2 * s.num_kv_heads)](
             cache, q, k, v, slots, how.q_weight if norm else q, how.k_weight if norm else q, how.cos if rotary else q,
             how.sin if rotary else q, q.stride(0), q.stride(1), s.num_heads, k.stride(0), k.stride(1), v.stride(0),

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, Preparation
+from quire.attention.base import AttentionBackend, Preparation, PreparingBackend
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from quire.layers.norm import NormSpec, RMSNorm
@@ -178,14 +178,15 @@ class Attention(CachedAttention):
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
-        self.in_one_pass = False
+        self.preparing: PreparingBackend | None = None  # where norms, rotation and storing can be one pass
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         super().bind(backend, cache)
         norms, chosen = (self.q_norm, self.k_norm), self.kernels.chosen
         as_pinned = chosen["rms_norm"] == chosen["rotary_embedding"] == backend.name
         by_head = norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)
-        self.in_one_pass = backend.can_prepare and as_pinned and by_head and self.alibi is None
+        if isinstance(backend, PreparingBackend) and as_pinned and by_head and self.alibi is None:
+            self.preparing = backend
 
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""
@@ -195,8 +196,8 @@ class Attention(CachedAttention):
         qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, self.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         plan = state.plans[place.kv_group]
-        if self.in_one_pass:
-            self.backend.prepare(self.cache, q, k, v, plan, self._preparation(state))
+        if self.preparing is not None:
+            self.preparing.prepare(self.cache, q, k, v, plan, self._preparation(state))
         else:
             if self.q_norm is not None and self.k_norm is not None:
                 q, k = self.q_norm(q), self.k_norm(k)

@@ -158,7 +158,7 @@ def qk_norm_after_rotary(model: Decoder) -> None:
             return q_norm(q), k_norm(k)
 
         kernels.rotary_embedding = rotate_then_norm
-        attention.kernels, attention.in_one_pass = kernels, False
+        attention.kernels, attention.preparing = kernels, None
 
 
 def qk_norm_of_each_head(model: Decoder) -> None:
