@@ -20,21 +20,27 @@ from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.engine.output_processor import OutputProcessor
 from quire.models.decoder import Decoder
+from quire.ops.cpu.recording import Recording
 from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler
+from quire.worker.graphs import RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
+from quire.worker.staging import Staging
 
 STATIONS: list[tuple[str, type, str]] = [
     ("forward pass", Decoder, "forward"),
+    ("forward pass", Recording, "replay"),
     ("forward pass", Decoder, "logits"),
     ("sampling", Sampler, "__call__"),
     ("scheduler: schedule", Scheduler, "schedule"),
     ("scheduler: update", Scheduler, "update"),
     ("worker: flatten", InputBatch, "flatten"),
-    ("worker: block tables, append", InputBatch, "edit_block_tables"),
-    ("worker: block tables, append", InputBatch, "append"),
-    ("worker: attention plan, rotary", ModelRunner, "_forward_state"),
+    ("worker: block tables, tokens", InputBatch, "edit_block_tables"),
+    ("worker: block tables, tokens", InputBatch, "expect"),
+    ("worker: block tables, tokens", InputBatch, "fill"),
+    ("worker: staging", Staging, "stage"),
+    ("worker: embedding, rotary, plan", RecordedForward, "__call__"),
     ("worker: the rest of submit", ModelRunner, "submit"),
     ("worker: the rest of sample", ModelRunner, "sample"),
     ("core: the loop", EngineCore, "step"),

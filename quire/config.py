@@ -52,7 +52,14 @@ class ModelConfig:
         "quantize dense weights when they are loaded: int8 with a scale a channel, or int4 in groups of 128 (the "
         "language-model head int8); activations are rounded to 8 bits (default: as the checkpoint is)",
     )
-    enforce_eager: bool = option(False, "call every kernel anew in each step, instead of replaying recorded calls")
+    enforce_eager: bool = option(
+        False, "call every kernel anew in each step, instead of replaying recorded calls or CUDA graphs"
+    )
+    torch_compile: bool = option(
+        False,
+        "have torch.compile fuse what lies between Quire's kernels (layer norms, routers, multipliers); the first "
+        "steps of each kind then take seconds",
+    )
     generation_config: str = option(
         "auto",
         "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones",
@@ -79,8 +86,12 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV of equal beginnings")
     kv_cache_memory_bytes: int | None = option(
         None,
-        "memory for the KV cache (default on CPU: half of what is free, at most what all rows could use)",
+        "memory for the KV cache (default on CPU: half of what is free, at most what all rows could use; on GPU: what "
+        "--gpu-memory-utilization leaves)",
         size=True,
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of a GPU's memory for weights, KV cache and steps together, whatever else is on it"
     )
     num_gpu_blocks_override: int | None = option(None, "use this many KV blocks, whatever the memory")
     kv_cache_pretouch: bool = option(
@@ -92,6 +103,10 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _at_least(self, 1, "block_size", "kv_cache_memory_bytes")
         _at_least(self, 2, "num_gpu_blocks_override")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -105,9 +120,16 @@ class SchedulerConfig:
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "order of service: first come first served, or lowest priority value first"
     )
+    async_scheduling: bool | None = option(
+        None, "schedule a step while the device runs the one before (default: on GPU, where it hides the host's work)"
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+
+    def tokens_of_a_step(self, gpu: bool) -> int:
+        """At most."""
+        return self.max_num_batched_tokens or max(8192 if gpu else 512, self.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -139,8 +161,9 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Which implementation of each operation runs."""
+    """Where the model runs, and which implementation of each operation."""
 
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
     attention_backend: str | None = option(None, "pin the attention backend by name (default: the best that applies)")
     cpu_isa: Literal["native", "avx512", "avx2"] = option(
         "native", "instructions that the CPU kernels may use: all that the processor has, or those of older ones"
@@ -238,15 +261,15 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "trust_remote_code": "Quire never executes code from a checkpoint",
     **dict.fromkeys(
         """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path
-        gpu_memory_utilization swap_space cpu_offload_gb disable_custom_all_reduce mm_processor_kwargs
+        swap_space cpu_offload_gb disable_custom_all_reduce mm_processor_kwargs
         pooler_config structured_outputs_config compilation_config pipeline_parallel_size
         data_parallel_size enable_expert_parallel decode_context_parallel_size kv_transfer_config
         speculative_config enable_lora max_loras max_lora_rank limit_mm_per_prompt disable_sliding_window
-        disable_log_stats async_scheduling enable_chunked_prefill long_prefill_token_threshold
+        disable_log_stats enable_chunked_prefill long_prefill_token_threshold
         max_num_partial_prefills distributed_executor_backend calculate_kv_scales
         prefix_caching_hash_algo model_impl override_generation_config code_revision served_model_name config_format
         worker_cls enable_prompt_embeds additional_config observability_config kv_sharing_fast_prefill
-        enable_sleep_mode device""".split(),
+        enable_sleep_mode""".split(),
         "",
     ),
 }

@@ -69,6 +69,7 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    capturable = False  # whether a CUDA graph of it is right for every step of its size
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape

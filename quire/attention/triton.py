@@ -33,6 +33,7 @@ class TritonAttention(PreparingBackend):
     """float32, bfloat16 and float16, any sizes."""
 
     name = "triton"
+    capturable = True
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
@@ -137,10 +138,10 @@ class TritonAttention(PreparingBackend):
         attend_kernel[(plan.tiles, s.num_kv_heads, plan.splits)](
             out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
             lse if sinks is None else sinks, q.stride(0), q.stride(1), layout.block_table.stride(0),
-            len(layout.seq_lens), s.num_kv_heads, scale, soft_cap or 1.0, window or 0, self._plane, self._group,
-            s.head_dim, self._main, self._rest, s.out_dim, self._out_block, self._planes == 1, s.block_size, self._cell,
-            sinks is not None, soft_cap is not None, window is not None, plan.rows, plan.tokens, keys, plan.splits,
-            precision(s.dtype), num_warps=warps, num_stages=stages,
+            len(layout.seq_lens), plan.splits, s.num_kv_heads, scale, soft_cap or 1.0, window or 0, self._plane,
+            self._group, s.head_dim, self._main, self._rest, s.out_dim, self._out_block, self._planes == 1,
+            s.block_size, self._cell, sinks is not None, soft_cap is not None, window is not None, plan.rows,
+            plan.tokens, keys, plan.splits > 1, precision(s.dtype), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if plan.splits > 1:
             merge_kernel[(tokens * heads,)](out, lse, partial, partial_lse, s.out_dim, self._out_block, plan.splits)

@@ -2,21 +2,22 @@
 
 from pathlib import Path
 
-from quire.config import EngineConfig
+from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor
 from quire.metrics.logging import logger
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.worker.device import on_gpu
 
-DEFAULT_CHUNK = 512  # max_num_batched_tokens on a CPU
 
-
-def scheduler_limits(config: EngineConfig, max_model_len: int, depth: int = 1) -> SchedulerLimits:
-    rows, policy = config.scheduler.max_num_seqs, config.scheduler.scheduling_policy
-    chunk = config.scheduler.max_num_batched_tokens or max(DEFAULT_CHUNK, rows)
-    return SchedulerLimits(rows, chunk, max_model_len, policy, depth)
+def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+    """Raises ConfigError for a device that is not there."""
+    options, gpu = config.scheduler, on_gpu(config.kernels.device)
+    depth = 2 if (gpu if options.async_scheduling is None else options.async_scheduling) else 1
+    tokens = options.tokens_of_a_step(gpu)
+    return SchedulerLimits(options.max_num_seqs, tokens, max_model_len, options.scheduling_policy, depth)
 
 
 def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
@@ -24,6 +25,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
     multiprocess = config.parallel.tensor_parallel_size > 1
+    if multiprocess and on_gpu(config.kernels.device):
+        raise ConfigError("tensor_parallel_size > 1 works on CPUs only so far; add device=cpu")
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size
     try:

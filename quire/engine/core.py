@@ -51,7 +51,9 @@ class EngineCore:
             while len(self._in_flight) < self.scheduler.limits.depth and self._launch(outputs):
                 pass
             if self._in_flight:
-                outputs += self.scheduler.update(self._in_flight.popleft().result())
+                result = self._in_flight[0].result()
+                self._in_flight.popleft()
+                outputs += self.scheduler.update(result)
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error}") from error

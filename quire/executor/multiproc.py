@@ -121,7 +121,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int
         while True:
             order = _orders.decode(pipe.recv_bytes())
             if isinstance(order, int):
-                output = worker.runner.sample(order)
+                output = worker.runner.sample(order)()
                 if rank == 0:
                     reply(Reply(output=output))
                 continue

@@ -1,5 +1,6 @@
 """The executor of one device: the worker lives in this process."""
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -8,6 +9,19 @@ from quire.executor.base import Executor
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.parallel.mesh import TensorGroup
 from quire.worker.worker import Worker
+
+
+class _Read(Future[ModelRunnerOutput]):
+    """A result that is read when it is asked for; until then the device works on it."""
+
+    def __init__(self, read: Callable[[], ModelRunnerOutput]) -> None:
+        super().__init__()
+        self._read = read
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self.done():
+            self.set_result(self._read())
+        return super().result(timeout)
 
 
 class UniprocExecutor(Executor):
@@ -21,9 +35,7 @@ class UniprocExecutor(Executor):
         self.runner.submit(step)
 
     def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self.runner.sample(step_id))
-        return future
+        return _Read(self.runner.sample(step_id))
 
     def shutdown(self) -> None:
         """Nothing was started."""

@@ -18,6 +18,7 @@ from quire.layers.linear import (
     make_weight,
 )
 from quire.layers.mlp import MLP, MLPSpec, activation
+from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,33 @@ class GroupedExperts:
 
 
 class SeparateExperts:
-    """One projection of all experts where each has a (quantized) weight of its own."""
+    """One projection of all experts where each has a (quantized) weight of its own; one product for all of them, where
+    there is a kernel and the weights are of one form."""
 
-    def __init__(self, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, builder: Builder, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None
+    ) -> None:
         """bias: [experts, out]"""
-        self.weights, self.out_features, self.bias = weights, out_features, bias
+        self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
+        self.together: QuantizedMatrix | None = None
+        if self.kernels.chosen["grouped_quantized_linear"] != "reference":
+            builder.when_loaded(self._put_together)
+
+    def _put_together(self) -> None:
+        pieces = [piece for weight in self.weights for piece in getattr(weight, "pieces", ())]
+        matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
+        if len(matrices) == len(pieces) == len(self.weights):
+            together = concatenate(matrices)
+            if len(together) == 1:
+                self.together, self.weights = together[0], []
 
     def drop_bias(self) -> None:
         self.bias = None
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        if self.together is not None:
+            made: Tensor = self.kernels.grouped_quantized_linear(x, self.together, self.bias, offsets)
+            return made
         ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
         for e, (start, stop) in enumerate(pairwise(ends)):
             if stop > start:
@@ -95,13 +113,13 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
     if quantizer is None:
         return experts
     weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
-    return SeparateExperts(weights, experts.weight.shape[1], experts.bias)
+    return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
 
 
 def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
     """From a tensor for each expert and projection. shapes: one an expert."""
     if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
-        return SeparateExperts([make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
+        return SeparateExperts(builder, [make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
     first = shapes[0]
     experts = GroupedExperts(builder, len(shapes), first.out_features, first.stop - first.start, bias=False)
     for weight, shape in zip(experts.weight, shapes, strict=True):

@@ -67,6 +67,8 @@ def load_model(
         method_of = quantization_method(description, checkpoint.has)
     choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)
+    if config.model.torch_compile:
+        kernels.hide_from_compiler()
     builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names))
     model = Decoder(builder, spec, max_model_len)
     if checkpoint is None:

@@ -1,8 +1,10 @@
-"""Memory for weights: on huge pages, where they are read 7-12 % faster."""
+"""Memory for weights: on huge pages, where they are read 7-12 % faster. And the way to a device."""
 
 import math
 import threading
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +21,14 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cpu" and tensor.nbytes >= _WORTHWHILE and library() is not None:
         kernel("quire_advise_huge_pages", "pl")(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, without waiting for what the device does meanwhile."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)  # from other memory, copies wait for the stream
 
 
 class Slabs(threading.local):

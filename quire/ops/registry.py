@@ -88,5 +88,11 @@ class Kernels:
         if pins:
             raise ValueError(f"no such op: {', '.join(sorted(pins))}; there are: {', '.join(sorted(OPS))}")
 
+    def hide_from_compiler(self) -> None:
+        """Have torch.compile leave all but references alone: the others are more than it could make."""
+        for name, implementation in self.chosen.items():
+            if implementation != "reference":
+                setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
+
     def __getattr__(self, name: str) -> Function:  # reached only for names that are no op
         raise AttributeError(f"no op is called {name!r}; there are: {', '.join(sorted(OPS))}")

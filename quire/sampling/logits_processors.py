@@ -13,7 +13,7 @@
 
         def apply(self, logits: Tensor, at: SamplingRows) -> None:
             gain = self.hurry[at.rows] * at.num_output
-            logits[at.index, 2] += torch.from_numpy(gain).to(logits)
+            logits[self.upload(at.index), 2] += self.upload(gain).to(logits)
 
     LLM(logits_processors=["my_package.hurry:Hurry"])
 
@@ -25,6 +25,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ from torch import Tensor
 from quire.config import ConfigError, EngineConfig
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
+from quire.ops.memory import upload
 
 Ints = npt.NDArray[np.int64]
 
@@ -70,6 +72,10 @@ class LogitsProcessor:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.device = device
 
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        """The array on the device. Unlike `Tensor.to`, it does not wait for what a GPU is doing."""
+        return upload(array, self.device)
+
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
         """Raise ValueError for parameters that are wrong, before the request is queued."""
@@ -95,6 +101,10 @@ class LogitsProcessors:
 
     def add(self, row: int, request: NewRequest) -> None:
         self._asks[:, row] = [processor.add(row, request) for processor in self.processors]
+
+    def ask(self, rows: Ints) -> bool:
+        """Whether any of the rows asks for anything."""
+        return bool(self._asks[:, rows].any())
 
     def apply(self, logits: Tensor, at: SamplingRows) -> Tensor:
         """The logits as they were, or changed in place, or changed in float32."""

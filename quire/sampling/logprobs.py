@@ -23,14 +23,12 @@ class TopLogprobs:
         """scores: [places, vocab], float32; tokens: [places], int64, what is there"""
         own = scores.gather(1, tokens[:, None])
         best, ids = scores.topk(count, dim=-1)
-        ranks = (best > own).sum(-1) + 1
-        far = (ranks > count).nonzero().squeeze(1)  # not among the best: all of the vocabulary has to be counted
-        ranks[far] = (scores[far] > own[far]).sum(-1) + 1
+        ranks = (scores > own).sum(-1) + 1
         return cls(torch.cat((tokens[:, None], ids), 1).int(), torch.cat((own, best), 1), ranks.int())
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        columns = zip(*((part.token_ids, part.logprobs, part.ranks) for part in parts), strict=True)
+        columns = zip(*(part.columns for part in parts), strict=True)
         return cls(*(torch.cat(column) for column in columns))
 
     def slice(self, start: int, stop: int, width: int) -> Self:
@@ -38,9 +36,9 @@ class TopLogprobs:
         places = slice(start, stop)
         return type(self)(self.token_ids[places, :width], self.logprobs[places, :width], self.ranks[places])
 
-    def cpu(self) -> Self:
-        return type(self)(self.token_ids.cpu(), self.logprobs.cpu(), self.ranks.cpu())
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.token_ids, self.logprobs, self.ranks
 
     def pack(self) -> Logprobs:
-        columns = self.token_ids, self.logprobs, self.ranks
-        return Logprobs(self.token_ids.shape[1], *(column.numpy(force=True).tobytes() for column in columns))
+        return Logprobs(self.token_ids.shape[1], *(column.numpy(force=True).tobytes() for column in self.columns))

@@ -1,9 +1,6 @@
 """Presence, frequency and repetition penalties, of the tokens that occur and of no others."""
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +19,7 @@ class Penalties(LogitsProcessor):
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._penalties = np.zeros((config.scheduler.max_num_seqs, 3), np.float32)
-        self._counts = torch.empty(0, 0)  # [rows, vocab], made on first use; between two calls it holds rubbish
+        self._counts = torch.empty(0, 0, device=device)  # [rows, vocab], made on first use; rubbish between two calls
 
     def add(self, row: int, request: NewRequest) -> bool:
         p = request.sampling_params
@@ -35,19 +32,16 @@ class Penalties(LogitsProcessor):
         known = place < at.num_tokens[:, None]
         rows_tokens = at.all_token_ids[at.rows, : len(place)]
         # Behind its end, a row repeats its first token: every cell is then one that occurs.
-        token_ids = self._upload(np.where(known, rows_tokens, rows_tokens[:, :1]).astype(np.int64))
-        is_output = self._upload((known & (place >= at.num_prompt[:, None])).astype(np.float32))
+        token_ids = self.upload(np.where(known, rows_tokens, rows_tokens[:, :1]).astype(np.int64))
+        is_output = self.upload((known & (place >= at.num_prompt[:, None])).astype(np.float32))
         if len(self._counts) < len(at.rows):
             self._counts = torch.empty(len(at.rows), logits.shape[1], device=self.device)
         counts = self._counts[: len(at.rows)]
         counts.scatter_(1, token_ids, 0.0).scatter_add_(1, token_ids, is_output)
         count = counts.gather(1, token_ids)  # [rows, longest]: how often each cell's token is in the output
-        repetition, frequency, presence = self._upload(self._penalties[at.rows]).T[:, :, None]
-        cells = self._upload(at.index)[:, None], token_ids
+        repetition, frequency, presence = self.upload(self._penalties[at.rows]).T[:, :, None]
+        cells = self.upload(at.index)[:, None], token_ids
         values = logits[cells]
         values = torch.where(values > 0, values / repetition, values * repetition)
         values -= frequency * count + presence * (count > 0)
         logits[cells] = values  # a token that occurs twice gets the same value twice
-
-    def _upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)

@@ -1,6 +1,8 @@
 """From logits to token ids, for all rows of a step at once. Rows that ask for nothing pay nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.ops import Kernels
+from quire.ops.memory import upload
 from quire.sampling.logits_processors import Ints, LogitsProcessor, LogitsProcessors, SamplingRows, load_plugins
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.penalties import Penalties
@@ -16,16 +19,25 @@ from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, Min
 
 @dataclass
 class SamplingBatch:
-    """The parameters of the rows that sample, as tensors [rows]; None where no row asks for it."""
+    """The parameters of the rows that sample, as tensors over those that are not greedy; None where none asks for it.
 
-    temperature: Tensor | None  # None: every row is greedy
+    num_logprobs and rows are about all rows.
+    """
+
+    random: Tensor | None = None  # int64: which rows are not greedy, None for all (if there is a temperature)
+    temperature: Tensor | None = None  # None: every row is greedy
     seeds: Tensor | None = None  # int64
-    positions: Tensor | None = None  # int64: which output token this is
+    output_positions: Tensor | None = None  # int64: which output token this is
     top_k: Tensor | None = None  # int64, vocab_size where a row has none
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     num_logprobs: Ints | None = None  # -1 where a row has none
     rows: SamplingRows | None = None  # for logits processors
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """tensors: of these names"""
+        return cls(**tensors)  # type: ignore[arg-type]
 
 
 class Sampler:
@@ -49,7 +61,7 @@ class Sampler:
         rows that ask for some, in their order."""
         asks, scores = None, None
         if batch.num_logprobs is not None:
-            asks = torch.from_numpy(np.flatnonzero(batch.num_logprobs >= 0)).to(logits.device)
+            asks = upload(np.flatnonzero(batch.num_logprobs >= 0), logits.device)
             if not self._scores_processed:
                 scores = self.score(logits if len(asks) == len(logits) else logits[asks])
         if batch.rows is not None:
@@ -69,20 +81,15 @@ class Sampler:
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens, and what they were drawn from (if anybody wants to know that)."""
-        assert batch.seeds is not None
-        assert batch.positions is not None
-        random = (temperature > 0).nonzero().squeeze(1)
-        everyone = len(random) == len(logits)
-        scaled = (logits if everyone else logits[random]).float() / temperature[random][:, None]
+        random = batch.random
+        scaled = (logits if random is None else logits[random]).float() / temperature[:, None]
         if batch.min_p is not None:
-            floor = scaled.amax(-1, keepdim=True) + batch.min_p[random][:, None].log()
+            floor = scaled.amax(-1, keepdim=True) + batch.min_p[:, None].log()
             scaled.masked_fill_(scaled < floor, float("-inf"))
         if batch.top_k is not None or batch.top_p is not None:
-            top_k = None if batch.top_k is None else batch.top_k[random]
-            top_p = None if batch.top_p is None else batch.top_p[random]
-            scaled = self.keep_top_k_top_p(scaled, top_k, top_p)
-        drawn: Tensor = self.sample_gumbel(scaled, batch.seeds[random], batch.positions[random])
-        if everyone:
+            scaled = self.keep_top_k_top_p(scaled, batch.top_k, batch.top_p)
+        drawn: Tensor = self.sample_gumbel(scaled, batch.seeds, batch.output_positions)
+        if random is None:
             return drawn, scaled
         tokens: Tensor = self.argmax(logits)
         tokens[random] = drawn

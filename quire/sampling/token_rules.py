@@ -46,9 +46,6 @@ class _TableRule(LogitsProcessor):
         place, (token_ids, *others) = self.join(at)
         return self.upload(at.index[place]), self.upload(token_ids), others
 
-    def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
 
 class AllowedTokenIds(_TableRule):
     """No token but these."""
@@ -106,9 +103,10 @@ class MinTokens(_TableRule):
     def apply(self, logits: Tensor, at: SamplingRows) -> None:
         short = at.num_output < self._min_tokens[at.rows]
         if short.any():
-            rows, token_ids, _ = self.cells(at.where(short))
+            at = at.where(short)
+            place, (token_ids,) = self.join(at)
             inside = (token_ids >= 0) & (token_ids < logits.shape[1])  # a stop token need not be one of the model's
-            logits[rows[inside], token_ids[inside]] = _NEVER
+            logits[self.upload(at.index[place[inside]]), self.upload(token_ids[inside])] = _NEVER
 
 
 class LogitBias(_TableRule):

@@ -1,6 +1,7 @@
 """The running batch in fixed arrays, one row per request, and the flat batch that each step is made of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -9,18 +10,51 @@ from quire.messages.step import NewRequest, SchedulerOutput
 from quire.sampling.logits_processors import Ints, SamplingRows
 
 
-@dataclass
+@dataclass(frozen=True)
 class FlatBatch:
     """A step's "super sequence": the tokens of all its rows, one request after the other."""
 
     rows: Ints  # [requests]
-    input_ids: Ints  # [tokens]
+    input_ids: Ints  # [tokens]; -1 - r for the token that was drawn for row r by a step in flight
     positions: Ints  # [tokens]
-    slot_mapping: Ints  # [groups, tokens]
+    slot_mapping: Ints  # [groups, tokens]; -1 for a token that is not kept
     query_start_loc: npt.NDArray[np.int32]  # [requests + 1]
     seq_lens: npt.NDArray[np.int32]  # [requests]
-    block_tables: npt.NDArray[np.int32]  # [groups, requests, blocks]
     samples: npt.NDArray[np.bool_]  # [requests]: whether the row samples at its last token
+
+    @classmethod
+    def idle(cls, tokens: int, requests: int, groups: int, longest: int) -> Self:
+        """A step that is nobody's, whose tokens are not kept: one a request, or in requests of up to `longest`."""
+        counts = np.ones(requests, np.int64)
+        if tokens != requests:
+            counts = np.clip(tokens - longest * np.arange(requests), 0, longest)
+        ends = np.cumsum(counts)
+        positions = np.arange(tokens) - np.repeat(ends - counts, counts)
+        nothing, lengths = np.zeros(tokens, np.int64), counts.astype(np.int32)
+        starts = np.concatenate(([0], ends)).astype(np.int32)
+        slots = np.full((groups, tokens), -1)
+        samples = np.zeros(requests, np.bool_)
+        return cls(np.zeros(requests, np.int64), nothing, positions, slots, starts, lengths, samples)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Tokens and requests."""
+        return len(self.input_ids), len(self.rows)
+
+    def padded(self, tokens: int, requests: int) -> Self:
+        """The same with tokens that are not kept, and with requests that have no tokens, behind it."""
+        more, rows = tokens - len(self.input_ids), requests - len(self.rows)
+        if not more and not rows:
+            return self
+        return replace(
+            self,
+            rows=np.pad(self.rows, (0, rows)),
+            input_ids=np.pad(self.input_ids, (0, more)),
+            positions=np.pad(self.positions, (0, more)),
+            slot_mapping=np.pad(self.slot_mapping, ((0, 0), (0, more)), constant_values=-1),
+            query_start_loc=np.pad(self.query_start_loc, (0, rows), mode="edge"),
+            seq_lens=np.pad(self.seq_lens, (0, rows)),
+        )
 
 
 class InputBatch:
@@ -32,7 +66,8 @@ class InputBatch:
         rows = max_num_seqs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One more than fits: the last token of a full row is sampled but never computed.
-        self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
+        self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)  # -1 - row: see FlatBatch
+        self.request_ids = [""] * rows
         self.block_tables = np.zeros((num_groups, rows, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_computed = np.zeros(rows, np.int64)
@@ -54,6 +89,7 @@ class InputBatch:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise ValueError(f"token id {worst} is outside the vocabulary of {self.vocab_size}")
+        self.request_ids[row] = new.request_id
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = new.num_computed_tokens
@@ -89,7 +125,6 @@ class InputBatch:
         positions = np.arange(query_start_loc[-1]) - offset
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_tables[:, row_of_token, blocks].astype(np.int64) * self.block_size + offsets
-        width = -(-int(seq_lens.max()) // self.block_size)
         self.num_computed[rows] = seq_lens
         return FlatBatch(
             rows=rows,
@@ -98,7 +133,6 @@ class InputBatch:
             slot_mapping=slot_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
-            block_tables=self.block_tables[:, rows, :width],
             samples=seq_lens == self.num_tokens[rows],
         )
 
@@ -107,7 +141,12 @@ class InputBatch:
         num_prompt, num_tokens = self.num_prompt[rows], self.num_tokens[rows]
         return SamplingRows(np.arange(len(rows)), rows, num_prompt, num_tokens, self.token_ids)
 
-    def append(self, rows: Ints, tokens: Ints) -> None:
-        """A sampled token for each of `rows`."""
-        self.token_ids[rows, self.num_tokens[rows]] = tokens
+    def expect(self, rows: Ints) -> Ints:
+        """A token was drawn for each of `rows`, and is yet to be filled in. Where: its position in each row."""
+        positions = self.num_tokens[rows]
+        self.token_ids[rows, positions] = -1 - rows
         self.num_tokens[rows] += 1
+        return positions
+
+    def fill(self, rows: Ints, positions: Ints, tokens: Ints) -> None:
+        self.token_ids[rows, positions] = tokens

@@ -1,49 +1,68 @@
 """Rows -> flat batch -> forward -> the rows that need logits -> sampled token ids."""
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, StepLayout
-from quire.layers.attention import ForwardState
 from quire.messages.engine import RequestError
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import BlockTableEdits, ModelRunnerOutput, SchedulerOutput
 from quire.models.decoder import Decoder
+from quire.ops.memory import upload
 from quire.sampling.logits_processors import Ints
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
-from quire.worker.graphs import Graphs
+from quire.worker.device import Array
+from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.staging import Staging, StepInputs
 
 _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
+
+
+@dataclass
+class _Launched:
+    """A step whose forward was launched. sample_rows: None where tokens are read before the next step is made."""
+
+    flat: FlatBatch
+    logits: Tensor
+    sampling: SamplingBatch
+    sample_rows: Tensor | None
+
+
+@dataclass
+class _Sampled:
+    """A step whose tokens were drawn. positions: of the tokens in their rows."""
+
+    output: ModelRunnerOutput
+    rows: Ints
+    positions: Ints
+    places: list[int]  # of the rows in the step
+    read_tokens: Callable[[], list[Tensor]]
+    widths: dict[int, int] = field(default_factory=dict)  # of logprobs, by place
+    read_logprobs: Callable[[], list[Tensor]] | None = None
+    read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # logprobs, by place
 
 
 class ModelRunner:
     """Executes steps. The forward and the sampling of a step are two calls, in that order, step after step."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        batch: InputBatch,
-        backend: AttentionBackend,
-        sampler: Sampler,
-        graphs: Graphs | None = None,
-    ) -> None:
-        """graphs: to record steps with, None to call every kernel anew."""
-        self.model, self.batch, self.backend, self.sampler = model, batch, backend, sampler
-        self.graphs = graphs
-        self.device = backend.shape.device
+    def __init__(self, model: Decoder, batch: InputBatch, staging: Staging, forward: Forward, sampler: Sampler) -> None:
+        self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
+        self.device = staging.device
         self.processors = sampler.processors
-        self._submitted: dict[int, tuple[FlatBatch, Tensor]] = {}  # by step id: the batch and its logits
+        self._launched: dict[int, _Launched] = {}  # by step id
+        self._unread: deque[_Sampled] = deque()  # in the order of the steps
         self._prompt_logprobs: dict[
             int, list[TopLogprobs]
         ] = {}  # by row: of the chunks so far, until they are reported
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward. Raises RequestError, before anything is launched, if a request cannot be run."""
+        """Launch the forward. Raises RequestError, with nothing launched that counts, if a request cannot be run."""
         for new in step.new_requests:
             try:
                 self.batch.install(new)
@@ -53,34 +72,110 @@ class ModelRunner:
             self._prompt_logprobs.pop(new.row, None)
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
-        hidden = self._forward(flat)
-        self._score_prompts(flat, hidden)
-        last = (flat.query_start_loc[1:] - 1)[flat.samples]
-        self._submitted[step.step_id] = flat, self.model.logits(hidden[self._upload(last.astype(np.int64))])
+        try:
+            self._launched[step.step_id] = self._launch(flat, step.block_table_edits)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(flat, error) from error
 
     @torch.inference_mode()
-    def sample(self, step_id: int) -> ModelRunnerOutput:
-        """Draw the tokens of a submitted step; they are the next step's inputs."""
-        flat, logits = self._submitted.pop(step_id)
-        rows = flat.rows[flat.samples]
-        output = ModelRunnerOutput(step_id, [[] for _ in flat.rows])
-        if len(rows):
-            batch = self._sampling_batch(rows)
-            tokens, logprobs = self.sampler(logits, batch)
-            drawn = tokens.cpu().numpy()
-            self.batch.append(rows, drawn)
-            places = flat.samples.nonzero()[0].tolist()
-            for place, token in zip(places, drawn.tolist(), strict=True):
-                output.sampled_token_ids[place] = [token]
-            if logprobs is not None and batch.num_logprobs is not None:
-                logprobs = logprobs.cpu()
-                asks = (batch.num_logprobs >= 0).nonzero()[0].tolist()
-                for line, index in enumerate(asks):
-                    width = 1 + int(batch.num_logprobs[index])
-                    output.logprobs[places[index]] = logprobs.slice(line, line + 1, width).pack()
-            if self._prompt_logprobs:
-                self._report_prompts(rows.tolist(), places, output)
-        return output
+    def sample(self, step_id: int) -> Callable[[], ModelRunnerOutput]:
+        """Launch the drawing of a submitted step's tokens; they are the next step's inputs. The function waits for
+        them. Raises RequestError like `submit`."""
+        launched = self._launched.pop(step_id)
+        flat = launched.flat
+        try:
+            sampled = self._sample(launched, ModelRunnerOutput(step_id, [[] for _ in flat.rows]))
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(flat, error) from error
+        if not self.device.is_async:
+            self._read_until(sampled)
+        return lambda: self._read_until(sampled)
+
+    def run(self, inputs: StepInputs, rows: int) -> None:
+        """Forward and sampling of a step that is nobody's, for what they need of memory and compiled kernels."""
+        logits = self.model.logits(self.forward(inputs)[:rows])
+        numbers = np.ones(rows, np.int64)
+        arrays: dict[str, Array] = {
+            "temperature": np.ones(rows, np.float32),
+            "seeds": numbers,
+            "output_positions": numbers,
+        }
+        arrays |= {"top_p": np.full(rows, 0.9, np.float32), "top_k": numbers * 50}
+        for parameters in ({}, self.device.upload(arrays).tensors):
+            self.sampler(logits, SamplingBatch.of(parameters))
+
+    def _launch(self, flat: FlatBatch, edits: BlockTableEdits) -> _Launched:
+        rows, last = flat.rows[flat.samples], flat.query_start_loc[1:][flat.samples] - 1
+        sampling = self._sampling(rows)
+        more = {"sample_rows": rows, "last": last.astype(np.int64), **sampling}
+        inputs, there = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), edits, more)
+        hidden = self.forward(inputs)
+        self._score_prompts(flat, hidden)
+        logits = self.model.logits(hidden.index_select(0, there["last"]))
+        batch = SamplingBatch.of({name: there[name] for name in sampling})
+        return _Launched(flat, logits, batch, there["sample_rows"])
+
+    def _sampling(self, rows: Ints) -> dict[str, Array]:
+        """The parameters of the rows that sample, as SamplingBatch has them; what no row asks for is left out."""
+        batch = self.batch
+        temperature = batch.temperature[rows]
+        random = temperature.nonzero()[0]
+        made: dict[str, Array] = {}
+        if len(random):
+            if len(random) < len(rows):
+                made["random"], rows, temperature = random, rows[random], temperature[random]
+            top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
+            made["temperature"], made["seeds"] = temperature, batch.seed[rows]
+            made["output_positions"] = batch.num_tokens[rows] - batch.num_prompt[rows]
+            made |= {"top_k": top_k} if (top_k < batch.vocab_size).any() else {}
+            made |= {"top_p": top_p} if (top_p < 1).any() else {}
+            made |= {"min_p": min_p} if min_p.any() else {}
+        return made
+
+    def _sample(self, launched: _Launched, output: ModelRunnerOutput) -> _Sampled:
+        flat, batch = launched.flat, self.batch
+        rows, places = flat.rows[flat.samples], flat.samples.nonzero()[0]
+        if not len(rows):
+            self._unread.append(_Sampled(output, rows, rows, [], self.device.download()))  # which tells of its end
+            return self._unread[-1]
+        if self.processors.ask(rows):  # they look at the tokens so far; the forward runs meanwhile
+            self._read_until(None)
+            launched.sampling.rows = batch.sampling_rows(rows)
+        num_logprobs = batch.num_logprobs[rows]
+        if (num_logprobs >= 0).any():
+            launched.sampling.num_logprobs = num_logprobs
+        tokens, logprobs = self.sampler(launched.logits, launched.sampling)
+        sampled = _Sampled(output, rows, batch.expect(rows), places.tolist(), self.device.download(tokens))
+        if self.staging.last_tokens is not None and launched.sample_rows is not None:
+            self.staging.last_tokens[launched.sample_rows] = tokens
+        if logprobs is not None:
+            asks = num_logprobs >= 0
+            sampled.widths = dict(zip(places[asks].tolist(), (1 + num_logprobs[asks]).tolist(), strict=True))
+            sampled.read_logprobs = self.device.download(*logprobs.columns)
+        for row, place in zip(rows.tolist(), sampled.places, strict=True):
+            if self._prompt_logprobs and row in self._prompt_logprobs:  # it samples for the first time
+                scored = TopLogprobs.join(self._prompt_logprobs.pop(row))
+                sampled.read_prompts[place] = self.device.download(*scored.columns)
+                batch.num_prompt_logprobs[row] = -1
+        self._unread.append(sampled)
+        return sampled
+
+    def _read_until(self, last: _Sampled | None) -> ModelRunnerOutput:
+        """Fill in the tokens of all steps up to `last`, None for all. Its output."""
+        while self._unread and (last is None or any(step is last for step in self._unread)):
+            sampled = self._unread[0]  # until all is done: Ctrl-C may come at any time
+            for tokens in sampled.read_tokens():  # none, if no row samples
+                self.batch.fill(sampled.rows, sampled.positions, tokens.numpy())
+                for place, token in zip(sampled.places, tokens.tolist(), strict=True):
+                    sampled.output.sampled_token_ids[place] = [token]
+            if sampled.read_logprobs is not None:
+                logprobs = TopLogprobs(*sampled.read_logprobs())
+                for line, (place, width) in enumerate(sampled.widths.items()):
+                    sampled.output.logprobs[place] = logprobs.slice(line, line + 1, width).pack()
+            for place, read in sampled.read_prompts.items():
+                sampled.output.prompt_logprobs[place] = TopLogprobs(*read()).pack()
+            self._unread.popleft()
+        return last.output if last is not None else ModelRunnerOutput(0)
 
     def _score_prompts(self, flat: FlatBatch, hidden: Tensor) -> None:
         """Logprobs of the prompt tokens that follow those of this step, for rows that ask; kept until they sample."""
@@ -96,7 +191,8 @@ class ModelRunner:
             return
         within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # [places]: of the row's tokens in this step
         following = batch.token_ids[np.repeat(rows, counts), np.repeat(first, counts) + within + 1]
-        index, tokens = self._upload(np.repeat(start, counts) + within), self._upload(following.astype(np.int64))
+        at = hidden.device
+        index, tokens = upload(np.repeat(start, counts) + within, at), upload(following.astype(np.int64), at)
         most, parts = int(batch.num_prompt_logprobs[rows].max()), []
         for these, those in zip(*(torch.split(t, _SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
             parts.append(TopLogprobs.of(self.sampler.score(self.model.logits(hidden[these])), those, most))
@@ -105,44 +201,13 @@ class ModelRunner:
         for row, count, end, width in zip(*(a.tolist() for a in (rows, counts, ends, widths)), strict=True):
             self._prompt_logprobs.setdefault(row, []).append(scored.slice(end - count, end, width))
 
-    def _report_prompts(self, rows: list[int], places: list[int], output: ModelRunnerOutput) -> None:
-        """Of the rows that sample, each for the first time if it is in `_prompt_logprobs`."""
-        for row, place in zip(rows, places, strict=True):
-            if row in self._prompt_logprobs:
-                output.prompt_logprobs[place] = TopLogprobs.join(self._prompt_logprobs.pop(row)).pack()
-                self.batch.num_prompt_logprobs[row] = -1
-
-    def _upload(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _forward(self, flat: FlatBatch) -> Tensor:
-        """Hidden states: [tokens, hidden]"""
-        positions = self._upload(flat.positions)
-        x = self.model.embed(self._upload(flat.input_ids), positions)
-        rotary = [table(positions) for table in self.model.rotary]
-        query_start_loc, seq_lens = self._upload(flat.query_start_loc), self._upload(flat.seq_lens)
-        layouts = [
-            StepLayout(query_start_loc, seq_lens, self._upload(slots), self._upload(tables))
-            for slots, tables in zip(flat.slot_mapping, flat.block_tables, strict=True)
-        ]
-        if len(x) == len(flat.rows) and self.graphs is not None and self.graphs.usable:
-            return self.graphs.forward(x, positions, rotary, layouts)
-        plans = [self.backend.plan(layout) for layout in layouts]
-        return self.model.forward(x, ForwardState(positions, rotary, plans))
-
-    def _sampling_batch(self, rows: Ints) -> SamplingBatch:
-        """The parameters of the rows that sample; what no row asks for stays None."""
-        batch = self.batch
-        at = batch.sampling_rows(rows)
-        num_logprobs = batch.num_logprobs[rows]
-        sampling = SamplingBatch(None, rows=at, num_logprobs=num_logprobs if (num_logprobs >= 0).any() else None)
-        temperature = batch.temperature[rows]
-        if temperature.any():
-            top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-            sampling.temperature = self._upload(temperature)
-            sampling.seeds = self._upload(batch.seed[rows])
-            sampling.positions = self._upload(at.num_output)
-            sampling.top_k = self._upload(top_k) if (top_k < batch.vocab_size).any() else None
-            sampling.top_p = self._upload(top_p) if (top_p < 1).any() else None
-            sampling.min_p = self._upload(min_p) if min_p.any() else None
-        return sampling
+    def _out_of_memory(self, flat: FlatBatch, error: BaseException) -> RequestError:
+        """The step's newest request is to go, so that the others can go on."""
+        if self.device.is_async:
+            torch.cuda.empty_cache()
+        request_id = self.batch.request_ids[flat.rows[-1]]
+        reason = (
+            f"the device ran out of memory in a step of {len(flat.input_ids)} tokens; lower gpu_memory_utilization, "
+            f"max_num_batched_tokens or max_num_seqs ({error})"
+        )
+        return RequestError(request_id, reason)

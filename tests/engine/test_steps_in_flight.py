@@ -13,8 +13,8 @@ from quire.messages.engine import EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from support.checkpoints import Checkpoints
-from support.engines import GREEDY, assert_nothing_is_left, collect, finish, generate, make_llm
-from support.late_device import LateExecutor, WatchedScheduler, limits_of, run_late
+from support.engines import GREEDY, assert_nothing_is_left, collect, core_request, finish, generate, make_llm
+from support.late_device import LateExecutor, run_late, watched_scheduler
 from support.reference import References
 
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
@@ -53,10 +53,8 @@ class Impatient(EngineCore):
 
 def test_the_late_device_finds_out_a_core_that_reads_results_early(checkpoints):
     llm = make_llm(checkpoints.path("llama"))
-    llm.core.scheduler = scheduler = WatchedScheduler(
-        limits_of(llm, 2), 100, list(llm.core.executor.kv_cache.specs), 16
-    )
-    llm.core = Impatient(scheduler, LateExecutor(llm.core.executor.runner, llm.core.executor.kv_cache, scheduler))
+    scheduler = watched_scheduler(llm, 2)
+    llm.core = Impatient(scheduler, LateExecutor(llm, scheduler))
     with pytest.raises(AssertionError, match="read with 1 of 2 steps in flight"):
         llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
 
@@ -134,10 +132,6 @@ def test_aborts_leave_the_others_as_they_were_and_nothing_behind(
         elif str(i) in made:  # what it had said when it was aborted
             said = made[str(i)][0]
             assert said[: continuation.certain] == continuation.token_ids[: min(len(said), continuation.certain)]
-
-
-def core_request(llm: LLM, request_id: str, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
-    return llm.processor.process(request_id, prompt, params).core_requests[0]
 
 
 # ---- requests that the worker refuses

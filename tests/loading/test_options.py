@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from quire.config import ConfigError, EngineConfig, parse_size
-from quire.worker import worker
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 
@@ -32,7 +32,7 @@ def test_an_option_like_nothing_is_just_unknown(path):
         make_llm(path, xyzzy=1)
 
 
-@pytest.mark.parametrize("option", ["gpu_memory_utilization", "enable_lora", "speculative_config", "swap_space"])
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "enable_lora", "speculative_config", "swap_space"])
 def test_an_option_of_vllm_that_is_not_there_yet_says_so(path, option):
     with pytest.raises(ConfigError, match=f"{option} is not supported by Quire yet"):
         make_llm(path, **{option: 0.5})
@@ -105,7 +105,7 @@ def test_a_cache_larger_than_memory_says_what_to_lower(path, options, name):
 
 
 def test_where_hardly_any_memory_is_free_the_error_says_what_to_lower(path, monkeypatch):
-    monkeypatch.setattr(worker.psutil, "virtual_memory", lambda: SimpleNamespace(available=200_000))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=200_000))
     with pytest.raises(ValueError, match="lower max_model_len"):
         make_llm(path)
 

@@ -58,7 +58,7 @@ class RankedExecutor(Executor):
     def sample(self, step_id: int) -> Any:
         from concurrent.futures import Future
 
-        outputs = self._everywhere("sample", step_id)
+        outputs = [read() for read in self._everywhere("sample", step_id)]
         assert all(output == outputs[0] for output in outputs)
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(outputs[0])

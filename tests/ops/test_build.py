@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import platformdirs
 import pytest
 import torch
 from attention.test_attention import MIXED, World
@@ -114,7 +115,7 @@ def test_without_a_compiler_one_warning_is_given_and_the_reference_runs(monkeypa
 @needs_compiler
 def test_a_failing_compiler_is_quoted(small_sources, monkeypatch, tmp_path, caplog, fresh_process):
     (small_sources / "two.cpp").write_text("this is not C++;")
-    monkeypatch.setattr(build, "user_cache_path", lambda name: tmp_path)
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path)
     with caplog.at_level(logging.WARNING, logger="quire"):
         assert build.library() is None
     assert re.search(r"two\.cpp:1.* error", caplog.text)
@@ -123,7 +124,7 @@ def test_a_failing_compiler_is_quoted(small_sources, monkeypatch, tmp_path, capl
 @needs_compiler
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path, caplog, fresh_process):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(build, "user_cache_path", lambda name: tmp_path / "file")
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / "file")
     assert build.library() is None
     assert "file" in caplog.text
 

@@ -245,7 +245,8 @@ def test_products_with_packed_weights(implementation, two_threads):
 
 
 def test_every_op_has_cases():
-    assert {*CASES, "quantize", "quantized_linear"} == set(OPS)  # these two are in test_quantized.py
+    in_test_quantized = {"quantize", "quantized_linear", "grouped_quantized_linear"}
+    assert {*CASES, *in_test_quantized} == set(OPS)
 
 
 def test_a_norm_returns_contiguous_memory():

@@ -169,3 +169,16 @@ def test_what_cannot_be_in_panels_is_computed_by_the_reference():
         x = torch.randn(3, matrix.in_features).bfloat16()
         wanted = OPS["quantized_linear"].reference(x, matrix, None)
         torch.testing.assert_close(quantized_linear_cpu(x, matrix, None), wanted)
+
+
+def test_products_of_experts_are_those_of_each_experts_own_weight():
+    torch.manual_seed(0)
+    product = OPS["grouped_quantized_linear"].reference
+    for matrix in quantized_matrices():
+        experts = next(n for n in (4, 7, 1) if matrix.out_features % n == 0)
+        outs, offsets = matrix.out_features // experts, torch.randint(0, 5, (experts,)).cumsum(0)
+        offsets = torch.cat((torch.zeros(1, dtype=torch.int64), offsets))
+        x, bias = torch.randn(int(offsets[-1]), matrix.in_features), torch.randn(experts, outs)
+        weight = matrix.dequantize().view(experts, outs, -1)
+        wanted = [x[offsets[e] : offsets[e + 1]] @ weight[e].T + bias[e] for e in range(experts)]
+        torch.testing.assert_close(product(x, matrix, bias, offsets), torch.cat(wanted), rtol=1e-4, atol=1e-3)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.ops.reference import elementwise, sampling
-from quire.ops.reference.quantized import QuantizedMatrix, quantize, quantized_linear
+from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantize, quantized_linear
 from quire.ops.triton import INTERPRETED
 from quire.ops.triton import elementwise as ours
-from quire.ops.triton.linear import grouped_linear_triton, quantized_linear_triton
-from quire.ops.triton.sampling import sample_gumbel
+from quire.ops.triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
+from quire.ops.triton.sampling import keep_top_k_top_p, sample_gumbel
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -101,15 +101,65 @@ def matrices() -> Iterator[QuantizedMatrix]:
         yield QuantizedMatrix(weight.to(torch.float8_e4m3fn), matrix.scales, group, ins)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:], ids=str)
-def test_products_with_quantized_weights(dtype):
+def test_products_with_quantized_weights():
     torch.manual_seed(0)
     for matrix in matrices():
         for rows in (0, 1, 20):
-            x = draw(dtype, rows, matrix.in_features) / 8
-            bias = draw(dtype, matrix.out_features) if rows == 1 else None
+            x = draw(torch.float32, rows, matrix.in_features) / 8
+            bias = draw(torch.float32, matrix.out_features) if rows == 1 else None
             made = quantized_linear_triton(x, quantized_linear_triton.pack(matrix), bias)
             torch.testing.assert_close(made, quantized_linear.reference(x, matrix, bias), rtol=2**-6, atol=1e-3)
+
+
+def test_products_of_eight_bits_are_those_of_rounded_inputs():
+    """In 16 bits, inputs are rounded to 8, each row with a scale of its own."""
+    torch.manual_seed(0)
+    for outs, ins, group in ((70, 256, 128), (33, 200, 200), (40, 96, 32), (24, 64, 64)):
+        matrix = quantize.reference(draw(torch.float32, outs, ins), 8, group)
+        for rows in (1, 20, 70):
+            x = draw(torch.float16, rows, ins)
+            scale = x.float().abs().amax(1, keepdim=True) / 127
+            rounded = (x.float() / scale).round() * scale
+            made = quantized_linear_triton(x, quantized_linear_triton.pack(matrix), None)
+            wanted = quantized_linear.reference(rounded, matrix, None)
+            torch.testing.assert_close(made.float(), wanted, rtol=2**-9, atol=2**-6)
+            plain = quantized_linear.reference(x.float(), matrix, None)
+            assert (made.float() - plain).norm() / plain.norm() < 0.01
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 20), (0, 0), (3, 17)], ids=str)
+def test_products_of_experts_with_quantized_weights(counts):
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0)
+    for bits, group in ((8, 64), (4, 32)):
+        matrix = quantize.reference(draw(torch.float32, len(counts) * 24, 64), bits, group)
+        x = draw(torch.float32, sum(counts), 64) / 8
+        for bias in (None, draw(torch.float32, len(counts), 24)):
+            made = grouped_quantized_linear_triton(x, quantized_linear_triton.pack(matrix), bias, offsets)
+            wanted = grouped_quantized_linear.reference(x, matrix, bias, offsets)
+            torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+
+
+def kept_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    torch.manual_seed(0)
+    for rows, vocab, scale in ((0, 10, 1), (1, 1, 1), (7, 17, 1), (12, 1000, 3), (4, 1025, 0.01), (4, 3000, 40)):
+        logits = torch.randn(rows, vocab, device=DEVICE) * scale
+        k = torch.tensor([1, 2, 5, 50, 1000, vocab, vocab + 9])[torch.randint(0, 7, (rows,))].to(DEVICE)
+        p = torch.tensor([1.0, 0.95, 0.5, 0.1, 1e-6])[torch.randint(0, 5, (rows,))].to(DEVICE)
+        for some_k, some_p in ((k, None), (None, p), (k, p)):
+            yield logits.clone(), some_k, some_p
+            yield logits.masked_fill(torch.rand(rows, vocab, device=DEVICE) < 0.9, -torch.inf), some_k, some_p
+    tied = torch.randint(0, 4, (12, 300), device=DEVICE).float()
+    yield tied.clone(), torch.arange(1, 13, device=DEVICE) * 20, None
+    yield tied * 100, None, torch.linspace(0.05, 0.8971, 12, device=DEVICE)
+    yield tied.clone(), torch.arange(1, 13, device=DEVICE) * 20, torch.linspace(0.05, 0.8971, 12, device=DEVICE)
+    yield draw(torch.float32, 300, 8).t(), torch.full((8,), 7, device=DEVICE), None
+
+
+def test_top_k_and_top_p_keep_what_the_reference_keeps():
+    for logits, k, p in kept_cases():
+        wanted = sampling.keep_top_k_top_p.reference(logits.clone(), k, p)
+        assert torch.equal(keep_top_k_top_p(logits.clone(), k, p), wanted)
 
 
 def test_draws_are_those_of_the_reference():

@@ -99,7 +99,7 @@ def test_every_row_is_processed_as_if_it_were_alone(kind):
         rows = [row for row in rows if batch.rows.num_tokens[row] < LONGEST]
         logits = torch.randn(len(rows), VOCAB, generator=generator) * 4
         torch.testing.assert_close(batch.apply(logits, rows), batch.expected(logits, rows), rtol=1e-5, atol=1e-4)
-        batch.rows.append(np.array(rows), np.array(random_tokens(draw, len(rows))))
+        batch.rows.fill(np.array(rows), batch.rows.expect(np.array(rows)), np.array(random_tokens(draw, len(rows))))
 
 
 def test_rows_that_ask_for_nothing_leave_the_logits_untouched():
@@ -109,7 +109,7 @@ def test_rows_that_ask_for_nothing_leave_the_logits_untouched():
     logits = torch.randn(4, VOCAB).bfloat16()
     at = batch.rows.sampling_rows(np.arange(4))
     assert batch.sampler.processors.apply(logits, at) is logits
-    tokens, logprobs = batch.sampler(logits, SamplingBatch(None, rows=at))
+    tokens, logprobs = batch.sampler(logits, SamplingBatch(rows=at))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     assert logprobs is None
 
@@ -139,7 +139,8 @@ def test_draws_have_the_distribution_that_was_asked_for(options, bad_words):
         batch.install(row, [1, 2, 3, 4, 4, 2], 3, params, bad_words)
     rows = np.arange(count)
     sampling = SamplingBatch(
-        torch.full((count,), params.temperature), seeds=torch.arange(count), positions=torch.full((count,), 3),
+        temperature=torch.full((count,), params.temperature), seeds=torch.arange(count),
+        output_positions=torch.full((count,), 3),
         top_k=torch.full((count,), params.top_k) if params.top_k else None, rows=batch.rows.sampling_rows(rows),
     )  # fmt: skip
     tokens, _ = batch.sampler(logits.expand(count, vocab).clone(), sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,12 +93,14 @@ def test_every_mode_reports_what_its_name_says_of_the_rows_that_ask(mode, temper
         sampler.processors.add(row, new)
     logits = (torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(8)) * 2).to(dtype)
     some = np.arange(4)
-    random = any(temperatures)
+    random = torch.tensor(temperatures).nonzero().squeeze(1)
     top_k = torch.tensor([p.top_k or VOCAB for p in params])
-    batch = SamplingBatch(
-        torch.tensor(temperatures) if random else None, torch.arange(4), torch.full((4,), 2),
-        top_k=top_k if random else None, num_logprobs=rows.num_logprobs[some], rows=rows.sampling_rows(some),
-    )  # fmt: skip
+    batch = SamplingBatch(num_logprobs=rows.num_logprobs[some], rows=rows.sampling_rows(some))
+    if len(random):
+        batch = replace(
+            batch, random=random if len(random) < 4 else None, temperature=torch.tensor(temperatures)[random],
+            seeds=random, output_positions=torch.full_like(random, 2), top_k=top_k[random],
+        )  # fmt: skip
     tokens, top = sampler(logits.clone(), batch)
     assert top is not None
     assert top.token_ids.shape == (3, 1 + VOCAB)

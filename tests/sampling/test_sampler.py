@@ -45,14 +45,17 @@ def expected_token(logits: list[float], row: dict[str, Any]) -> int:
 def batch_of(rows: list[dict[str, Any]]) -> SamplingBatch:
     """As the model runner makes it: what no row asks for is None."""
 
+    random = [i for i, row in enumerate(rows) if row["temperature"] > 0]
+
     def column(name: str, nothing: float, dtype: torch.dtype) -> Tensor | None:
-        values = [row[name] for row in rows]
+        values = [rows[i][name] for i in random]
         return None if all(v == nothing for v in values) else torch.tensor(values, dtype=dtype)
 
     return SamplingBatch(
+        random=None if len(random) == len(rows) else torch.tensor(random),
         temperature=column("temperature", 0, torch.float32),
-        seeds=torch.tensor([row["seed"] for row in rows]),
-        positions=torch.tensor([row["position"] for row in rows]),
+        seeds=column("seed", -1, torch.int64),
+        output_positions=column("position", -1, torch.int64),
         top_k=column("top_k", VOCAB, torch.int64),
         top_p=column("top_p", 1, torch.float32),
         min_p=column("min_p", 0, torch.float32),
@@ -91,7 +94,7 @@ def test_every_row_is_drawn_as_if_it_were_alone(sampler, kind):
 
 def test_greedy_rows_take_the_largest_logit(sampler):
     logits = torch.randn(5, VOCAB)
-    assert draw_tokens(sampler, logits, SamplingBatch(None)).tolist() == logits.argmax(-1).tolist()
+    assert draw_tokens(sampler, logits, SamplingBatch()).tolist() == logits.argmax(-1).tolist()
 
 
 def test_logits_may_be_bfloat16(sampler):

@@ -48,6 +48,10 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [completion.token_ids for output in outputs for completion in output.outputs]
 
 
+def core_request(llm: LLM, request_id: str, prompt: list[int], params: SamplingParams = GREEDY) -> Any:
+    return llm.processor.process(request_id, prompt, params).core_requests[0]
+
+
 def finish(core: EngineCore, limit: int = 10_000) -> dict[str, tuple[list[int], str | None, int | str | None]]:
     """Step until nothing is left: (token ids, finish reason, stop reason) by request id."""
     made: dict[str, tuple[list[int], str | None, int | str | None]] = {}
@@ -77,7 +81,8 @@ def assert_nothing_is_left(core: EngineCore) -> None:
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
     assert sorted(scheduler._free_rows) == list(range(scheduler.limits.max_num_seqs))
     if hasattr(core.executor, "runner"):
-        assert not core.executor.runner._submitted
+        assert not core.executor.runner._launched
+        assert not core.executor.runner._unread
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -107,5 +112,5 @@ def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = 
             batch.install(new)
         batch.edit_block_tables(step)
         flat = batch.flatten(step)
-        rows.append(model.logits(runner._forward(flat)))
+        rows.append(model.logits(runner.forward(runner.staging.stage(flat, edits, {})[0])))
     return torch.cat(rows)

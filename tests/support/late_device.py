@@ -1,28 +1,216 @@
-"""A device that works late: what a submitted step does happens when its result is demanded, and not before.
+"""A device that works late: what is launched happens when its result is demanded, and not before.
 
-A GPU runs behind the host. Here it does so as far as it can, so that a host which needs a result to go on scheduling
-(or which changes a message after it was sent) is found out. A host that asks for a result while it could still have
-submitted another step gets an error: it would have left the device idle.
+A GPU runs behind the host. Here it does so as far as it can: every operation of a step is put into a queue, and until
+it runs, its result holds rubbish. A host that needs to know something of a result (how many elements of it are not
+zero, say) gets an error; one that looks at it, or changes memory that is yet to be read, goes wrong and fails the test.
+A host that asks for the results of a step while it could still have submitted another one gets an error as well: it
+would have left the device idle.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
-import msgspec
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.engine import EngineCoreOutput, RequestError
+from quire.layers.attention import ForwardState
+from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.worker.device import Array, Device, Upload, pack, unpack
+from quire.worker.forward import Forward
+from quire.worker.graphs import CapturedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.model_runner import ModelRunner
+from quire.worker.staging import Staging
+
+
+class Stream(TorchDispatchMode):
+    """While it is entered, torch's operations are put into its queue. It can be entered again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: deque[Callable[[], object]] = deque()
+        self.running = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What happens in here is not put into the queue."""
+        before, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def launch(self, run: Callable[[], Tensor], *shape: int, dtype: torch.dtype) -> Tensor:
+        """Have `run` called later. Where its result will be."""
+        with self.at_once():
+            out = spoilt(torch.empty(shape, dtype=dtype))
+        self.queue.append(lambda: out.copy_(run()))
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        returns = [r.alias_info for r in func._schema.returns]
+        if self.running or not tensors:
+            return func(*args, **kwargs)  # what makes a new tensor reads nothing
+        if any(alias is not None and not alias.is_write for alias in returns):
+            made = func(*args, **kwargs)
+            theirs = {x.untyped_storage().data_ptr() for x in tensors}
+            if all(x.untyped_storage().data_ptr() in theirs for x in tree_flatten(made)[0]):
+                return made  # nor does a view; but `to` and `reshape` may have made a copy
+        elif any(alias is not None for alias in returns):
+            self.queue.append(lambda: func(*args, **kwargs))
+            named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            out = [named[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            return out[0] if len(out) == 1 else tuple(out)
+        try:
+            there = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+            like = func(*tree_map(_to_meta, args), **tree_map(_to_meta, there))
+        except (NotImplementedError, RuntimeError) as error:
+            raise AssertionError(f"the host waits for the device: {func} ({error})") from error
+        outs = tree_map(lambda t: spoilt(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)), like)
+
+        def run() -> None:
+            made = func(*args, **kwargs)
+            for out, result in zip(tree_flatten(outs)[0], tree_flatten(made)[0], strict=True):
+                out.copy_(result)
+
+        self.queue.append(run)
+        return outs
+
+    def run_until(self, position: Callable[[], object]) -> None:
+        """Run the queue up to what `position` is."""
+        with self.at_once(), torch.inference_mode():
+            while True:
+                run = self.queue.popleft()
+                run()
+                if run is position:
+                    return
+
+
+def _to_meta(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def spoilt(x: Tensor) -> Tensor:
+    """Filled with what is no result."""
+    return x.fill_(float("nan") if x.is_floating_point() else True if x.dtype is torch.bool else -128)
+
+
+class LateDevice(Device):
+    is_async = True
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(torch.device("cpu"))
+        self.stream = stream
+        self.waits = 0  # for memory of an earlier upload
+        # Two steps, and the next; and what copies the bytes of each.
+        self._buffers = deque((torch.empty(1 << 22, dtype=torch.uint8), lambda: None) for _ in range(3))
+
+    def upload(self, arrays: Mapping[str, Array]) -> Upload:
+        ends, size = {}, 0
+        for name, array in arrays.items():
+            size = ends[name] = size + -(-array.nbytes // 16) * 16
+        memory, copied = self._buffers.popleft()
+        if copied in self.stream.queue:
+            self.waits += 1
+            self.stream.run_until(copied)
+        here = memory[:size]
+        pack(arrays, ends, here.numpy())
+        there = self.stream.launch(lambda: here, size, dtype=torch.uint8)
+        self._buffers.append((memory, self.stream.queue[-1]))
+        return Upload(unpack(arrays, ends, there), there, ends)
+
+    def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
+        here = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+
+        def copy() -> None:
+            for target, source in zip(here, tensors, strict=True):
+                target.copy_(source)
+
+        self.stream.queue.append(copy)
+
+        def read() -> list[Tensor]:
+            if copy in self.stream.queue:
+                self.stream.run_until(copy)
+            return here
+
+        return read
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        run()
+        queue, self.stream.queue = self.stream.queue, deque()
+        result = run()
+        captured, self.stream.queue = self.stream.queue, queue
+        return result, lambda: self.stream.queue.extend(captured)
+
+
+class _Late:
+    """Something whose methods are launched."""
+
+    def __init__(self, real: Any, stream: Stream) -> None:
+        self.real, self.stream = real, stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+class LateModel(_Late):
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        size, dtype = self.real.spec.hidden_size, self.real.kernels.target.dtype
+        return self.stream.launch(lambda: self.real.embed(ids, positions), len(ids), size, dtype=dtype)
+
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        def run() -> Tensor:
+            return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]))
+
+        return self.stream.launch(run, *x.shape, dtype=x.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        size = self.real.spec.vocab_size
+        return self.stream.launch(lambda: self.real.logits(hidden), len(hidden), size, dtype=hidden.dtype)
+
+
+class LateBackend(_Late):
+    def plan(self, layout: Any) -> Callable[[], Any]:
+        return lambda: self.real.plan(layout)
+
+
+class LateKernels(_Late):
+    def argmax(self, logits: Tensor) -> Tensor:
+        return self.stream.launch(lambda: self.real.argmax(logits), len(logits), dtype=torch.int64)
+
+    def sample_gumbel(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        def run() -> Tensor:
+            return self.real.sample_gumbel(logits, seeds, positions)
+
+        return self.stream.launch(run, len(logits), dtype=torch.int64)
+
+    def keep_top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+        def run() -> Tensor:
+            return self.real.keep_top_k_top_p(logits, top_k, top_p)
+
+        return self.stream.launch(run, *logits.shape, dtype=logits.dtype)
 
 
 class WatchedScheduler(Scheduler):
@@ -41,73 +229,82 @@ class WatchedScheduler(Scheduler):
 
 
 class LateResult(Future[ModelRunnerOutput]):
-    def __init__(self, executor: LateExecutor, step_id: int) -> None:
+    def __init__(self, executor: LateExecutor, step_id: int, read: Callable[[], ModelRunnerOutput]) -> None:
         super().__init__()
-        self._executor, self._step_id = executor, step_id
+        self._executor, self._step_id, self._read = executor, step_id, read
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
         if not self.done():
-            self.set_result(self._executor.demand(self._step_id))
+            self._executor.may_be_read(self._step_id)
+            self.set_result(self._read())
         return super().result(timeout)
 
 
 class LateExecutor(Executor):
-    """Runs a real ModelRunner, as late and in the order that a device would."""
+    """Runs a real ModelRunner over the model and the cache of another one."""
 
-    def __init__(self, runner: ModelRunner, kv_cache: KVCacheSize, scheduler: WatchedScheduler) -> None:
-        self.runner, self.kv_cache, self.scheduler = runner, kv_cache, scheduler
+    def __init__(self, llm: LLM, scheduler: WatchedScheduler, captured: bool = False) -> None:
+        real = llm.core.executor.runner
+        self.kv_cache: KVCacheSize = llm.core.executor.kv_cache
+        self.scheduler, self.stream = scheduler, Stream()
         self.most_in_flight = 0
-        self._orders: deque[tuple[str, Any]] = deque()  # what the device has yet to do
         self._unread: deque[int] = deque()  # sampled steps whose results the host has not asked for
-        batch = runner.batch
-        self._checks = InputBatch(
-            len(batch.num_tokens), batch.max_model_len, batch.block_size, len(batch.block_tables), batch.vocab_size
+        old, device = real.batch, LateDevice(self.stream)
+        batch = InputBatch(
+            len(old.num_tokens), old.max_model_len, old.block_size, len(old.block_tables), old.vocab_size
         )
+        self.real_model = getattr(real.model, "real", real.model)
+        model: Any = LateModel(self.real_model, self.stream)
+        backend: Any = LateBackend(getattr(real.forward.backend, "real", real.forward.backend), self.stream)
+        kernels: Any = LateKernels(model.kernels, self.stream)
+        staging = Staging(device, batch)
+        forward = Forward(model, backend, staging.last_tokens)
+        if captured:
+            forward = CapturedForward(model, backend, staging, scheduler.limits.max_num_batched_tokens)
+            with self.stream:
+                forward.capture()
+            if self.stream.queue:
+                self.stream.run_until(self.stream.queue[-1])
+        sampler = Sampler(kernels, llm.config, device.torch_device)
+        self.runner = ModelRunner(model, batch, staging, forward, sampler)
 
     def submit(self, step: SchedulerOutput) -> None:
-        for new in step.new_requests:  # on the host, before the launch
-            try:
-                self._checks.install(new)
-            except ValueError as error:
-                raise RequestError(new.request_id, str(error)) from error
-        self._orders.append(("submit", msgspec.msgpack.encode(step)))
+        with self.stream:
+            self.runner.submit(step)
 
     def sample(self, step_id: int) -> LateResult:
-        self._orders.append(("sample", step_id))
+        with self.stream:
+            read = self.runner.sample(step_id)
         self._unread.append(step_id)
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
-        return LateResult(self, step_id)
+        return LateResult(self, step_id, read)
 
-    def demand(self, step_id: int) -> ModelRunnerOutput:
+    def may_be_read(self, step_id: int) -> None:
         depth = self.scheduler.limits.depth
         if len(self._unread) < depth and not self.scheduler.exhausted:
             raise AssertionError(
                 f"the result of step {step_id} was read with {len(self._unread)} of {depth} steps in flight"
             )
         assert self._unread.popleft() == step_id, "results are read in order"
-        while True:
-            kind, order = self._orders.popleft()
-            if kind == "submit":
-                self.runner.submit(msgspec.msgpack.decode(order, type=SchedulerOutput))
-                continue
-            output = self.runner.sample(order)
-            if order == step_id:
-                return output
 
     def shutdown(self) -> None:
         """Nothing was started."""
 
 
 def limits_of(llm: LLM, depth: int) -> SchedulerLimits:
-    return scheduler_limits(llm.config, llm.max_model_len, depth)
+    return replace(scheduler_limits(llm.config, llm.max_model_len), depth=depth)
 
 
-def run_late(llm: LLM, depth: int = 2) -> LateExecutor:
-    """Give `llm` a new core over the same model, with `depth` steps in flight on a late device."""
+def watched_scheduler(llm: LLM, depth: int) -> WatchedScheduler:
     kv, cache = llm.core.executor.kv_cache, llm.config.cache
-    scheduler = WatchedScheduler(
+    return WatchedScheduler(
         limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching
     )
-    executor = LateExecutor(llm.core.executor.runner, kv, scheduler)
+
+
+def run_late(llm: LLM, depth: int = 2, captured: bool = False) -> LateExecutor:
+    """Give `llm` a new core over the same model, with `depth` steps in flight on a late device."""
+    scheduler = watched_scheduler(llm, depth)
+    executor = LateExecutor(llm, scheduler, captured)
     llm.core = EngineCore(scheduler, executor)
     return executor

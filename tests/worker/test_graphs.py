@@ -40,10 +40,10 @@ def test_replayed_steps_change_nothing(tmp_path, variant, options):
     kind, config, writing = ALL_VARIANTS[variant]
     path = write_checkpoint(tmp_path, kind, config, **writing)
     llm = make_llm(path, dtype="bfloat16", **options)
-    graphs = llm.core.executor.runner.graphs
+    graphs = llm.core.executor.runner.forward
     assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, **options))
     assert graphs.usable
-    assert sorted(graphs._graphs) == list(range(1, len(PROMPTS) + 1))
+    assert sorted(graphs._recorded) == list(range(1, len(PROMPTS) + 1))
 
 
 def test_preempted_requests_too():
@@ -67,7 +67,7 @@ def test_a_model_of_other_operations_runs_as_ever(tmp_path):
     path = write_checkpoint(tmp_path, kind, config, **writing)
     llm = make_llm(path, dtype="bfloat16")
     assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True))
-    assert not llm.core.executor.runner.graphs.usable
+    assert not llm.core.executor.runner.forward.usable
     assert torch.is_inference_mode_enabled() is False
 
 

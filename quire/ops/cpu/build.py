@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
@@ -79,6 +77,8 @@ def library() -> Library | None:
     """The kernels, compiled if need be; None where that is not possible, of which one warning tells."""
     if sys.platform != "linux":
         return None
+    from platformdirs import user_cache_path  # which an engine on a GPU does without
+
     try:
         return load(user_cache_path("quire") / "kernels", [*FLAGS, INSTRUCTION_SETS[_chosen[0]][0]])
     except (BuildError, OSError) as error:

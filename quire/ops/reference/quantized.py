@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -156,3 +157,16 @@ def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) ->
         part = weight.rows(start, stop).dequantize().to(x.dtype)
         parts.append(torch.nn.functional.linear(x, part, None if bias is None else bias[start:stop]))
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
+
+
+@declare
+def grouped_quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """Like grouped_linear, with the experts' weights one below the other. weight: [experts * out, in], bias:
+    [experts, out]. It takes weights that were packed for quantized_linear."""
+    bounds = offsets.tolist()
+    outs = weight.out_features // (len(bounds) - 1)
+    out = x.new_empty(len(x), outs)
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        part = weight.rows(e * outs, (e + 1) * outs)
+        out[start:stop] = quantized_linear.reference(x[start:stop], part, None if bias is None else bias[e])
+    return out

@@ -6,7 +6,7 @@ behind those of a plane, as [blocks, kv_heads, planes, block_size * head_dim + 4
 
 A program attends for a tile of rows: the query heads of one KV head, of a few neighbouring tokens of one request (GQA
 packed into the tile, as in FlashInfer, arXiv:2501.01005), with an online softmax (arXiv:2205.14135) over the request's
-keys or over one of SPLITS parts of them (arXiv:2311.01282). Requests are found in the kernel: a launch depends on
+keys or over one of several parts of them (arXiv:2311.01282). Requests are found in the kernel: a launch depends on
 nothing but numbers of tokens and requests, as CUDA graphs need it.
 """
 
@@ -139,14 +139,14 @@ def _decoded(cells, scales, dtype: tl.constexpr, CELL: tl.constexpr):
     return (wide * scales).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "splits"])
 def attend_kernel(
     out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, q_stride, q_head_stride,
-    table_stride, requests, kv_heads, scale, soft_cap, window, plane_size,
+    table_stride, requests, splits, kv_heads, scale, soft_cap, window, plane_size,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, OUT_DIM: tl.constexpr,
     OUT_BLOCK: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, SINKS: tl.constexpr,
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program for each tile, KV head and part of the keys. A head's elements are taken as MAIN + REST, powers of two
     (REST 0 for none): 80 as 64 + 16, 576 as 512 + 64."""
@@ -178,7 +178,7 @@ def attend_kernel(
     if WINDOW:
         begin = tl.maximum(cached + first - window + 1, 0) // KEYS * KEYS
     tiles = tl.cdiv(end - begin, KEYS)
-    each = tl.cdiv(tiles, SPLITS)
+    each = tl.cdiv(tiles, splits)
     from_key = begin + split * each * KEYS
     to_key = tl.minimum(from_key + each * KEYS, end)
 
@@ -235,12 +235,12 @@ def attend_kernel(
     row = (start + token).to(tl.int64) * (kv_heads * GROUP) + head
     values = values / tl.where(total > 0, total, 1.0)[:, None]
     log_sum = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-    if SPLITS == 1:
+    if not SPLIT:
         mask = is_row[:, None] & (columns < OUT_DIM)[None, :]
         tl.store(out + row[:, None] * OUT_DIM + columns[None, :], values.to(dtype), mask=mask)
         tl.store(lse + row, log_sum * LN_2, mask=is_row)
     else:
-        part = row * SPLITS + split
+        part = row * splits + split
         tl.store(partial + part[:, None] * OUT_BLOCK + columns[None, :], values, mask=is_row[:, None])
         tl.store(partial_lse + part, log_sum, mask=is_row)
 

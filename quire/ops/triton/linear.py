@@ -1,4 +1,8 @@
-"""Matrix products that torch does not have: of experts' tokens, and with weights that stay quantized in memory."""
+"""Matrix products that torch does not have: of experts' tokens, and with weights that stay quantized in memory.
+
+Weights of 8 bits are multiplied by inputs that are rounded to 8 bits as well, each token with a scale of its own; other
+weights are dequantized where they are used. In float32 all are.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference.elementwise import grouped_linear
-from quire.ops.reference.quantized import QuantizedMatrix, quantized_linear
+from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
 from quire.ops.triton import on_gpu, precision
 
 
@@ -96,19 +100,30 @@ def _weights(codes, scales, offsets, shift, dtype: tl.constexpr, OFFSETS: tl.con
     return wide.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantized(
-    out, x, codes, scales, offsets, bias, rows, outs, ins, x_stride, code_stride, groups, group,
+    out, x, codes, scales, offsets, bias, bounds, rows, experts, outs, ins, x_stride, code_stride, groups, group,
     BITS: tl.constexpr, SHIFT: tl.constexpr, FLOAT8: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for ROWS x OUTS results. A weight is dequantized where it is used, to the type of x."""
-    at_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A program for ROWS x OUTS results (of one expert, if there are some). A weight is dequantized where it is used,
+    to the type of x."""
+    tile = tl.program_id(0)
+    expert, first, stop = tile * 0, tile * ROWS, rows
+    if EXPERTS:
+        expert = part_of(bounds, tile, experts, ROWS)
+        start = tl.load(bounds + expert).to(tl.int32)
+        stop = tl.load(bounds + expert + 1).to(tl.int32)
+        first = start + (tile - start // ROWS - expert) * ROWS
+        if first >= stop:
+            return
+    at_rows = first + tl.arange(0, ROWS)
     columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = at_rows < rows, columns < outs
+    is_row, is_column = at_rows < stop, columns < outs
     x_rows = x + at_rows[:, None].to(tl.int64) * x_stride
-    code_rows = codes + columns[None, :].to(tl.int64) * code_stride
-    scale_rows = columns[None, :].to(tl.int64) * groups
+    weight_rows = (expert * outs + columns)[None, :].to(tl.int64)
+    code_rows = codes + weight_rows * code_stride
+    scale_rows = weight_rows * groups
     dtype: tl.constexpr = x.dtype.element_ty
     sums = tl.zeros([ROWS, OUTS], tl.float32)
     per_byte: tl.constexpr = 8 // BITS
@@ -130,30 +145,136 @@ def _quantized(
             a = tl.load(x_rows + at[None, :], mask=is_row[:, None] & (at < ins)[None, :], other=0.0)
             sums = multiplied(a, w, sums, PRECISION)
     if BIAS:
-        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        sums += tl.load(bias + expert * outs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     at_out = out + at_rows[:, None].to(tl.int64) * outs + columns[None, :]
     tl.store(at_out, sums.to(dtype), mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit
+def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for each row: its codes of 8 bits, and their scale."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, ins, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.abs(tl.load(x + row * stride + at, mask=at < ins, other=0.0).to(tl.float32)))
+    top: tl.constexpr = 448.0 if FLOAT8 else 127.0
+    scale = tl.maximum(tl.max(largest) / top, 1e-30)
+    tl.store(scales + row, scale)
+    for begin in range(0, ins, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        scaled = tl.load(x + row * stride + at, mask=at < ins, other=0.0).to(tl.float32) / scale
+        if FLOAT8:
+            code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
+            code = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
+        tl.store(codes + row * ins + at, code, mask=at < ins)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _eight_bits(
+    out, x, x_scales, codes, scales, bias, bounds, rows, experts, outs, ins, code_stride, groups, group,
+    FLOAT8: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    INS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Like _quantized, where x has 8 bits as well: products of codes, scaled once for each part of a group."""
+    tile = tl.program_id(0)
+    expert, first, stop = tile * 0, tile * ROWS, rows
+    if EXPERTS:
+        expert = part_of(bounds, tile, experts, ROWS)
+        start = tl.load(bounds + expert).to(tl.int32)
+        stop = tl.load(bounds + expert + 1).to(tl.int32)
+        first = start + (tile - start // ROWS - expert) * ROWS
+        if first >= stop:
+            return
+    at_rows = first + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    is_row, is_column = at_rows < stop, columns < outs
+    weight_rows = (expert * outs + columns).to(tl.int64)
+    sums = tl.zeros([ROWS, OUTS], tl.float32)
+    for begin in range(0, ins, INS):
+        at = begin + tl.arange(0, INS)
+        inside = at < ins
+        a = tl.load(
+            x + at_rows[:, None].to(tl.int64) * ins + at[None, :], mask=is_row[:, None] & inside[None, :], other=0
+        )
+        zero: tl.constexpr = 0 if FLOAT8 else 128
+        b = tl.load(
+            codes + weight_rows[None, :] * code_stride + at[:, None], mask=inside[:, None] & is_column[None, :],
+            other=zero,
+        )  # fmt: skip
+        if FLOAT8:
+            a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        else:
+            a, b = a.to(tl.int8, bitcast=True), (b ^ 128).to(tl.int8, bitcast=True)
+        if PRECISION == "interpreted":
+            part = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        else:
+            part = tl.dot(a, b).to(tl.float32)
+        sums += part * tl.load(scales + weight_rows * groups + begin // group, mask=is_column, other=0.0)[None, :]
+    sums *= tl.load(x_scales + at_rows, mask=is_row, other=0.0)[:, None]
+    if BIAS:
+        sums += tl.load(bias + expert * outs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    at_out = out + at_rows[:, None].to(tl.int64) * outs + columns[None, :]
+    tl.store(at_out, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
 @quantized_linear.implementation("triton", supports=on_gpu)
 def quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    return _product(x, weight, bias, None)
+
+
+@grouped_quantized_linear.implementation("triton", supports=on_gpu)
+def grouped_quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    return _product(x, weight, bias, offsets)
+
+
+def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None) -> Tensor:
+    """bounds: of the experts' rows, None for one weight for all rows."""
     x = x if weight.order is None else x[:, weight.order]
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, outs = len(x), weight.out_features
+    rows, experts = len(x), 1 if bounds is None else len(bounds) - 1
+    outs = weight.out_features // experts
     out = x.new_empty(rows, outs)
     if not out.numel():
         return out
     scales, offsets = weight.effective_scales().contiguous(), weight.effective_offsets()
     offsets = scales if offsets is None else offsets.contiguous()
     is_float8 = weight.codes.is_floating_point()
+    part = _part(weight)
+    if part and x.dtype is not torch.float32:
+        x_codes = torch.empty(rows, weight.in_features, dtype=torch.uint8, device=x.device)
+        x_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+        _rounded[(rows,)](x, x_codes, x_scales, weight.in_features, x.stride(0), is_float8, 1024)
+        size = 16 if rows <= 16 * experts else 128 if rows >= 128 * experts else 64
+        tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
+        _eight_bits[(tiles, triton.cdiv(outs, 64))](
+            out, x_codes, x_scales, weight.codes.view(torch.uint8), scales, x if bias is None else bias.contiguous(),
+            x if bounds is None else bounds, rows, experts, outs, weight.in_features, weight.codes.stride(0),
+            scales.shape[1], weight.group, is_float8, bias is not None, bounds is not None, size, 64, part,
+            precision(x.dtype),
+        )  # fmt: skip
+        return out
     centre = 0.0 if is_float8 or weight.offsets is not None else float(1 << (weight.bits - 1))
-    size = 16 if rows <= 16 else 64
-    _quantized[(triton.cdiv(rows, size), triton.cdiv(outs, 64))](
-        out, x, weight.codes.view(torch.uint8), scales, offsets, x if bias is None else bias, rows, outs,
-        weight.in_features, x.stride(0), weight.codes.stride(0), scales.shape[1], weight.group, weight.bits, centre,
-        is_float8, weight.offsets is not None, bias is not None, size, 64, 64, precision(x.dtype),
+    size = 16 if rows <= 16 * experts else 64
+    tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
+    _quantized[(tiles, triton.cdiv(outs, 64))](
+        out, x, weight.codes.view(torch.uint8), scales, offsets, x if bias is None else bias.contiguous(),
+        x if bounds is None else bounds, rows, experts, outs, weight.in_features, x.stride(0), weight.codes.stride(0),
+        scales.shape[1], weight.group, weight.bits, centre, is_float8, weight.offsets is not None, bias is not None,
+        bounds is not None, size, 64, 64, precision(x.dtype),
     )  # fmt: skip
     return out
+
+
+def _part(weight: QuantizedMatrix) -> int:
+    """Inputs that products of 8 bits take at a time: they have one scale. 0 where weights have to be dequantized."""
+    if weight.bits != 8 or weight.offsets is not None:
+        return 0
+    if weight.group >= weight.in_features:
+        return 128
+    return next((n for n in (128, 64, 32) if weight.group % n == 0), 0)
 
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:

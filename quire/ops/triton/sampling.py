@@ -61,3 +61,116 @@ def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         logits, seeds, positions, best, tokens, logits.stride(0), logits.stride(1), vocab, parts, _PART, _BLOCK
     )
     return tokens.gather(1, best.argmax(1, keepdim=True)).squeeze(1).long()
+
+
+@triton.jit
+def _key(x):
+    """An unsigned integer that is larger for larger numbers."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    return (bits ^ ((bits >> 31) & 2147483647) ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _number(key):
+    bits = key.to(tl.int32, bitcast=True) ^ -2147483648
+    return (bits ^ ((bits >> 31) & 2147483647)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold(row, stride, vocab, top, floor, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key such that so many keys, of those above floor, are at least it; or with MASS, keys with so much of
+    exp(number - top). Found four bits at a time."""
+    found = floor * 0
+    for digit in tl.static_range(8):
+        candidates = found + (tl.arange(0, 16).to(tl.uint32) << (28 - 4 * digit))
+        totals = tl.zeros([16], tl.float32)
+        for begin in range(0, vocab, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            x = tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
+            key = _key(x)
+            counted = (at < vocab) & (key > floor)
+            if MASS:
+                weight = tl.where(counted, tl.exp(x - top), 0.0)
+            else:
+                weight = counted.to(tl.float32)
+            totals += tl.sum(tl.where(key[:, None] >= candidates[None, :], weight[:, None], 0.0), 0)
+        reached = tl.maximum(tl.sum((totals >= wanted).to(tl.int32)) - 1, 0)
+        found = found + (reached.to(tl.uint32) << (28 - 4 * digit))
+    return found
+
+
+@triton.jit
+def _above(row, stride, vocab, top, key, BLOCK: tl.constexpr):
+    """How many keys are larger, and their sum of exp(number - top)."""
+    count = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, vocab, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
+        counted = (at < vocab) & (_key(x) > key)
+        count += counted.to(tl.float32)
+        mass += tl.where(counted, tl.exp(x - top), 0.0)
+    return tl.sum(count), tl.sum(mass)
+
+
+@triton.jit
+def _keep(
+    logits, top_k, top_p, row_stride, stride, vocab, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for each row. What stays is what is above a threshold, and the first few of what is equal to it."""
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * row_stride
+    k, p = vocab, 1.0
+    if TOP_K:
+        k = tl.minimum(tl.load(top_k + index), vocab).to(tl.int32)
+    if TOP_P:
+        p = tl.load(top_p + index)
+    if (k >= vocab) & (p >= 1.0):
+        return
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    for begin in range(0, vocab, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        tops = tl.maximum(tops, tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf")))
+    top = tl.max(tops)
+    bound = _key(top) * 0  # below every key
+    equals = tl.full([], 0.0, tl.float32)  # how many of those that are equal to the bound stay
+    if TOP_K:
+        if k < vocab:
+            bound = _threshold(row, stride, vocab, top, bound, k.to(tl.float32), False, BLOCK)
+            larger, _ = _above(row, stride, vocab, top, bound, BLOCK)
+            equals = k.to(tl.float32) - larger
+    if TOP_P:
+        if p < 1.0:
+            _, mass = _above(row, stride, vocab, top, bound, BLOCK)
+            each = tl.exp(_number(bound) - top)
+            if equals == 0.0:
+                each = equals
+            wanted = p * (mass + equals * each)
+            if mass >= wanted:  # without any of those that are equal
+                bound = _threshold(row, stride, vocab, top, bound, wanted, True, BLOCK)
+                _, mass = _above(row, stride, vocab, top, bound, BLOCK)
+                each = tl.exp(_number(bound) - top)
+                equals = tl.full([], 16777216.0, tl.float32)
+            equals = tl.minimum(equals, tl.maximum(tl.ceil((wanted - mass) / tl.maximum(each, 1e-38)), 1.0))
+    seen = 0
+    for begin in range(0, vocab, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
+        key = _key(x)
+        same = (key == bound) & (at < vocab)
+        order = seen + tl.cumsum(same.to(tl.int32), 0)
+        stays = (key > bound) | (same & (order.to(tl.float32) <= equals))
+        tl.store(row + at.to(tl.int64) * stride, tl.where(stays, x, float("-inf")), mask=at < vocab)
+        seen += tl.sum(same.to(tl.int32))
+
+
+@reference.keep_top_k_top_p.implementation("triton", supports=on_gpu)
+def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Overwrites logits. Nothing is sorted: the bound is searched for, in at most 19 readings of a row."""
+    rows, vocab = logits.shape
+    if rows:
+        _keep[(rows,)](
+            logits, logits if top_k is None else top_k, logits if top_p is None else top_p, logits.stride(0),
+            logits.stride(1), vocab, top_k is not None, top_p is not None, _BLOCK, num_warps=8,
+        )  # fmt: skip
+    return logits

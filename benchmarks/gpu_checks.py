@@ -1,0 +1,250 @@
+"""What must be right on a device before its speed is of interest: every kernel against its reference, and greedy text.
+
+Used by gpu_suite.py. Each check raises an AssertionError that says what differs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.reference import ReferenceAttention
+from quire.attention.selection import BACKENDS
+from quire.ops import OPS, Target
+from quire.ops.reference.quantized import QuantizedMatrix, quantize
+
+Check = Callable[[], None]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+VOCAB = 151_936
+
+
+def close(made: Any, wanted: Any, dtype: torch.dtype) -> None:
+    for a, b in zip(made if isinstance(made, tuple) else (made,), wanted if isinstance(wanted, tuple) else (wanted,),
+                    strict=True):  # fmt: skip
+        tolerance = TOLERANCE[dtype] if a.is_floating_point() else 0
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def ops(device: torch.device, big: bool = True) -> Iterator[tuple[str, Check]]:
+    """A check for every implementation of every operation that supports the device. big: real sizes."""
+    torch.manual_seed(0)
+    for name in CASES:
+        for implementation in [i for i in OPS[name].implementations if i.name not in ("reference", "cpu")]:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                if implementation.supports(Target(device, dtype)):
+
+                    def check(name: str = name, f: Any = implementation.function, dtype: Any = dtype) -> None:
+                        for arguments in CASES[name](device, dtype, big):
+                            wanted = OPS[name].reference(*copied(arguments))
+                            made = f(*copied(arguments))
+                            if "quantized" in name:  # rounds inputs to 8 bits
+                                assert (made - wanted).float().norm() <= 0.05 * wanted.float().norm()
+                            else:
+                                close(made, wanted, dtype)
+
+                    yield f"{name} {implementation.name} {str(dtype)[6:]}", check
+
+
+def copied(arguments: tuple[Any, ...]) -> list[Any]:
+    """For a function that may overwrite them."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+
+
+def _draw(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+    return torch.randn(size, device=device).to(dtype)
+
+
+def _norms(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for rows, dim in ((1, 64), (7, 128), (33, 1000)) + ((300, 4096),) * big:
+        yield _draw(device, dtype, rows, dim), _draw(device, dtype, dim), 1e-6
+
+
+def _add_norms(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for x, weight, eps in _norms(device, dtype, big):
+        yield x, _draw(device, dtype, *x.shape), weight, eps
+
+
+def _gates(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for rows, half in ((1, 64), (9, 1000)) + ((256, 14_336),) * big:
+        yield (_draw(device, dtype, rows, 2 * half),)
+
+
+def _rotary(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for heads, kv_heads, dim, half in ((4, 2, 64, 32), (8, 1, 128, 32), (3, 3, 80, 16)):
+        angles = torch.rand(17, half, device=device) * 6
+        for interleaved in (False, True):
+            q, k = _draw(device, dtype, 17, heads, dim), _draw(device, dtype, 17, kv_heads, dim)
+            yield q, k, angles.cos(), angles.sin(), interleaved
+
+
+def _experts(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for counts, outs, ins in (((3, 0, 14), 48, 64), ((0, 200, 1, 80), 256, 128)):
+        offsets = torch.tensor([0, *counts], device=device).cumsum(0)
+        weight = _draw(device, dtype, len(counts), outs, ins) / ins**0.5
+        yield _draw(device, dtype, sum(counts), ins), weight, _draw(device, dtype, len(counts), outs), offsets
+
+
+def _quantized(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for rows, outs, ins in ((1, 64, 256), (19, 200, 384)) + ((130, 1024, 4096),) * big:
+        weight = torch.randn(outs, ins) / ins**0.5
+        for matrix in (quantize.reference(weight, 8, ins), quantize.reference(weight, 4, 128), _float8(weight)):
+            yield _draw(device, dtype, rows, ins), _moved(matrix, device), _draw(device, dtype, outs)
+
+
+def _quantized_experts(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    offsets = torch.tensor([0, 40, 40, 57, 200], device=device)
+    for bits, group in ((8, 256), (4, 128)):
+        weight = _moved(quantize.reference(torch.randn(4 * 192, 256) / 16, bits, group), device)
+        yield _draw(device, dtype, 200, 256), weight, _draw(device, dtype, 4, 192), offsets
+
+
+def _float8(weight: Tensor) -> QuantizedMatrix:
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return QuantizedMatrix(codes, scales, weight.shape[1], weight.shape[1])
+
+
+def _moved(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
+    fields = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(matrix).items()}
+    return QuantizedMatrix(**fields)
+
+
+def _draws(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    if dtype is torch.float32:
+        for rows, vocab in ((1, 100), (9, 5001)) + ((256, VOCAB),) * big:
+            seeds = torch.randint(-(2**62), 2**62, (rows,), device=device)
+            yield torch.randn(rows, vocab, device=device), seeds, torch.randint(0, 5000, (rows,), device=device)
+
+
+def _kept(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    if dtype is torch.float32:
+        for rows, vocab in ((5, 100), (9, 5001)) + ((64, VOCAB),) * big:
+            logits = torch.randn(rows, vocab, device=device) * 3
+            k = torch.randint(1, 200, (rows,), device=device)
+            p = torch.rand(rows, device=device) * 0.8 + 0.1
+            yield from ((logits, k, None), (logits, None, p), (logits, k, p))
+
+
+CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[tuple[Any, ...]]]] = {
+    "rms_norm": _norms,
+    "add_rms_norm": _add_norms,
+    "silu_and_mul": _gates,
+    "gelu_and_mul": _gates,
+    "swiglu_oai": _gates,
+    "rotary_embedding": _rotary,
+    "grouped_linear": _experts,
+    "quantized_linear": _quantized,
+    "grouped_quantized_linear": _quantized_experts,
+    "sample_gumbel": _draws,
+    "keep_top_k_top_p": _kept,
+}
+
+
+# ---- attention
+
+
+def attention(device: torch.device, big: bool = True) -> Iterator[tuple[str, Check]]:
+    """A check for every backend, shape of heads and kind of cache that the device has."""
+    shapes: list[tuple[int, int, int, int | None]] = [(4, 2, 64, None), (8, 1, 128, None), (3, 3, 80, None)]
+    shapes += [(8, 2, 256, None), (4, 1, 576, 512)] * big
+    for backend in BACKENDS:
+        for heads, kv_heads, dim, value_dim in shapes:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                for cell in (None, torch.int8, torch.float8_e4m3fn):
+                    shape = AttentionShape(heads, kv_heads, dim, 16, dtype, device, value_dim, cell)
+                    if backend is not ReferenceAttention and backend.unsupported(shape) is None:
+                        name = f"{heads}/{kv_heads} x {dim} {str(dtype)[6:]} cache {cell or 'as it is'!s}"
+                        yield f"attention {backend.name} {name}", lambda b=backend, s=shape: _attend(b, s)  # type: ignore[misc]
+
+
+def _attend(backend: type[AttentionBackend], shape: AttentionShape) -> None:
+    for counts, cached in (([1] * 5, [0, 15, 16, 300, 77]), ([40, 1, 130, 7], [0, 64, 33, 0]), ([1], [700])):
+        for options in ({}, {"window": 20}, {"soft_cap": 20.0}, {"sinks": True}):
+            made, wanted = (_result(b, shape, counts, cached, dict(options)) for b in (backend, ReferenceAttention))
+            close(made, wanted, shape.dtype if shape.cell is None else torch.bfloat16)
+
+
+def _result(
+    kind: type[AttentionBackend], shape: AttentionShape, counts: list[int], cached: list[int], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Tokens that were stored before, then those of the step."""
+    torch.manual_seed(1)
+    backend, device, block = kind(shape), shape.device, shape.block_size
+    lengths = [a + b for a, b in zip(counts, cached, strict=True)]
+    width = max(-(-n // block) for n in lengths)
+    table = 1 + torch.randperm(len(lengths) * width).view(len(lengths), width).int()
+    cache = backend.allocate(1 + table.numel())
+    if options.get("sinks"):
+        options["sinks"] = torch.randn(shape.num_heads, device=device)
+
+    def layout(sizes: list[int], ends: list[int]) -> StepLayout:
+        positions = [torch.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+        slots = [table[r, p // block].long() * block + p % block for r, p in enumerate(positions)]
+        starts = torch.tensor([0, *sizes]).cumsum(0).int()
+        parts = starts, torch.tensor(ends).int(), torch.cat(slots), table
+        return StepLayout(*(x.to(device) for x in parts))
+
+    for sizes, ends in ((cached, cached), (counts, lengths)):
+        if any(sizes):
+            k = torch.randn(sum(sizes), shape.num_kv_heads, shape.head_dim).to(device, shape.dtype)
+            v = None if shape.value_dim else torch.randn(k.shape).to(device, shape.dtype)
+            plan = backend.plan(layout(sizes, ends))
+            backend.store(cache, k, v, plan)
+    q = torch.randn(sum(counts), shape.num_heads, shape.head_dim).to(device, shape.dtype)
+    return backend.attend(q, cache, plan, scale=shape.head_dim**-0.5, **options)
+
+
+# ---- whole models
+
+
+def tiny_checkpoint(directory: Path) -> Path:
+    """Qwen3's form, random weights that make it wander through the vocabulary, and the bundled model's tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from quire.loading.hub import bundled_model
+
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).float()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=2 / parameter.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+    model.save_pretrained(directory)
+    for file in bundled_model().glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def greedy(device: str, **options: Any) -> None:
+    """The engine's greedy tokens in float32 are transformers', while the two best logits are apart."""
+    from transformers import AutoModelForCausalLM
+
+    from quire import LLM, SamplingParams
+
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 900, (n,), generator=generator).tolist() for n in (1, 15, 16, 17, 100, 333)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = tiny_checkpoint(Path(folder))
+        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+        llm = LLM(str(path), dtype="float32", max_model_len=512, max_num_seqs=16, device=device, **options)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            said = output.outputs[0].token_ids
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + said], device=device)).logits[0, len(prompt) - 1 : -1].float()
+            best = logits.topk(2, dim=-1)
+            apart = best.values[:, 0] - best.values[:, 1] > 1e-3
+            right = best.indices[:, 0] == torch.tensor(said, device=device)
+            assert bool((right | ~apart).all()), f"a prompt of {len(prompt)} tokens goes on wrongly: {said}"
+        llm.shutdown()

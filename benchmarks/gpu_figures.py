@@ -1,0 +1,260 @@
+"""How fast things are on a device, each as a share of what the device can do. Used by gpu_suite.py."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionShape, StepLayout
+from quire.attention.selection import BACKENDS
+
+Figures = dict[str, Any]
+
+SHAPES: dict[str, dict[str, Any]] = {  # config.json of models whose shapes are measured, with random weights
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40_960, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
+    },
+    "llama-3-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 8192, "rope_theta": 5e5, "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    },
+    "tiny": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 16_384, "hidden_size": 128,
+        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 4096, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
+    },
+}  # fmt: skip
+
+
+def write_shape(directory: Path, name: str) -> Path:
+    """A checkpoint without weights, for --load-format dummy; the tokenizer is the bundled model's."""
+    from quire.loading.hub import bundled_model
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPES[name]))
+    for file in bundled_model().glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def weight_bytes(shape: dict[str, Any]) -> int:
+    """Bytes of bfloat16 weights that a step of one token reads: all but the embedding's rows of other tokens."""
+    hidden, heads, kv_heads = shape["hidden_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
+    attention = hidden * shape["head_dim"] * 2 * (heads + kv_heads)
+    mlp = 3 * hidden * shape["intermediate_size"]
+    return 2 * (shape["num_hidden_layers"] * (attention + mlp) + shape["vocab_size"] * hidden)
+
+
+class Clock:
+    """Seconds of device work, median of some repetitions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, run: Callable[[], object], repeat: int = 10) -> float:
+        run()  # compiles
+        times = []
+        for _ in range(repeat):
+            self.wait()
+            started = time.perf_counter()
+            if self.device.type == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                run()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1000)
+            else:
+                run()
+                times.append(time.perf_counter() - started)
+        return median(times)
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def ceilings(device: torch.device, small: bool) -> Figures:
+    """Bytes read a second, and bfloat16 operations a second."""
+    clock = Clock(device)
+    data = torch.ones(2**22 if small else 2**31, dtype=torch.float32, device=device)
+    n = 256 if small else 8192
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    sum_s, copy_s, product_s = clock(data.sum), clock(lambda: data[: len(data) // 2].copy_(data[len(data) // 2 :])), 0.0
+    product_s = clock(lambda: a @ b)
+    return {"read_bytes_s": max(data.nbytes / sum_s, data.nbytes / copy_s), "bf16_flop_s": 2 * n**3 / product_s}
+
+
+# ---- attention
+
+
+def attention(device: torch.device, limits: Figures, small: bool) -> Figures:
+    """Decoding against the read rate, prompts against the product rate, and torch's own attention beside ours."""
+    decode = decoding(device, *((4, 64, 8, 2) if small else (64, 4096, 32, 8)))
+    prompt = prompts(device, *((1, 128, 4, 4) if small else (2, 8192, 32, 32)))
+    grouped = prompts(device, *((1, 128, 4, 2) if small else (2, 8192, 32, 8)))
+    return {
+        "decode_bytes_s": decode, "decode_share": decode / limits["read_bytes_s"],
+        "prefill_flop_s": prompt["ours"], "prefill_share": prompt["ours"] / limits["bf16_flop_s"],
+        "prefill_torch_flop_s": prompt["torch"], "prefill_gqa_flop_s": grouped["ours"],
+    }  # fmt: skip
+
+
+def decoding(device: torch.device, batch: int, context: int, heads: int, kv_heads: int, dim: int = 128) -> float:
+    """Bytes of keys and values a second, a new token for each of `batch` requests."""
+    shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
+    backend = BACKENDS[0](shape)
+    blocks = context // 16
+    table = (1 + torch.randperm(batch * blocks)).view(batch, blocks).int().to(device)
+    cache = backend.allocate(1 + batch * blocks)
+    cache.zero_()
+    starts, lengths = torch.arange(batch + 1).int().to(device), torch.full((batch,), context).int().to(device)
+    plan = backend.plan(StepLayout(starts, lengths, torch.full((batch,), -1).to(device), table))
+    q = torch.randn(batch, heads, dim, device=device).bfloat16()
+    seconds = Clock(device)(lambda: backend.attend(q, cache, plan, scale=dim**-0.5))
+    return batch * context * kv_heads * dim * 2 * 2 / seconds
+
+
+def prompts(device: torch.device, batch: int, length: int, heads: int, kv_heads: int, dim: int = 128) -> Figures:
+    """Floating-point operations a second over whole prompts: ours on a paged cache, torch's on plain tensors."""
+    shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
+    backend, blocks = BACKENDS[0](shape), length // 16
+    table = (1 + torch.arange(batch * blocks)).view(batch, blocks).int().to(device)
+    cache = backend.allocate(1 + batch * blocks)
+    slots = (torch.arange(batch * length) + 16).to(device)
+    starts, lengths = (torch.arange(batch + 1) * length).int().to(device), torch.full((batch,), length).int().to(device)
+    plan = backend.plan(StepLayout(starts, lengths, slots, table))
+    q, k, v = (torch.randn(batch * length, h, dim, device=device).bfloat16() for h in (heads, kv_heads, kv_heads))
+    backend.store(cache, k, v, plan)
+    operations, clock = 4 * batch * heads * length**2 * dim / 2, Clock(device)
+    ours = clock(lambda: backend.attend(q, cache, plan, scale=dim**-0.5), 5)
+    dense = [x.view(batch, length, -1, dim).transpose(1, 2) for x in (q, k, v)]
+
+    def theirs() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=heads != kv_heads)
+
+    return {"ours": operations / ours, "torch": operations / clock(theirs, 5)}
+
+
+# ---- the engine
+
+
+def start(path: Path, device: str, **options: Any) -> tuple[Any, float]:
+    """An engine over random weights, and the seconds until it is ready."""
+    from quire import LLM
+
+    started = time.perf_counter()
+    llm = LLM(str(path), load_format="dummy", device=device, enable_prefix_caching=False, **options)
+    return llm, time.perf_counter() - started
+
+
+def one_stream(llm: Any, tokens: int) -> float:
+    """Seconds for a token of one request's output, by the clock of the last half of it."""
+    from quire import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    times = []
+    for output in llm.stream([7] * 64, params):
+        times += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(times))
+    half = len(times) // 2
+    return (times[-1] - times[half]) / (len(times) - 1 - half)
+
+
+def many(llm: Any, count: int, longest: int, least: int = 100) -> Figures:
+    """nano-vllm's benchmark: requests of random lengths, all at once, sampled at temperature 0.6."""
+    from quire import SamplingParams
+
+    draw = random.Random(0)
+    inputs = [[draw.randint(3, 10_000) for _ in range(draw.randint(least, longest))] for _ in range(count)]
+    params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=draw.randint(least, longest), seed=i)
+        for i in range(count)
+    ]
+    llm.generate([[5] * 64], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    started = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
+    return {"output_tok_s": tokens / seconds, "seconds": seconds, "output_tokens": tokens}
+
+
+def host(llm: Any, steps: int) -> Figures:
+    """What the host does in decoding steps: launches, waits, and how long the device has nothing to do between them."""
+    from quire import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True)
+    streams = [llm.stream([9 + i] * 64, params) for i in range(8)]
+    for _ in range(20):
+        for stream in streams:
+            next(stream)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities[: 1 + torch.cuda.is_available()]) as profiler:
+        torch.cuda.set_sync_debug_mode("error" if torch.cuda.is_available() else 0)  # a hidden wait is an error
+        for _ in range(steps):
+            for stream in streams:
+                next(stream)
+        torch.cuda.set_sync_debug_mode(0)
+    for stream in streams:
+        stream.close()
+    calls: dict[str, int] = {}
+    spans = []
+    for event in profiler.events():
+        calls[event.name] = calls.get(event.name, 0) + 1
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spans.append((event.time_range.start, event.time_range.end))
+    launches = sum(n for name, n in calls.items() if name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")))
+    copies = sum(n for name, n in calls.items() if name.startswith("cudaMemcpy"))
+    waits = sum(n for name, n in calls.items() if "Synchronize" in name)
+    return {"launches_a_step": launches / steps, "copies_a_step": copies / steps, "waits_a_step": waits / steps,
+            "idle_share": _idle(sorted(spans))}  # fmt: skip
+
+
+def _idle(spans: list[tuple[float, float]]) -> float | None:
+    """The share of the time between the first and the last of them in which none is."""
+    if not spans:
+        return None
+    busy, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        busy += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return 1 - busy / (end - spans[0][0])
+
+
+def transformers_batch(name: str, count: int, longest: int, least: int = 100) -> Figures:
+    """transformers' continuous batching of the same prompts; all outputs have the mean length, which suits it."""
+    import transformers
+
+    shape = dict(SHAPES[name])
+    kind = getattr(transformers, shape.pop("architectures")[0])
+    config = kind.config_class(**{k: v for k, v in shape.items() if k != "model_type"})
+    config._attn_implementation = "sdpa"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = kind(config).eval()
+    torch.set_default_dtype(torch.float32)
+    draw = random.Random(0)
+    inputs = [[draw.randint(3, 10_000) for _ in range(draw.randint(least, longest))] for _ in range(count)]
+    length = (least + longest) // 2
+    options = transformers.GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with torch.inference_mode():
+        model.generate_batch(inputs[:4], generation_config=options, max_new_tokens=4)
+        started = time.perf_counter()
+        outputs = model.generate_batch(inputs, generation_config=options)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(output.generated_tokens) for output in outputs.values())
+    return {"output_tok_s": tokens / seconds, "seconds": seconds, "output_tokens": tokens}

@@ -1,0 +1,91 @@
+"""How much memory there is for the KV cache."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from quire.config import ConfigError, EngineConfig
+from quire.messages.step import BlockTableEdits
+from quire.worker.input_batch import FlatBatch
+from quire.worker.model_runner import ModelRunner
+
+_FREE_SHARE = 0.5  # of the memory that a CPU has free, unless --kv-cache-memory-bytes says how much
+_CAPTURED_SHARE = 0.25  # of what the largest step needs, for CUDA graphs: those of small steps, and what they add
+
+
+def free_on_host() -> int:
+    """Bytes."""
+    import psutil  # which an engine on a GPU does without
+
+    available: int = psutil.virtual_memory().available
+    return available
+
+
+def budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the engine may use of a GPU. Raises ConfigError if others use some of them."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.cache.gpu_memory_utilization
+    if free < share * total:
+        raise ConfigError(
+            f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, but only "
+            f"{_gib(free)} are free; lower gpu_memory_utilization, or end what else runs there"
+        )
+    return int(share * total) - (total - free)
+
+
+@contextlib.contextmanager
+def explained(what: str, device: torch.device) -> Iterator[None]:
+    """Says what did not fit, if it does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        _, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(f"{what} do not fit into the GPU's {_gib(total)}; take a smaller model, or quantization=int8 "
+                          "or int4") from error  # fmt: skip
+
+
+def left_by_a_step(runner: ModelRunner, budget: int, tokens: int) -> int:
+    """Bytes of the budget that the weights and the largest step do not need: one is run, and measured."""
+    device, batch = runner.device.torch_device, runner.batch
+    rows = min(len(batch.num_tokens), tokens)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    flat = FlatBatch.idle(tokens, len(batch.num_tokens), len(batch.block_tables), batch.max_model_len)
+    with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
+        inputs, _ = runner.staging.stage(flat, BlockTableEdits(), {})
+        runner.run(inputs, rows)
+        torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    left = budget - before - int(step * (1 + _CAPTURED_SHARE))
+    if left <= 0:
+        raise ConfigError(
+            f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a step of "
+            f"{tokens} tokens {_gib(step)}; raise gpu_memory_utilization, lower max_num_batched_tokens, or quantize"
+        )
+    return left
+
+
+def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, device: torch.device) -> int:
+    """How many blocks to keep: as the options say, or as memory allows but no more than all rows could use."""
+    cache = config.cache
+    if cache.num_gpu_blocks_override is not None:
+        name, count = "num_gpu_blocks_override", cache.num_gpu_blocks_override
+    elif cache.kv_cache_memory_bytes is not None:
+        name, count = "kv_cache_memory_bytes", cache.kv_cache_memory_bytes // block_bytes
+    else:
+        share = _FREE_SHARE if device.type == "cpu" else 1.0
+        return max(1, min(int(free * share) // block_bytes, useful))
+    if count * block_bytes > free:
+        raise ConfigError(
+            f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory are free; "
+            f"lower {name}"
+        )
+    return max(1, count)  # one is the null block: the scheduler says how many are missing
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

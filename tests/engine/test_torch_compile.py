@@ -1,0 +1,14 @@
+"""--torch-compile changes what fuses, not what is said."""
+
+from __future__ import annotations
+
+from support.engines import GREEDY, generate, make_llm
+
+
+def test_a_compiled_model_says_the_same(checkpoints, references):
+    llm = make_llm(checkpoints.path("gpt2"), torch_compile=True)  # its layer norms are torch's
+    expected = references.continuations("gpt2")[:6]
+    params = GREEDY.clone(max_tokens=6)
+    for continuation, output in zip(expected, generate(llm, [c.prompt for c in expected], params), strict=True):
+        said = min(6, continuation.certain)
+        assert output.outputs[0].token_ids[:said] == continuation.token_ids[:said]

@@ -1,0 +1,84 @@
+"""On a GPU, a model's layers must not ask what is in a tensor: the host would wait for the device, in every layer.
+
+On torch's meta device tensors have no content, so that a layer which asks fails; as does one that makes a tensor
+elsewhere than where the model is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionShape
+from quire.layers.build import Builder
+from quire.models.decoder import Decoder
+from quire.models.load import hf_config
+from quire.models.registry import spec_of
+from quire.ops import Kernels, Target
+from quire.parallel.mesh import TensorGroup
+from quire.quantization.config import quantization_method
+from quire.worker.forward import Forward
+from quire.worker.staging import StepInputs
+from support.checkpoints import ALL_VARIANTS, write_checkpoint
+
+META = torch.device("meta")
+
+
+class NoAttention(AttentionBackend):
+    """Of the right shapes."""
+
+    name = "none"
+
+    @classmethod
+    def unsupported(cls, shape: AttentionShape) -> str | None:
+        return None
+
+    def block_bytes(self) -> int:
+        return 0
+
+    def allocate(self, num_blocks: int) -> Tensor:
+        return torch.empty(0, device=META)
+
+    def plan(self, layout: Any, over: Any = None) -> Any:
+        return layout
+
+    def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
+        assert k.device == META
+
+    def attend(self, q: Tensor, cache: Tensor, plan: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        assert q.device == META
+        tokens, heads, _ = q.shape
+        out = torch.empty(tokens, heads, self.shape.out_dim, dtype=q.dtype, device=META)
+        return out, torch.empty(tokens, heads, device=META)
+
+
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+@torch.inference_mode()
+def test_a_forward_needs_nothing_of_the_device(tmp_path, variant):
+    kind, config, writing = ALL_VARIANTS[variant]
+    description = hf_config(write_checkpoint(tmp_path, kind, config, **writing), {})
+    kernels = Kernels(Target(META, torch.bfloat16))
+    # The reference loops over experts; the implementations for GPUs do not.
+    kernels.grouped_linear = lambda x, weight, bias, offsets: x.new_empty(len(x), weight.shape[1])  # type: ignore[method-assign]
+    builder = Builder(kernels, TensorGroup(), quantization_method(description))
+    model = Decoder(builder, spec_of(description), 64)
+    builder.fill(lambda slot: None)
+    c = model.cache_shape
+    shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim)
+    model.bind_cache(NoAttention(shape), [torch.empty(0, device=META)] * len(model.layers))
+    forward = Forward(model, NoAttention(shape), torch.empty(4, dtype=torch.int64, device=META))
+    groups = len(model.kv_specs)
+
+    def integers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=META)
+
+    short = torch.int32
+    inputs = StepInputs(
+        integers(7), integers(7), integers(groups, 7), integers(4, dtype=short), integers(3, dtype=short),
+        integers(groups, 3, 4, dtype=short),
+    )  # fmt: skip
+    logits = model.logits(forward(inputs).index_select(0, integers(3)))
+    assert (logits.shape, logits.device) == ((3, model.spec.vocab_size), META)

@@ -1,0 +1,108 @@
+"""Steps that are padded and repeated from what was captured, as on a GPU, say what other steps say.
+
+The device is a late one, which repeats the operations that were captured: with the memory that they were captured with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import quire.attention.selection
+from quire.messages.sampling_params import SamplingParams
+from quire.worker.graphs import CapturedForward
+from support.checkpoints import Checkpoints
+from support.engines import GREEDY, generate, make_llm, tokens_of
+from support.late_device import run_late
+from support.reference import References
+from support.triton_kernels import INSTALLED
+
+VARIANTS = ["llama", "qwen3-mixed-windows-biases", "gemma2", "mixtral", "gpt2"]
+TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 40, "max_num_seqs": 12}
+
+
+def counted(counter: Counter[str], call: Callable[[], None]) -> None:
+    counter["count"] += 1
+    call()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+def test_padded_steps_say_what_other_steps_say(checkpoints: Checkpoints, references: References, variant, options):
+    llm = make_llm(checkpoints.path(variant), **options)
+    device = run_late(llm, captured=True)
+    forward, replays = device.runner.forward, Counter[str]()
+    assert isinstance(forward, CapturedForward)
+    device.runner.device.waits = 0
+    for graph in forward._graphs.values():
+        graph.replay = partial(counted, replays, graph.replay)
+    expected = references.continuations(variant)[:16]
+    for continuation, output in zip(expected, generate(llm, [c.prompt for c in expected]), strict=True):
+        continuation.check(output.outputs[0].token_ids)
+    assert device.most_in_flight == 2
+    assert replays["count"] > 20
+    assert not device.runner.device.waits
+
+
+@pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
+def test_padded_steps_of_the_attention_for_gpus(checkpoints, references, monkeypatch, interpreter):
+    from quire.attention.triton import TritonAttention
+
+    monkeypatch.setattr(quire.attention.selection, "BACKENDS", [TritonAttention])
+    options: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
+    llm = make_llm(checkpoints.path("qwen3"), backend="triton", **options)
+    run_late(llm, captured=True)
+    expected = references.continuations("qwen3")[:5]
+    params = GREEDY.clone(max_tokens=5)
+    for continuation, output in zip(expected, generate(llm, [c.prompt for c in expected], params), strict=True):
+        said = min(5, continuation.certain)
+        assert output.outputs[0].token_ids[:said] == continuation.token_ids[:said]
+
+
+def test_prompt_logprobs_and_draws_are_the_same(checkpoints, references):
+    prompts = [c.prompt for c in references.continuations("llama")[:12]]
+    params = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=9 + i, logprobs=2, prompt_logprobs=i % 3)
+        for i in range(len(prompts))
+    ]
+    plain = make_llm(checkpoints.path("llama"))
+    late = make_llm(checkpoints.path("llama"))
+    run_late(late, captured=True)
+    for a, b in zip(generate(plain, prompts, params), generate(late, prompts, params), strict=True):
+        assert tokens_of([a]) == tokens_of([b])
+        for theirs, ours in ((a.prompt_logprobs, b.prompt_logprobs), (a.outputs[0].logprobs, b.outputs[0].logprobs)):
+            assert [None if at is None else at.keys() for at in theirs] == [
+                None if at is None else at.keys() for at in ours
+            ]
+
+
+def test_what_cannot_be_captured_runs_all_the_same(checkpoints, references, monkeypatch, caplog):
+    llm = make_llm(checkpoints.path("llama"))
+
+    def capture(self: Any, run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand much more")
+
+    monkeypatch.setattr("support.late_device.LateDevice.capture", capture)
+    device = run_late(llm, captured=True)
+    assert not device.runner.forward._graphs
+    continuation = references.continuations("llama")[0]
+    continuation.check(generate(llm, [continuation.prompt])[0].outputs[0].token_ids)
+
+
+def test_the_late_device_finds_out_a_host_that_waits(checkpoints, monkeypatch):
+    llm = make_llm(checkpoints.path("llama"))
+    device = run_late(llm)
+    real = device.runner.sampler.argmax
+
+    def waits(logits: torch.Tensor) -> torch.Tensor:
+        (logits > 0).nonzero()
+        return real(logits)
+
+    monkeypatch.setattr(device.runner.sampler, "argmax", waits)
+    with pytest.raises(RuntimeError, match="the host waits for the device"):
+        generate(llm, [[5, 6, 7]])

@@ -1,0 +1,48 @@
+"""A step for which the device has no memory costs its newest request, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.llm import LLM
+from support.engines import assert_nothing_is_left, collect, core_request, make_llm
+from support.late_device import run_late
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("where", ["forward", "sampler"])
+def test_the_newest_requests_fail_and_the_others_go_on(checkpoints, references, monkeypatch, depth, where):
+    """Beyond 8 rows there is no memory."""
+    llm: LLM = make_llm(checkpoints.path("llama"))
+    if depth:
+        run_late(llm, depth)
+    runner: Any = llm.core.executor.runner
+    real = getattr(runner, where)
+
+    class Limited:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def __call__(self, first: Any, *others: Any) -> Any:
+            if (first.num_requests if where == "forward" else len(first)) > 8:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return real(first, *others)
+
+    monkeypatch.setattr(runner, where, Limited())
+    expected = references.continuations("llama")[:12]
+    made: dict[str, Any] = {}
+    for i, continuation in enumerate(expected):
+        llm.core.add_request(core_request(llm, str(i), continuation.prompt))
+        if i % 3 == 2:
+            collect(llm.core, made)
+    while llm.core.has_unfinished:
+        collect(llm.core, made)
+    failed = [i for i in range(len(expected)) if made[str(i)][1] == "error"]
+    assert failed == list(range(8, 12))
+    assert all("ran out of memory" in made[str(i)][2] for i in failed)
+    for i, continuation in enumerate(expected[:8]):
+        continuation.check(made[str(i)][0])
+    assert_nothing_is_left(llm.core)
