@@ -237,7 +237,9 @@ def greedy(device: str, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_checkpoint(Path(folder))
         reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
-        llm = LLM(str(path), dtype="float32", max_model_len=512, max_num_seqs=16, device=device, **options)
+        llm = LLM(
+            str(path), **{"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "device": device, **options}
+        )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             said = output.outputs[0].token_ids

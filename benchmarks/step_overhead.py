@@ -30,6 +30,7 @@ from quire.worker.staging import Staging
 
 STATIONS: list[tuple[str, type, str]] = [
     ("forward pass", Decoder, "forward"),
+    ("forward pass", Decoder, "embed"),
     ("forward pass", Recording, "replay"),
     ("forward pass", Decoder, "logits"),
     ("sampling", Sampler, "__call__"),
@@ -40,7 +41,7 @@ STATIONS: list[tuple[str, type, str]] = [
     ("worker: block tables, tokens", InputBatch, "expect"),
     ("worker: block tables, tokens", InputBatch, "fill"),
     ("worker: staging", Staging, "stage"),
-    ("worker: embedding, rotary, plan", RecordedForward, "__call__"),
+    ("worker: rotary, attention plan", RecordedForward, "__call__"),
     ("worker: the rest of submit", ModelRunner, "submit"),
     ("worker: the rest of sample", ModelRunner, "sample"),
     ("core: the loop", EngineCore, "step"),

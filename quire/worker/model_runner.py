@@ -111,7 +111,8 @@ class ModelRunner:
         inputs, there = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), edits, more)
         hidden = self.forward(inputs)
         self._score_prompts(flat, hidden)
-        logits = self.model.logits(hidden.index_select(0, there["last"]))
+        everyone = len(last) == len(flat.input_ids)
+        logits = self.model.logits(hidden[: len(last)] if everyone else hidden.index_select(0, there["last"]))
         batch = SamplingBatch.of({name: there[name] for name in sampling})
         return _Launched(flat, logits, batch, there["sample_rows"])
 
@@ -152,13 +153,18 @@ class ModelRunner:
             asks = num_logprobs >= 0
             sampled.widths = dict(zip(places[asks].tolist(), (1 + num_logprobs[asks]).tolist(), strict=True))
             sampled.read_logprobs = self.device.download(*logprobs.columns)
-        for row, place in zip(rows.tolist(), sampled.places, strict=True):
-            if self._prompt_logprobs and row in self._prompt_logprobs:  # it samples for the first time
-                scored = TopLogprobs.join(self._prompt_logprobs.pop(row))
-                sampled.read_prompts[place] = self.device.download(*scored.columns)
-                batch.num_prompt_logprobs[row] = -1
+        if self._prompt_logprobs:
+            self._report_prompts(sampled)
         self._unread.append(sampled)
         return sampled
+
+    def _report_prompts(self, sampled: _Sampled) -> None:
+        """The logprobs of the prompts of rows that sample for the first time."""
+        for row, place in zip(sampled.rows.tolist(), sampled.places, strict=True):
+            if row in self._prompt_logprobs:
+                scored = TopLogprobs.join(self._prompt_logprobs.pop(row))
+                sampled.read_prompts[place] = self.device.download(*scored.columns)
+                self.batch.num_prompt_logprobs[row] = -1
 
     def _read_until(self, last: _Sampled | None) -> ModelRunnerOutput:
         """Fill in the tokens of all steps up to `last`, None for all. Its output."""
