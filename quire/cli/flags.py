@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
 def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
     flag, hint = "--" + name.replace("_", "-"), TYPES[name]
     common = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": metadata["help"].replace("%", "%%")}
-    if hint is bool:
+    if hint is bool or bool in get_args(hint):
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
         return
     if get_origin(hint) is list:

@@ -1,5 +1,6 @@
 """Forwards that are recorded once and then repeated without Python: calls on a CPU, a CUDA graph on a GPU."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -109,6 +110,8 @@ class CapturedForward(Forward):
         """Capture all sizes, the largest first: the smaller ones then find memory."""
         batch, started = self.staging.batch, time.perf_counter()
         sizes = [(n, n) for n in self._decode_sizes] + [(n, self.max_num_seqs) for n in self._mixed_sizes]
+        gc.collect()
+        gc.disable()  # what it frees on the device while something is captured may end the capture
         try:
             for tokens, requests in sorted(sizes, reverse=True):
                 flat = FlatBatch.idle(tokens, requests, len(batch.block_tables), batch.max_model_len)
@@ -116,7 +119,9 @@ class CapturedForward(Forward):
         except RuntimeError as error:
             self._graphs.clear()
             logger.warning("Steps run without CUDA graphs: %s", str(error).splitlines()[0])
-        else:
+        finally:
+            gc.enable()
+        if self._graphs:
             logger.info("CUDA graphs: %d sizes in %.1f s", len(sizes), time.perf_counter() - started)
 
     def _capture(self, inputs: StepInputs) -> None:

@@ -37,6 +37,12 @@ def test_flags_become_options():
     }  # fmt: skip
 
 
+def test_what_may_be_left_open_can_be_switched_on_and_off():
+    assert engine_options(parse("serve")) == {}
+    assert engine_options(parse("serve", "--async-scheduling")) == {"async_scheduling": True}
+    assert engine_options(parse("serve", "--no-async-scheduling")) == {"async_scheduling": False}
+
+
 def test_a_file_holds_options_and_the_command_line_wins(tmp_path: Path):
     file = tmp_path / "quire.yaml"
     lines = ["model: some/model", "port: 9000", "max-model-len: 4K", "block_size: 32", "served-model-name: small"]
