@@ -44,7 +44,11 @@ def ops(device: torch.device, big: bool = True) -> Iterator[tuple[str, Check]]:
                         for arguments in CASES[name](device, dtype, big):
                             wanted = OPS[name].reference(*copied(arguments))
                             made = f(*copied(arguments))
-                            if "quantized" in name:  # rounds inputs to 8 bits
+                            if name == "keep_top_k_top_p":  # at the bound, sums in another order may decide otherwise
+                                differ = made.isfinite() != wanted.isfinite()
+                                assert int(differ.sum()) <= len(made), "more than the tokens at the bound differ"
+                                close(made[~differ], wanted[~differ], dtype)
+                            elif "quantized" in name:  # rounds inputs to 8 bits
                                 assert (made - wanted).float().norm() <= 0.05 * wanted.float().norm()
                             else:
                                 close(made, wanted, dtype)
@@ -154,19 +158,23 @@ def attention(device: torch.device, big: bool = True) -> Iterator[tuple[str, Che
     """A check for every backend, shape of heads and kind of cache that the device has."""
     shapes: list[tuple[int, int, int, int | None]] = [(4, 2, 64, None), (8, 1, 128, None), (3, 3, 80, None)]
     shapes += [(8, 2, 256, None), (4, 1, 576, 512)] * big
+    cells = (None, torch.int8, torch.float8_e4m3fn)
+    kinds = [(shape, torch.bfloat16, cell) for shape in shapes for cell in cells]
+    kinds += [(shapes[0], dtype, None) for dtype in (torch.float32, torch.float16)]  # a kernel takes seconds to compile
     for backend in BACKENDS:
-        for heads, kv_heads, dim, value_dim in shapes:
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                for cell in (None, torch.int8, torch.float8_e4m3fn):
-                    shape = AttentionShape(heads, kv_heads, dim, 16, dtype, device, value_dim, cell)
-                    if backend is not ReferenceAttention and backend.unsupported(shape) is None:
-                        name = f"{heads}/{kv_heads} x {dim} {str(dtype)[6:]} cache {cell or 'as it is'!s}"
-                        yield f"attention {backend.name} {name}", lambda b=backend, s=shape: _attend(b, s)  # type: ignore[misc]
+        for (heads, kv_heads, dim, value_dim), dtype, cell in kinds:
+            shape = AttentionShape(heads, kv_heads, dim, 16, dtype, device, value_dim, cell)
+            if backend is not ReferenceAttention and backend.unsupported(shape) is None:
+                name = f"{heads}/{kv_heads} x {dim} {str(dtype)[6:]} cache {cell or 'as it is'!s}"
+                yield f"attention {backend.name} {name}", lambda b=backend, s=shape: _attend(b, s)  # type: ignore[misc]
 
 
 def _attend(backend: type[AttentionBackend], shape: AttentionShape) -> None:
+    options_of: list[dict[str, Any]] = [{}, {"window": 20}, {"soft_cap": 20.0}, {"sinks": True}]
+    if shape.head_dim != 64 or shape.cell is not None:
+        options_of = [{}]
     for counts, cached in (([1] * 5, [0, 15, 16, 300, 77]), ([40, 1, 130, 7], [0, 64, 33, 0]), ([1], [700])):
-        for options in ({}, {"window": 20}, {"soft_cap": 20.0}, {"sinks": True}):
+        for options in options_of:
             made, wanted = (_result(b, shape, counts, cached, dict(options)) for b in (backend, ReferenceAttention))
             close(made, wanted, shape.dtype if shape.cell is None else torch.bfloat16)
 

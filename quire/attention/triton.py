@@ -47,6 +47,7 @@ class TritonAttention(PreparingBackend):
         over = shape.head_dim - self._main
         self._rest = max(16, triton.next_power_of_2(over)) if over > 0 else 0
         self._out_block = max(16, triton.next_power_of_2(shape.out_dim))
+        self._is_wide = shape.head_dim > 256 and shape.dtype is torch.float32  # else tiles exceed shared memory
         self._processors = 1
         if shape.device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
@@ -66,7 +67,9 @@ class TritonAttention(PreparingBackend):
 
     def allocate(self, num_blocks: int) -> Tensor:
         s = self.shape
-        return torch.empty(num_blocks, s.num_kv_heads, self._planes, self._plane, dtype=self._dtype, device=s.device)
+        cache = torch.empty(num_blocks, s.num_kv_heads, self._planes, self._plane, dtype=self._dtype, device=s.device)
+        cache[0].zero_()  # the null block: keys before a window are read (and weigh nothing), and 0 * NaN is NaN
+        return cache
 
     def plan(self, layout: StepLayout, over: TritonPlan | None = None) -> TritonPlan:
         if over is not None:
@@ -84,7 +87,8 @@ class TritonAttention(PreparingBackend):
                 _MOST_SPLITS, 1 << max(0, math.ceil(math.log2(wanted))), triton.next_power_of_2(-(-longest // 128))
             )
         else:
-            rows = max(128 if self.shape.head_dim <= 128 else 64, triton.next_power_of_2(self._group))
+            rows = 128 if self.shape.head_dim <= 128 else 16 if self._is_wide else 64
+            rows = max(rows, triton.next_power_of_2(self._group))
             each = rows // self._group
         return TritonPlan(layout, rows, each, tokens // each + requests, splits)
 
@@ -150,6 +154,8 @@ class TritonAttention(PreparingBackend):
     def _tile(self, plan: TritonPlan) -> tuple[int, int, int]:
         """Keys at a time, warps, stages of loads in flight."""
         large = self.shape.head_dim > 256
+        if self.shape.dtype is torch.float32:
+            return (16, 4, 1) if large else (32, 4, 2)
         if plan.rows >= 64:
             return (32, 8, 2) if large else (64, 8 if plan.rows >= 128 else 4, 3)
         return (32, 4, 2) if large else (64, 4, 3)

@@ -24,6 +24,7 @@ class _TableRule(LogitsProcessor):
         super().__init__(config, device)
         self._tables: dict[int, tuple[npt.NDArray[Any], ...]] = {}
         self._joined: tuple[bytes, Ints, list[npt.NDArray[Any]]] | None = None
+        self._never = torch.full((), _NEVER, device=device)  # a number would be sent to a GPU each time, and waited for
 
     def keep(self, row: int, *columns: npt.NDArray[Any]) -> bool:
         """Give the row a table, if it has any line. Whether it has."""
@@ -56,7 +57,7 @@ class AllowedTokenIds(_TableRule):
     def apply(self, logits: Tensor, at: SamplingRows) -> None:
         *cells, _ = self.cells(at)
         allowed = logits[*cells]
-        logits[self.upload(at.index)] = _NEVER
+        logits.index_fill_(0, self.upload(at.index), _NEVER)
         logits[*cells] = allowed
 
 
@@ -85,7 +86,7 @@ class BadWords(_TableRule):
         where = at.num_tokens[place, None] - self._longest + np.arange(self._longest)  # [sequences, longest]
         same = at.all_token_ids[at.rows[place, None], where] == before
         complete = ((same & (where >= at.num_prompt[place, None])) | (before < 0)).all(1)
-        logits[self.upload(at.index[place[complete]]), self.upload(last[complete])] = _NEVER
+        logits[self.upload(at.index[place[complete]]), self.upload(last[complete])] = self._never
 
 
 class MinTokens(_TableRule):
@@ -106,7 +107,7 @@ class MinTokens(_TableRule):
             at = at.where(short)
             place, (token_ids,) = self.join(at)
             inside = (token_ids >= 0) & (token_ids < logits.shape[1])  # a stop token need not be one of the model's
-            logits[self.upload(at.index[place[inside]]), self.upload(token_ids[inside])] = _NEVER
+            logits[self.upload(at.index[place[inside]]), self.upload(token_ids[inside])] = self._never
 
 
 class LogitBias(_TableRule):

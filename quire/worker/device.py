@@ -1,5 +1,6 @@
 """What a worker asks of its device: one copy there a step, one back, and no waiting for either."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +106,11 @@ class CudaDevice(Device):
             graph.capture_begin(pool=self._pool)  # torch.cuda.graph would collect garbage each time
             try:
                 result = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which would say no more than that something failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         here.wait_stream(self._side)
         return result, graph.replay
 

@@ -116,9 +116,9 @@ class CapturedForward(Forward):
             for tokens, requests in sorted(sizes, reverse=True):
                 flat = FlatBatch.idle(tokens, requests, len(batch.block_tables), batch.max_model_len)
                 self._capture(self.staging.stage(flat, BlockTableEdits(), {})[0])
-        except RuntimeError as error:
+        except Exception as error:  # Triton's are of many kinds
             self._graphs.clear()
-            logger.warning("Steps run without CUDA graphs: %s", str(error).splitlines()[0])
+            logger.warning("Steps run without CUDA graphs: %s", str(error).partition("\n")[0])
         finally:
             gc.enable()
         if self._graphs:

@@ -27,6 +27,7 @@ def budget(config: EngineConfig, device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an engine that is gone
     share = config.cache.gpu_memory_utilization
     if free < share * total:
         raise ConfigError(

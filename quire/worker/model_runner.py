@@ -101,8 +101,9 @@ class ModelRunner:
             "output_positions": numbers,
         }
         arrays |= {"top_p": np.full(rows, 0.9, np.float32), "top_k": numbers * 50}
-        for parameters in ({}, self.device.upload(arrays).tensors):
-            self.sampler(logits, SamplingBatch.of(parameters))
+        there = self.device.upload(arrays).tensors
+        for without in ((), ("top_p",), ("top_k",), tuple(there)):
+            self.sampler(logits, SamplingBatch.of({k: v for k, v in there.items() if k not in without}))
 
     def _launch(self, flat: FlatBatch, edits: BlockTableEdits) -> _Launched:
         rows, last = flat.rows[flat.samples], flat.query_start_loc[1:][flat.samples] - 1

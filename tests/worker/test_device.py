@@ -92,6 +92,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(free=70 << 30, total=80 << 30, allocated=16 << 30, peak=18 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (state.free, state.total))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: state.allocated)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: state.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: state.peak)
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device: None)

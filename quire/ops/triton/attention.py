@@ -47,7 +47,7 @@ def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.c
         tl.store(_scales(plane + BLOCK_SIZE * dim) + offset, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_kernel(
     cache, k, v, slots, k_stride, k_head_stride, v_stride, v_head_stride, kv_heads, dim, plane_size,
     LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr,
@@ -78,7 +78,7 @@ def _times(x, scale, weight, WIDE_WEIGHT: tl.constexpr):
     return (wide * weight.to(tl.float32)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def prepare_kernel(
     cache, q, k, v, slots, q_weight, k_weight, cos, sin, q_stride, q_head_stride, heads, k_stride, k_head_stride,
     v_stride, v_head_stride, kv_heads, dim, half, plane_size, eps,
@@ -139,7 +139,23 @@ def _decoded(cells, scales, dtype: tl.constexpr, CELL: tl.constexpr):
     return (wide * scales).to(dtype)
 
 
-@triton.jit(do_not_specialize=["requests", "splits"])
+@triton.jit
+def _lines(at, columns, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
+    """The elements `columns` of the keys or values at `at`, as [keys, columns] or TURNED, [columns, keys]. Where all
+    of them are there, nothing is masked, so that whole lines are loaded at once."""
+    if TURNED:
+        addresses = at[None, :] + columns[:, None]
+        inside = exists[None, :] & (columns < DIM)[:, None]
+    else:
+        addresses = at[:, None] + columns[None, :]
+        inside = exists[:, None] & (columns < DIM)[None, :]
+    if MASKED or BLOCK > DIM:
+        return tl.load(addresses, mask=inside, other=0)
+    else:
+        return tl.load(addresses)
+
+
+@triton.jit(do_not_specialize=["requests", "splits"], do_not_specialize_on_alignment=["block_table"])
 def attend_kernel(
     out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, q_stride, q_head_stride,
     table_stride, requests, splits, kv_heads, scale, soft_cap, window, plane_size,
@@ -172,7 +188,7 @@ def attend_kernel(
         q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=is_row[:, None] & (rest < DIM)[None, :], other=0.0)
     dtype = q_main.dtype
 
-    # Keys [begin, end) are seen by some row of the tile; the first `whole` of them by all rows.
+    # Keys [begin, end) are seen by some row of the tile, those before `whole` by all rows.
     end = tl.minimum(cached + first + TOKENS, length)
     begin = 0
     if WINDOW:
@@ -181,6 +197,9 @@ def attend_kernel(
     each = tl.cdiv(tiles, splits)
     from_key = begin + split * each * KEYS
     to_key = tl.minimum(from_key + each * KEYS, end)
+    whole = from_key
+    if not WINDOW:
+        whole = tl.maximum(tl.minimum(cached + first + 1, to_key) // KEYS * KEYS, from_key)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)  # in powers of two
     total = tl.zeros([ROWS], tl.float32)
@@ -189,48 +208,50 @@ def attend_kernel(
             top = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
             total += 1.0
     values = tl.zeros([ROWS, OUT_BLOCK], tl.float32)
+    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # makes powers of two of scores
     planes: tl.constexpr = 1 if LATENT else 2
     columns = tl.arange(0, OUT_BLOCK)
-    for key in range(from_key, to_key, KEYS):
-        keys = key + tl.arange(0, KEYS)
-        exists = keys < to_key
-        block = tl.load(block_table + request.to(tl.int64) * table_stride + keys // BLOCK_SIZE, mask=exists, other=0)
-        plane = cache + (block.to(tl.int64) * kv_heads + kv_head) * planes * plane_size
-        at = plane + keys % BLOCK_SIZE * DIM
-        k = tl.load(at[None, :] + main[:, None], mask=exists[None, :] & (main < DIM)[:, None], other=0)
-        if CELL:
-            k_scales = tl.load(_scales(plane + BLOCK_SIZE * DIM) + keys % BLOCK_SIZE, mask=exists, other=0.0)
-            k = _decoded(k, k_scales[None, :], dtype, CELL)
-        scores = multiplied(q_main, k, tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
-        if REST > 0:
-            k = tl.load(at[None, :] + rest[:, None], mask=exists[None, :] & (rest < DIM)[:, None], other=0)
+    for masked in tl.static_range(2):
+        for key in range(whole if masked else from_key, to_key if masked else whole, KEYS):
+            keys = key + tl.arange(0, KEYS)
+            exists = (keys < to_key) if masked else (keys >= 0)
+            block = tl.load(
+                block_table + request.to(tl.int64) * table_stride + keys // BLOCK_SIZE, mask=exists, other=0
+            )
+            plane = cache + (block.to(tl.int64) * kv_heads + kv_head) * planes * plane_size
+            at = plane + keys % BLOCK_SIZE * DIM
+            k = _lines(at, main, exists, DIM, MAIN, masked, True)
             if CELL:
+                k_scales = tl.load(_scales(plane + BLOCK_SIZE * DIM) + keys % BLOCK_SIZE, mask=exists, other=0.0)
                 k = _decoded(k, k_scales[None, :], dtype, CELL)
-            scores = multiplied(q_rest, k, scores, PRECISION)
-        if SOFT_CAP:
-            capped = scores * (scale / soft_cap)
-            capped = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * capped))  # tanh
-            scores = capped * (soft_cap * LOG2_E)
-        else:
-            scores = scores * (scale * LOG2_E)
-        seen = exists[None, :] & (keys[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (keys[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(weights, 1)
-        if not LATENT:
-            at += plane_size
-            plane += plane_size
-        v = tl.load(at[:, None] + columns[None, :], mask=exists[:, None] & (columns < OUT_DIM)[None, :], other=0)
-        if CELL:
-            v_scales = tl.load(_scales(plane + BLOCK_SIZE * DIM) + keys % BLOCK_SIZE, mask=exists, other=0.0)
-            v = _decoded(v, v_scales[:, None], dtype, CELL)
-        values = multiplied(weights.to(dtype), v, values * shrink[:, None], PRECISION)
-        top = new_top
+            scores = multiplied(q_main, k, tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
+            if REST > 0:
+                k = tl.load(at[None, :] + rest[:, None], mask=exists[None, :] & (rest < DIM)[:, None], other=0)
+                if CELL:
+                    k = _decoded(k, k_scales[None, :], dtype, CELL)
+                scores = multiplied(q_rest, k, scores, PRECISION)
+            if SOFT_CAP:
+                capped = scores * (scale / soft_cap)
+                scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * capped))) * soft_cap  # tanh
+            if masked:
+                seen = exists[None, :] & (keys[None, :] <= position[:, None])
+                if WINDOW:
+                    seen = seen & (keys[None, :] > position[:, None] - window)
+                scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+            weights = tl.exp2(scores * factor - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            if not LATENT:
+                at += plane_size
+                plane += plane_size
+            v = _lines(at, columns, exists, OUT_DIM, OUT_BLOCK, masked, False)
+            if CELL:
+                v_scales = tl.load(_scales(plane + BLOCK_SIZE * DIM) + keys % BLOCK_SIZE, mask=exists, other=0.0)
+                v = _decoded(v, v_scales[:, None], dtype, CELL)
+            values = multiplied(weights.to(dtype), v, values * shrink[:, None], PRECISION)
+            top = new_top
 
     row = (start + token).to(tl.int64) * (kv_heads * GROUP) + head
     values = values / tl.where(total > 0, total, 1.0)[:, None]
