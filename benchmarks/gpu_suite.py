@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def tell(made: dict[str, Any]) -> None:
 
 def _versions(torch: Any, device: Any) -> dict[str, Any]:
     made = {"date": date.today().isoformat(), "python": platform.python_version(), "cpu": platform.processor()}
+    made["c_compiler"] = shutil.which("gcc") or shutil.which("clang")  # Triton's launchers need one
     for package in ("torch", "triton", "transformers", "numpy"):
         try:
             made[package] = version(package)

@@ -1,5 +1,7 @@
 """The operations of the forward pass and the sampler, and their implementations."""
 
+import os
+import shutil
 from importlib.util import find_spec
 
 import torch
@@ -8,9 +10,24 @@ import quire.ops.cpu.elementwise
 import quire.ops.cpu.linear
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling  # importing registers; nothing is compiled before an engine chooses
+from quire.metrics.logging import logger
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
 
-HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None  # importing it takes a while, so not before
+
+def triton_works() -> bool:
+    """Whether there is a GPU, and all that Triton needs to launch a kernel on it. Importing it would take a while."""
+    if not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    compilers = os.environ.get("CC"), "gcc", "clang", "cc"
+    if any(name and shutil.which(name) for name in compilers):
+        return True
+    logger.warning(
+        "Triton finds no C compiler, which it needs; without gcc or clang, the GPU runs torch's operations only"
+    )
+    return False
+
+
+HAS_TRITON = triton_works()
 if HAS_TRITON:
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+import quire.ops
 from quire.config import ConfigError, EngineConfig
+from quire.ops import triton_works
 from quire.worker import memory
 from quire.worker.device import on_gpu, pack, unpack
 from quire.worker.input_batch import FlatBatch
@@ -24,6 +28,16 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoints):
     assert not on_gpu("auto")
     with pytest.raises(ConfigError, match="device='cuda' was asked for, but torch finds no GPU"):
         make_llm(checkpoints.path("llama"), device="cuda")
+
+
+def test_without_a_c_compiler_triton_is_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(quire.ops, "find_spec", lambda name: object())
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    assert triton_works() == any(map(shutil.which, ("gcc", "clang", "cc")))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not triton_works()
+    assert "Triton finds no C compiler" in caplog.text
 
 
 def test_several_ranks_on_gpus_are_refused(checkpoints, monkeypatch):
