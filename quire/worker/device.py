@@ -69,9 +69,8 @@ class CudaDevice(Device):
         self._buffers = [_Pinned() for _ in range(steps_in_flight + 1)]
 
     def upload(self, arrays: Mapping[str, Array]) -> Upload:
-        ends, size = {}, 0
-        for name, array in arrays.items():
-            size = ends[name] = size + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        ends = layout(arrays)
+        size = max(ends.values())
         self._turn = (self._turn + 1) % len(self._buffers)
         here = self._buffers[self._turn]
         if not here.read.query():  # type: ignore[no-untyped-call]  # the copy of some steps ago has long been made
@@ -121,6 +120,14 @@ class _Pinned:
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def layout(arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Where each array ends in a buffer that holds them one after the other."""
+    ends, end = {}, 0
+    for name, array in arrays.items():
+        end = ends[name] = end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return ends
 
 
 def pack(arrays: Mapping[str, Array], ends: Mapping[str, int], memory: Array) -> None:

@@ -31,7 +31,7 @@ from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
-from quire.worker.device import Array, Device, Upload, pack, unpack
+from quire.worker.device import Array, Device, Upload, layout, pack, unpack
 from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
 from quire.worker.input_batch import InputBatch
@@ -128,9 +128,8 @@ class LateDevice(Device):
         self._buffers = deque((torch.empty(1 << 22, dtype=torch.uint8), lambda: None) for _ in range(3))
 
     def upload(self, arrays: Mapping[str, Array]) -> Upload:
-        ends, size = {}, 0
-        for name, array in arrays.items():
-            size = ends[name] = size + -(-array.nbytes // 16) * 16
+        ends = layout(arrays)
+        size = max(ends.values())
         memory, copied = self._buffers.popleft()
         if copied in self.stream.queue:
             self.waits += 1

@@ -15,7 +15,7 @@ import quire.ops
 from quire.config import ConfigError, EngineConfig
 from quire.ops import triton_works
 from quire.worker import memory
-from quire.worker.device import on_gpu, pack, unpack
+from quire.worker.device import layout, on_gpu, pack, unpack
 from quire.worker.input_batch import FlatBatch
 from support.engines import GREEDY, generate, make_llm, tokens_of
 
@@ -70,10 +70,8 @@ def test_arrays_arrive_as_they_were_sent():
         "shares": np.linspace(0, 1, 7, dtype=np.float32),
         "last": np.zeros(0, np.float32),
     }
-    ends, size = {}, 0
-    for name, array in arrays.items():
-        size = ends[name] = size + -(-array.nbytes // 16) * 16
-    buffer = torch.zeros(size + 64, dtype=torch.uint8)
+    ends = layout(arrays)
+    buffer = torch.zeros(max(ends.values()), dtype=torch.uint8)
     pack(arrays, ends, buffer.numpy())
     made = unpack(arrays, ends, buffer)
     assert made.keys() == arrays.keys()
