@@ -38,16 +38,25 @@ def part_of(bounds, tile, parts, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(bounds, rows, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of this program's tile, its first row, and where the expert's rows end; without experts, of all."""
+    tile = tl.program_id(0)
+    expert, first, stop = tile * 0, tile * ROWS, rows
+    if EXPERTS:
+        expert = part_of(bounds, tile, experts, ROWS)
+        start = tl.load(bounds + expert).to(tl.int32)
+        stop = tl.load(bounds + expert + 1).to(tl.int32)
+        first = start + (tile - start // ROWS - expert) * ROWS
+    return expert, first, stop
+
+
+@triton.jit
 def _grouped(
     out, x, weight, bias, offsets, experts, outs, ins, x_stride, expert_stride, row_stride,
     BIAS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program for a tile of one expert's rows, and OUTS outputs."""
-    tile = tl.program_id(0)
-    expert = part_of(offsets, tile, experts, ROWS)
-    start = tl.load(offsets + expert)
-    stop = tl.load(offsets + expert + 1)
-    first = start + (tile - start // ROWS - expert) * ROWS
+    expert, first, stop = _rows_of(offsets, 0, experts, True, ROWS)
     if first >= stop:
         return
     rows = first + tl.arange(0, ROWS)
@@ -108,15 +117,9 @@ def _quantized(
 ):  # fmt: skip
     """A program for ROWS x OUTS results (of one expert, if there are some). A weight is dequantized where it is used,
     to the type of x."""
-    tile = tl.program_id(0)
-    expert, first, stop = tile * 0, tile * ROWS, rows
-    if EXPERTS:
-        expert = part_of(bounds, tile, experts, ROWS)
-        start = tl.load(bounds + expert).to(tl.int32)
-        stop = tl.load(bounds + expert + 1).to(tl.int32)
-        first = start + (tile - start // ROWS - expert) * ROWS
-        if first >= stop:
-            return
+    expert, first, stop = _rows_of(bounds, rows, experts, EXPERTS, ROWS)
+    if first >= stop:
+        return
     at_rows = first + tl.arange(0, ROWS)
     columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     is_row, is_column = at_rows < stop, columns < outs
@@ -179,15 +182,9 @@ def _eight_bits(
     INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Like _quantized, where x has 8 bits as well: products of codes, scaled once for each part of a group."""
-    tile = tl.program_id(0)
-    expert, first, stop = tile * 0, tile * ROWS, rows
-    if EXPERTS:
-        expert = part_of(bounds, tile, experts, ROWS)
-        start = tl.load(bounds + expert).to(tl.int32)
-        stop = tl.load(bounds + expert + 1).to(tl.int32)
-        first = start + (tile - start // ROWS - expert) * ROWS
-        if first >= stop:
-            return
+    expert, first, stop = _rows_of(bounds, rows, experts, EXPERTS, ROWS)
+    if first >= stop:
+        return
     at_rows = first + tl.arange(0, ROWS)
     columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     is_row, is_column = at_rows < stop, columns < outs
