@@ -16,6 +16,7 @@ from quire.metrics.logging import logger
 from quire.models.decoder import Decoder
 from quire.models.load import load_model
 from quire.models.spec import DecoderSpec
+from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import TensorGroup
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
@@ -72,6 +73,8 @@ class Worker:
         if config.cache.kv_cache_pretouch:
             for cache in caches:
                 cache.zero_()
+        if at.type == "cpu":
+            keep_what_is_freed()  # but not the memory that loading took, which is given back by now
         if isinstance(forward, CapturedForward):
             forward.capture()
             torch.cuda.empty_cache()  # of what ran before it was captured
