@@ -173,7 +173,8 @@ def _attend(backend: type[AttentionBackend], shape: AttentionShape) -> None:
     options_of: list[dict[str, Any]] = [{}, {"window": 20}, {"soft_cap": 20.0}, {"sinks": True}]
     if shape.head_dim != 64 or shape.cell is not None:
         options_of = [{}]
-    for counts, cached in (([1] * 5, [0, 15, 16, 300, 77]), ([40, 1, 130, 7], [0, 64, 33, 0]), ([1], [700])):
+    steps = ([1] * 5, [0, 15, 16, 300, 77]), ([40, 1, 130, 7], [0, 64, 33, 0]), ([1], [700]), ([40, 1, 130], [0] * 3)
+    for counts, cached in steps:
         for options in options_of:
             made, wanted = (_result(b, shape, counts, cached, dict(options)) for b in (backend, ReferenceAttention))
             close(made, wanted, shape.dtype if shape.cell is None else torch.bfloat16)
@@ -197,7 +198,7 @@ def _result(
         slots = [table[r, p // block].long() * block + p % block for r, p in enumerate(positions)]
         starts = torch.tensor([0, *sizes]).cumsum(0).int()
         parts = starts, torch.tensor(ends).int(), torch.cat(slots), table
-        return StepLayout(*(x.to(device) for x in parts))
+        return StepLayout(*(x.to(device) for x in parts), longest_prompt=max(sizes) if sizes == ends else 0)
 
     for sizes, ends in ((cached, cached), (counts, lengths)):
         if any(sizes):

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, StepLayout
+from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.attention.selection import BACKENDS
 
 Figures = dict[str, Any]
 SHORT_GAP = 5.0  # microseconds
+LIBRARIES = ("flash-attn", "torch-varlen")  # attention backends that join for prompts
 
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of models whose shapes are measured, with random weights
     "qwen3-0.6b": {
@@ -112,11 +113,9 @@ def attention(device: torch.device, limits: Figures, small: bool) -> Figures:
     decode = decoding(device, *((4, 64, 8, 2) if small else (64, 4096, 32, 8)))
     prompt = prompts(device, *((1, 128, 4, 4) if small else (2, 8192, 32, 32)))
     grouped = prompts(device, *((1, 128, 4, 2) if small else (2, 8192, 32, 8)))
-    return {
-        "decode_bytes_s": decode, "decode_share": decode / limits.get("read_bytes_s", math.nan),
-        "prefill_flop_s": prompt["ours"], "prefill_share": prompt["ours"] / limits.get("bf16_flop_s", math.nan),
-        "prefill_torch_flop_s": prompt["torch"], "prefill_gqa_flop_s": grouped["ours"],
-    }  # fmt: skip
+    share = prompt["prefill_flop_s"] / limits.get("bf16_flop_s", math.nan)
+    made = {"decode_bytes_s": decode, "decode_share": decode / limits.get("read_bytes_s", math.nan)}
+    return made | {"prefill_share": share} | prompt | {f"gqa_{name}": figure for name, figure in grouped.items()}
 
 
 def decoding(device: torch.device, batch: int, context: int, heads: int, kv_heads: int, dim: int = 128) -> float:
@@ -135,24 +134,35 @@ def decoding(device: torch.device, batch: int, context: int, heads: int, kv_head
 
 
 def prompts(device: torch.device, batch: int, length: int, heads: int, kv_heads: int, dim: int = 128) -> Figures:
-    """Floating-point operations a second over whole prompts: ours on a paged cache, torch's on plain tensors."""
+    """Floating-point operations a second over whole prompts: ours on a paged cache, those of libraries that can join
+    (quire/attention/varlen.py) and torch's scaled_dot_product_attention on plain tensors."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend, blocks = BACKENDS[0](shape), length // 16
     table = (1 + torch.arange(batch * blocks)).view(batch, blocks).int().to(device)
     cache = backend.allocate(1 + batch * blocks)
     slots = (torch.arange(batch * length) + 16).to(device)
     starts, lengths = (torch.arange(batch + 1) * length).int().to(device), torch.full((batch,), length).int().to(device)
-    plan = backend.plan(StepLayout(starts, lengths, slots, table))
+    layout = StepLayout(starts, lengths, slots, table, longest_prompt=length)
     q, k, v = (torch.randn(batch * length, h, dim, device=device).bfloat16() for h in (heads, kv_heads, kv_heads))
-    backend.store(cache, k, v, plan)
     operations, clock = 4 * batch * heads * length**2 * dim / 2, Clock(device)
-    ours = clock(lambda: backend.attend(q, cache, plan, scale=dim**-0.5), 5)
+
+    def rate(backend: AttentionBackend) -> float:
+        plan = backend.plan(layout)
+        backend.store(cache, k, v, plan)
+        return operations / clock(lambda: backend.attend(q, cache, plan, scale=dim**-0.5), 5)
+
+    made = {"prefill_flop_s": rate(backend)}
+    for kind in (b for b in BACKENDS if b.name in LIBRARIES and b.unsupported(shape) is None):
+        try:
+            made[f"prefill_{kind.name}_flop_s"] = rate(kind(shape))
+        except Exception as error:  # a library's; ours is measured all the same
+            warnings.warn(f"{kind.name}: {error}", stacklevel=2)
     dense = [x.view(batch, length, -1, dim).transpose(1, 2) for x in (q, k, v)]
 
     def theirs() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=heads != kv_heads)
 
-    return {"ours": operations / ours, "torch": operations / clock(theirs, 5)}
+    return made | {"prefill_sdpa_flop_s": operations / clock(theirs, 5)}
 
 
 # ---- the engine

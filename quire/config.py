@@ -164,7 +164,10 @@ class KernelConfig:
     """Where the model runs, and which implementation of each operation."""
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
-    attention_backend: str | None = option(None, "pin the attention backend by name (default: the best that applies)")
+    attention_backend: str | None = option(
+        None,
+        "pin the attention backend: triton, torch-varlen, flash-attn, cpu, reference (default: the best that applies)",
+    )
     cpu_isa: Literal["native", "avx512", "avx2"] = option(
         "native", "instructions that the CPU kernels may use: all that the processor has, or those of older ones"
     )

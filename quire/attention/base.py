@@ -59,6 +59,7 @@ class StepLayout:
     seq_lens: Tensor  # [requests], int32: cached tokens and this step's tokens together
     slot_mapping: Tensor  # [tokens], int64
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
+    longest_prompt: int = 0  # tokens of the longest request, if nothing is cached of any of them
 
 
 class AttentionBackend(ABC):
@@ -122,7 +123,12 @@ class AttentionBackend(ABC):
 
 
 class PreparingBackend(AttentionBackend):
-    """One that can norm, rotate and store in one pass over a step's queries, keys and values."""
+    """One that can norm, rotate and store in one pass over a step's queries, keys and values.
+
+    kernels: the implementation of norms and rotation by whose results this pass goes.
+    """
+
+    kernels: str
 
     @abstractmethod
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Any, how: Preparation) -> None:

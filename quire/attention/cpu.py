@@ -46,7 +46,7 @@ class CpuAttention(PreparingBackend):
     A latent cache has the keys only. Where it keeps cells, it is made of bytes, block_size scales behind the cells.
     """
 
-    name = "cpu"
+    name = kernels = "cpu"
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

@@ -8,8 +8,9 @@ from quire.ops import HAS_TRITON
 BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
 if HAS_TRITON:
     from quire.attention.triton import TritonAttention
+    from quire.attention.varlen import FlashAttention, TorchVarlenAttention
 
-    BACKENDS.insert(0, TritonAttention)
+    BACKENDS = [TritonAttention, FlashAttention, TorchVarlenAttention, *BACKENDS]
 
 
 def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:

@@ -32,7 +32,7 @@ class TritonPlan:
 class TritonAttention(PreparingBackend):
     """float32, bfloat16 and float16, any sizes."""
 
-    name = "triton"
+    name = kernels = "triton"
     capturable = True
 
     def __init__(self, shape: AttentionShape) -> None:

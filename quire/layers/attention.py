@@ -183,9 +183,10 @@ class Attention(CachedAttention):
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         super().bind(backend, cache)
         norms, chosen = (self.q_norm, self.k_norm), self.kernels.chosen
-        as_pinned = chosen["rms_norm"] == chosen["rotary_embedding"] == backend.name
         by_head = norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)
-        if isinstance(backend, PreparingBackend) and as_pinned and by_head and self.alibi is None:
+        if not isinstance(backend, PreparingBackend) or not by_head or self.alibi is not None:
+            return
+        if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
             self.preparing = backend
 
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:

@@ -131,7 +131,8 @@ class CapturedForward(Forward):
             tensor: Tensor = getattr(inputs, name)
             begin = tensor.data_ptr() - start
             fixed[name] = packed[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        fixed_inputs = replace(inputs, **fixed, packed=packed)
+        # A graph is to be right for every step: what is only for prompts without cached tokens is not in it.
+        fixed_inputs = replace(inputs, **fixed, packed=packed, longest_prompt=0)
         hidden, replay = self.staging.device.capture(lambda: Forward.__call__(self, fixed_inputs))
         self._graphs[inputs.num_tokens, inputs.num_requests] = _Graph(replay, fixed_inputs, hidden)
 

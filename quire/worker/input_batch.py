@@ -41,6 +41,14 @@ class FlatBatch:
         """Tokens and requests."""
         return len(self.input_ids), len(self.rows)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest request if the step has all of each (and of some more than one), else 0."""
+        if len(self.input_ids) == len(self.rows):
+            return 0
+        counts = np.diff(self.query_start_loc)
+        return int(counts.max(initial=0)) if np.array_equal(counts, self.seq_lens) else 0
+
     def padded(self, tokens: int, requests: int) -> Self:
         """The same with tokens that are not kept, and with requests that have no tokens, behind it."""
         more, rows = tokens - len(self.input_ids), requests - len(self.rows)

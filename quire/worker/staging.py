@@ -25,6 +25,7 @@ class StepInputs:
     seq_lens: Tensor  # [requests], int32
     block_tables: Tensor  # [groups, requests, blocks], int32
     packed: Tensor | None = None
+    longest_prompt: int = 0  # see StepLayout; not known on a CPU
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +38,7 @@ class StepInputs:
     def layouts(self) -> list[StepLayout]:
         """One a KV group."""
         return [
-            StepLayout(self.query_start_loc, self.seq_lens, slots, table)
+            StepLayout(self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt)
             for slots, table in zip(self.slot_mapping, self.block_tables, strict=True)
         ]
 
@@ -84,7 +85,8 @@ class Staging:
         packed = None
         if upload.buffer is not None and upload.ends is not None:
             packed = upload.buffer[: upload.ends[STEP[-1]]]
-        inputs = StepInputs(**{name: there[name] for name in STEP}, block_tables=of_step, packed=packed)
+        step: dict[str, Any] = {name: there[name] for name in STEP}
+        inputs = StepInputs(**step, block_tables=of_step, packed=packed, longest_prompt=flat.longest_prompt)
         return inputs, {name: there[name] for name in more}
 
     def tables_of(self, requests: int) -> Tensor:

@@ -1,0 +1,129 @@
+"""Steps of whole prompts by other libraries' kernels, which read keys and values where they were made. Everything else,
+and all that these kernels do not know, is Triton's."""
+
+import importlib.util
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionShape, Preparation, StepLayout
+from quire.attention.triton import TritonAttention, TritonPlan
+
+
+class VarlenAttention(TritonAttention):
+    """What such libraries have in common. They keep no cache of cells, and no latent one."""
+
+    soft_caps = False  # whether the library has them
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self._made: tuple[Tensor, Tensor, Tensor] | None = None  # a cache, and keys and values as they went there
+
+    @classmethod
+    def unsupported(cls, shape: AttentionShape) -> str | None:
+        if reason := super().unsupported(shape) or cls.missing(shape):
+            return reason
+        if shape.value_dim is not None or shape.cell is not None:
+            return f"the {cls.name} backend has no latent caches and none of cells"
+        if shape.dtype is torch.float32 or shape.head_dim % 8 or shape.head_dim > 256:
+            return f"the {cls.name} backend has no heads of {shape.head_dim} in {shape.dtype}"
+        return None
+
+    @classmethod
+    def missing(cls, shape: AttentionShape) -> str | None:
+        """Why the library cannot be used on the device."""
+        if shape.device.type != "cuda" or torch.cuda.get_device_capability(shape.device) < (8, 0):
+            return f"the {cls.name} backend needs a GPU of NVIDIA's Ampere generation or a later one"
+        return None
+
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scale: float, window: int | None, soft_cap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention within each prompt: [tokens, heads, head_dim], and its lse as [heads, tokens].
+
+        soft_cap: 0 for none.
+        """
+        raise NotImplementedError
+
+    def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
+        super().store(cache, k, v, plan)
+        self._keep(cache, k, v, plan)
+
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, how: Preparation) -> None:
+        super().prepare(cache, q, k, v, plan, how)
+        self._keep(cache, k, v, plan)
+
+    def _keep(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
+        self._made = (cache, k, v) if plan.layout.longest_prompt and v is not None else None
+
+    def attend(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: TritonPlan,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        made, known = self._made, sinks is None and (soft_cap is None or self.soft_caps)
+        if made is None or made[0] is not cache or not plan.layout.longest_prompt or not known:
+            return super().attend(q, cache, plan, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+        out, lse = self.varlen(q, made[1], made[2], plan.layout, scale, window, soft_cap or 0.0)
+        return out, lse.T
+
+
+class TorchVarlenAttention(VarlenAttention):
+    """torch's own, which is FlashAttention-2 (arXiv:2307.08691), or a later one that was registered with torch."""
+
+    name = "torch-varlen"
+
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scale: float, window: int | None, soft_cap: float
+    ) -> tuple[Tensor, Tensor]:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        starts, longest = layout.query_start_loc, layout.longest_prompt
+        more: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa() else {}
+        size = (-1 if window is None else window - 1, 0)
+        return varlen_attn(  # type: ignore[return-value]
+            q, k, v, starts, starts, longest, longest, scale=scale, window_size=size,
+            return_aux=AuxRequest(lse=True), **more,
+        )  # fmt: skip
+
+
+@cache
+def _asks_for_gqa() -> bool:
+    """torch 2.11 takes fewer heads of keys than of queries as they come, later ones want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class FlashAttention(VarlenAttention):
+    """Those of the package flash-attn, where it is installed."""
+
+    name, soft_caps = "flash-attn", True
+
+    @classmethod
+    def missing(cls, shape: AttentionShape) -> str | None:
+        if importlib.util.find_spec("flash_attn") is None:
+            return "the package flash-attn is not installed"
+        return super().missing(shape)
+
+    def varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scale: float, window: int | None, soft_cap: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn import flash_attn_varlen_func
+
+        starts, longest = layout.query_start_loc, layout.longest_prompt
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, starts, starts, longest, longest, softmax_scale=scale, causal=True,
+            window_size=(-1 if window is None else window - 1, -1 if window is None else 0), softcap=soft_cap,
+            return_attn_probs=True,
+        )  # fmt: skip
+        return out, lse
