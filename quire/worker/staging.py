@@ -68,7 +68,8 @@ class Staging:
         tables = self.batch.block_tables
         if not self.device.is_async:
             width = -(-int(flat.seq_lens.max(initial=1)) // self.batch.block_size)
-            there = self.device.upload({**arrays, "block_tables": tables[:, flat.rows, :width], **more}).tensors
+            arrays |= {"block_tables": tables[:, flat.rows, :width], **more}
+            there: dict[str, Any] = self.device.upload(arrays).tensors
             return StepInputs(**{name: there.pop(name) for name in (*STEP, "block_tables")}), there
         arrays["rows"] = flat.rows
         if edits.rows:
@@ -85,7 +86,7 @@ class Staging:
         packed = None
         if upload.buffer is not None and upload.ends is not None:
             packed = upload.buffer[: upload.ends[STEP[-1]]]
-        step: dict[str, Any] = {name: there[name] for name in STEP}
+        step = {name: there[name] for name in STEP}
         inputs = StepInputs(**step, block_tables=of_step, packed=packed, longest_prompt=flat.longest_prompt)
         return inputs, {name: there[name] for name in more}
 
