@@ -107,6 +107,11 @@ class ForwardState:
     plans: list[Any]
 
 
+def pick(x: Tensor, rows: Tensor | None) -> Tensor:
+    """x[rows]; x itself for None."""
+    return x if rows is None else x.index_select(0, rows)
+
+
 class AlibiSlopes:
     """Attention with linear biases (arXiv:2108.12409): a head's scores grow by slope * (position of the key).
 
@@ -189,8 +194,8 @@ class Attention(CachedAttention):
         if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
             self.preparing = backend
 
-    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]"""
+    def __call__(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden], or of `rows` alone; all tokens are stored"""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         tokens, heads, kv_heads, place = x.shape[0], self.num_heads, self.num_kv_heads, self.place
@@ -210,7 +215,7 @@ class Attention(CachedAttention):
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
-        return self.out(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim))
+        return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), rows))
 
     def _preparation(self, state: ForwardState) -> Preparation:
         cos, sin = (None, None) if self.place.rotary is None else state.rotary[self.place.rotary]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.layers.attention import CachedAttention, CacheShape, ForwardState, LayerPlace
+from quire.layers.attention import CachedAttention, CacheShape, ForwardState, LayerPlace, pick
 from quire.layers.build import Builder
 from quire.layers.linear import (
     ColumnParallelLinear,
@@ -88,8 +88,8 @@ class LatentAttention(CachedAttention):
         self.from_latent = maps[:, spec.nope_dim :].transpose(1, 2).contiguous()  # [heads, kv_rank, value_dim]
         del self.kv_b
 
-    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]"""
+    def __call__(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens, hidden], or of `rows` alone; all tokens are stored"""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         assert self.place.rotary is not None
@@ -108,5 +108,6 @@ class LatentAttention(CachedAttention):
         out, _ = self.backend.attend(
             torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
+        out = pick(out, rows)
         values = torch.bmm(out.transpose(0, 1), self.from_latent).transpose(0, 1)  # [tokens, heads, value_dim]
-        return self.out(values.reshape(tokens, -1))
+        return self.out(values.reshape(len(out), self.num_heads * spec.value_dim))

@@ -197,7 +197,7 @@ class MoE:
         out = self.down(self.activation(self.gate_up(x[order // self.spec.top_k], offsets)), offsets)
         by_token = torch.empty_like(out)
         by_token[order] = out
-        by_token = by_token.view(*experts.shape, -1)  # [tokens, top_k, hidden]
+        by_token = by_token.view(*experts.shape, out.shape[-1])  # [tokens, top_k, hidden]
         routed = self.group.all_reduce(torch.bmm(weights.to(x.dtype)[:, None], by_token).squeeze(1))
         if self.shared is None:
             return routed
@@ -213,7 +213,7 @@ class MoE:
         scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if spec.groups > 1:
-            grouped = choice.view(len(x), spec.groups, -1)
+            grouped = choice.view(len(x), spec.groups, choice.shape[1] // spec.groups)
             best = grouped.topk(1 if spec.group_score == "best" else 2, dim=-1).values.sum(-1)
             lost = torch.ones_like(best, dtype=torch.bool).scatter_(
                 1, best.topk(spec.topk_groups, dim=-1).indices, False

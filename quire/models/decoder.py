@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import KVCacheSpec, group_layers
-from quire.layers.attention import Attention, ForwardState, LayerPlace
+from quire.layers.attention import Attention, ForwardState, LayerPlace, pick
 from quire.layers.build import Builder
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.latent_attention import LatentAttention, LatentAttentionSpec
@@ -35,11 +35,14 @@ class DecoderLayer:
         self.mlp = MLP(builder, mlp, hidden, names) if isinstance(mlp, MLPSpec) else MoE(builder, mlp, hidden, names)
         self.scale = 1.0 if scale is None else scale
 
-    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor | None]:
-        """x: the last branch's result; residual: the stream it is yet to be added to (None at first)."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: the last branch's result; residual: the stream it is yet to be added to (None at first). rows: of the
+        tokens for which there is to be a result, None for all."""
         x, residual = self.attention_norm.add(x, residual)
-        x = self.attention_post_norm(self.attention(x, state))
-        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, residual)
+        x = self.attention_post_norm(self.attention(x, state, rows))
+        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, pick(residual, rows))
         x = self.mlp_post_norm(self.mlp(x))
         return x if self.scale == 1 else x * self.scale, residual
 
@@ -51,17 +54,22 @@ class ParallelLayer(DecoderLayer):
         super().__init__(builder, spec, index, place)
         self.one_norm = spec.names.get("mlp_norm") is None
 
-    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         x, residual = self.attention_norm.add(x, residual)
-        to_mlp = x if self.one_norm else self.mlp_norm(residual)
-        return self.attention(x, state) + self.mlp(to_mlp), residual
+        residual = pick(residual, rows)
+        to_mlp = pick(x, rows) if self.one_norm else self.mlp_norm(residual)
+        return self.attention(x, state, rows) + self.mlp(to_mlp), residual
 
 
 class PostNormLayer(DecoderLayer):
     """The norm comes after the sum, so the stream itself is normed (OPT-350m, and the first Transformer)."""
 
-    def __call__(self, x: Tensor, residual: Tensor | None, state: ForwardState) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.attention_norm.add(self.attention(x, state), x)
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        x, _ = self.attention_norm.add(self.attention(x, state, rows), pick(x, rows))
         x, _ = self.mlp_norm.add(self.mlp(x), x)
         return x, None
 
@@ -113,11 +121,13 @@ class Decoder:
             for j, layer in enumerate(kv_spec.layers):
                 self.layers[layer].attention.bind(backend, tensors[j])
 
-    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        """The layers and the final norm. x: what `embed` gives -> hidden states: [tokens, hidden]"""
+    def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
+        """The layers and the final norm. x: what `embed` gives -> hidden states: [tokens, hidden], or of `rows` alone:
+        of the others, nobody needs more of the last layer than keys and values."""
         residual = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, state)
+        x, residual = self.layers[-1](x, residual, state, rows)
         return self.final_norm.add(x, residual)[0]
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class TensorGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        if self.size > 1:
+        if self.size > 1 and x.numel():
             dist.all_reduce(x, group=self.group)
         return x
 

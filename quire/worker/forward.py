@@ -19,11 +19,11 @@ class Forward:
         """The size that a step of this size is to be padded to."""
         return tokens, requests
 
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Hidden states: [tokens, hidden], valid until the next call"""
+    def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
+        """Hidden states: [tokens, hidden], or of `rows` alone, valid until the next call"""
         x, state = self.embed(inputs)
         state.plans = [self.backend.plan(layout) for layout in inputs.layouts()]
-        return self.model.forward(x, state)
+        return self.model.forward(x, state, rows)
 
     def embed(self, inputs: StepInputs) -> tuple[Tensor, ForwardState]:
         """What the first layer gets; no plans are made yet."""

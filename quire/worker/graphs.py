@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.layers.attention import ForwardState
+from quire.layers.attention import ForwardState, pick
 from quire.messages.step import BlockTableEdits
 from quire.metrics.logging import logger
 from quire.models.decoder import Decoder
@@ -41,14 +41,14 @@ class RecordedForward(Forward):
         self._arena = Arena()
         self._recorded: dict[int, _Calls] = {}  # by number of requests
 
-    def __call__(self, inputs: StepInputs) -> Tensor:
+    def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         if inputs.num_tokens != inputs.num_requests or not self.usable:
-            return super().__call__(inputs)
+            return super().__call__(inputs, rows)
         x, state = self.embed(inputs)
         calls = self._recorded.get(len(x))
         if calls is None:
             state.plans = [self.backend.plan(layout) for layout in inputs.layouts()]
-            return self._record(x, state)
+            return pick(self._record(x, state), rows)
         calls.x.copy_(x)
         calls.state.positions.copy_(state.positions)
         for old, new in zip(calls.state.rotary, state.rotary, strict=True):
@@ -57,7 +57,7 @@ class RecordedForward(Forward):
         for plan, layout in zip(calls.state.plans, inputs.layouts(), strict=True):
             self.backend.plan(layout, plan)
         calls.recording.replay()
-        return calls.hidden
+        return pick(calls.hidden, rows)
 
     def _record(self, x: Tensor, state: ForwardState) -> Tensor:
         with Recording(self._arena) as recording:
@@ -136,10 +136,10 @@ class CapturedForward(Forward):
         hidden, replay = self.staging.device.capture(lambda: Forward.__call__(self, fixed_inputs))
         self._graphs[inputs.num_tokens, inputs.num_requests] = _Graph(replay, fixed_inputs, hidden)
 
-    def __call__(self, inputs: StepInputs) -> Tensor:
+    def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         graph = self._graphs.get((inputs.num_tokens, inputs.num_requests))
         if graph is None or inputs.packed is None or graph.inputs.packed is None:
-            return super().__call__(inputs)
+            return super().__call__(inputs, rows)
         graph.inputs.packed.copy_(inputs.packed)
         graph.replay()
-        return graph.hidden
+        return pick(graph.hidden, rows)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.layers.attention import pick
 from quire.messages.engine import RequestError
 from quire.messages.step import BlockTableEdits, ModelRunnerOutput, SchedulerOutput
 from quire.models.decoder import Decoder
@@ -110,10 +111,13 @@ class ModelRunner:
         sampling = self._sampling(rows)
         more = {"sample_rows": rows, "last": last.astype(np.int64), **sampling}
         inputs, there = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), edits, more)
-        hidden = self.forward(inputs)
-        self._score_prompts(flat, hidden)
-        everyone = len(last) == len(flat.input_ids)
-        logits = self.model.logits(hidden[: len(last)] if everyone else hidden.index_select(0, there["last"]))
+        scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
+        wanted = None if len(last) == len(flat.input_ids) else there["last"]
+        hidden = self.forward(inputs, None if scored else wanted)
+        if scored:
+            self._score_prompts(flat, hidden)
+            hidden = pick(hidden, wanted)
+        logits = self.model.logits(hidden[: len(last)])  # there may be padded rows
         batch = SamplingBatch.of({name: there[name] for name in sampling})
         return _Launched(flat, logits, batch, there["sample_rows"])
 
@@ -188,8 +192,6 @@ class ModelRunner:
         """Logprobs of the prompt tokens that follow those of this step, for rows that ask; kept until they sample."""
         batch = self.batch
         asks = (batch.num_prompt_logprobs[flat.rows] >= 0).nonzero()[0]
-        if not len(asks):
-            return
         rows, start = flat.rows[asks], flat.query_start_loc[asks]
         first = flat.seq_lens[asks] - (flat.query_start_loc[asks + 1] - start)
         counts = np.maximum(np.minimum(flat.seq_lens[asks], batch.num_prompt[rows] - 1) - first, 0)

@@ -179,11 +179,11 @@ class LateModel(_Late):
         size, dtype = self.real.spec.hidden_size, self.real.kernels.target.dtype
         return self.stream.launch(lambda: self.real.embed(ids, positions), len(ids), size, dtype=dtype)
 
-    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+    def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
         def run() -> Tensor:
-            return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]))
+            return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows)
 
-        return self.stream.launch(run, *x.shape, dtype=x.dtype)
+        return self.stream.launch(run, len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         size = self.real.spec.vocab_size
