@@ -194,7 +194,7 @@ def shares(
         product = {"bf16": "bf16_gflop_s", "int8": "int8_gop_s"}.get(run.dtype, "")
         if run.workload == "mixed":
             rate = 2 * model.product_parameters * of["prefill_tok_s"] / 1e9
-            add(f"prefill of mixed, {label}", rate, "Gop/s", typical.get(product, nan), best.get(product, nan))
+            add(f"prefill of mixed, as if of all layers, {label}", rate, "Gop/s", typical.get(product, nan), best.get(product, nan))
     return lines
 
 
@@ -243,7 +243,10 @@ class Model:
 
     @property
     def product_parameters(self) -> int:
-        """Parameters that every token of a prompt is multiplied with: not those of embedding and head."""
+        """Parameters that a token of a prompt is multiplied with: not those of embedding and head.
+
+        Of the last layer's, most matter for the prompt's last token alone, and Quire leaves the others' out.
+        """
         vocabulary = ("embed_tokens", "lm_head")
         return sum(prod(s) for name, s in self.shapes.items() if len(s) > 1 and not any(v in name for v in vocabulary))
 
