@@ -194,7 +194,8 @@ def shares(
         product = {"bf16": "bf16_gflop_s", "int8": "int8_gop_s"}.get(run.dtype, "")
         if run.workload == "mixed":
             rate = 2 * model.product_parameters * of["prefill_tok_s"] / 1e9
-            add(f"prefill of mixed, as if of all layers, {label}", rate, "Gop/s", typical.get(product, nan), best.get(product, nan))
+            products = typical.get(product, nan), best.get(product, nan)
+            add(f"prefill of mixed, as if of all layers, {label}", rate, "Gop/s", *products)
     return lines
 
 
