@@ -3,6 +3,7 @@ and all that these kernels do not know, is Triton's."""
 
 import importlib.util
 import inspect
+from abc import abstractmethod
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,7 @@ class VarlenAttention(TritonAttention):
             return f"the {cls.name} backend needs a GPU of NVIDIA's Ampere generation or a later one"
         return None
 
+    @abstractmethod
     def varlen(
         self, q: Tensor, k: Tensor, v: Tensor, layout: StepLayout, scale: float, window: int | None, soft_cap: float
     ) -> tuple[Tensor, Tensor]:
@@ -46,7 +48,6 @@ class VarlenAttention(TritonAttention):
 
         soft_cap: 0 for none.
         """
-        raise NotImplementedError
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         super().store(cache, k, v, plan)
@@ -59,21 +60,12 @@ class VarlenAttention(TritonAttention):
     def _keep(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         self._made = (cache, k, v) if plan.layout.longest_prompt and v is not None else None
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        plan: TritonPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        made, known = self._made, sinks is None and (soft_cap is None or self.soft_caps)
+    def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **how: Any) -> tuple[Tensor, Tensor]:
+        made, soft_cap = self._made, how.get("soft_cap") or 0.0
+        known = how.get("sinks") is None and (self.soft_caps or not soft_cap)
         if made is None or made[0] is not cache or not plan.layout.longest_prompt or not known:
-            return super().attend(q, cache, plan, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-        out, lse = self.varlen(q, made[1], made[2], plan.layout, scale, window, soft_cap or 0.0)
+            return super().attend(q, cache, plan, **how)
+        out, lse = self.varlen(q, made[1], made[2], plan.layout, how["scale"], how.get("window"), soft_cap)
         return out, lse.T
 
 

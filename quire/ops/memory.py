@@ -29,8 +29,8 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def keep_what_is_freed() -> None:
     """From now on, this process keeps the memory that it frees, for what it allocates next.
 
-    A step's large tensors would else be new memory in each layer, whose pages come one by one: 2 to 10 % of a prefill
-    step. By mallopt of glibc; other C libraries are left as they are.
+    A step's large tensors would else be new memory in each layer, whose pages come one by one (docs/performance.md).
+    By mallopt of glibc; other C libraries are left as they are.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
