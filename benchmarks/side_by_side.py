@@ -5,7 +5,8 @@
 
 PYTHON is the interpreter of an environment that has the peer: peers/README.md. Each run is a process of its own, and is
 kept in runs.jsonl as soon as it ends: the same command again goes on where it was interrupted, tries again what failed,
-and makes tables and picture anew. Before the rounds that count everything starts once.
+and makes tables and picture anew. Before the rounds that count everything starts once. Starts are timed after
+a pause, in which a virtual machine gives its free memory back: else they would differ by what ran before them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ PLAN: dict[str, dict[str, tuple[str, ...]]] = {  # who runs what: no more than t
 }
 PROMPT = "The quick brown fox jumps over the lazy dog, and then it runs on through the wood."
 MAX_MODEL_LEN = 4096
+PAUSE_S = 10
 
 
 class RunError(RuntimeError):
@@ -98,6 +100,8 @@ class Bench:
         log = self.logs / f"{number}-{'-'.join(filter(None, run))}.log"
         streams = run.engine == "quire" and run.workload == "start"  # the answer; others print a line of JSON
         is_result = re.compile(rb"." if streams else rb"(?m)^\{.*\}$")
+        if run.workload in ("start", "floor"):
+            time.sleep(PAUSE_S)
         done = _execute(*self._command(run), log, self.a.timeout, lambda text: bool(is_result.search(text)))
         if done.status != 0 or done.answered_s is None:
             how = f"exit status {done.status} ({-signal.SIGKILL} after {self.a.timeout:g} s)"

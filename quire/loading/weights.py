@@ -6,6 +6,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,22 @@ class Checkpoint(ABC):
         slot.target.copy_(part if slot.shape else part.reshape(()))
 
 
+_READ_AT_ONCE = 1 << 20  # bytes, and more, by one thread
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 def _checked(slot: WeightSlot, shape: Sequence[int]) -> None:
     if tuple(shape) != slot.shape and not (slot.shape == () and math.prod(shape) == 1):
         raise WeightError(f"tensor {slot.name} has shape {tuple(shape)}, but the model's config asks for {slot.shape}")
+
+
+def _read(file: Path, begin: int, memory: memoryview) -> bool:
+    """Fill the memory with what begins there; whether the file has that much."""
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(begin)
+        while memory and (count := stream.readinto(memory)):
+            memory = memory[count:]
+    return not memory
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -67,6 +78,7 @@ class SafetensorsCheckpoint(Checkpoint):
     """
 
     def __init__(self, directory: Path) -> None:
+        self._readers = ThreadPoolExecutor(torch.get_num_threads(), "quire-reader")
         self.names: dict[str, tuple[Path, int]] = {}  # the file, and where in it the tensor's bytes begin
         for file in _files(directory, "model.safetensors", "*.safetensors"):
             try:
@@ -76,7 +88,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise WeightError(f"{file} cannot be read: {error}") from error
 
     def copy_into(self, slot: WeightSlot) -> None:
-        """Bytes that lie in the file as they will in memory are read straight into it: twice as fast."""
+        """Bytes that lie in the file as they will in memory are read straight into it, by all threads: reading copies
+        them and finds memory for them, which takes a core longer than the disk."""
         name, target = self.alias(slot.name), slot.target
         file, begin = self.names[name]
         with safe_open(file, framework="pt") as tensors:
@@ -90,11 +103,11 @@ class SafetensorsCheckpoint(Checkpoint):
         _checked(slot, source.get_shape())
         bytes_of_row = math.prod(slot.shape[1:]) * target.element_size()
         memory = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        with file.open("rb", buffering=0) as stream:
-            stream.seek(begin + rows[0] * bytes_of_row)
-            while memory and (count := stream.readinto(memory)):
-                memory = memory[count:]
-        if memory:
+        begin += rows[0] * bytes_of_row
+        size = max(-(-len(memory) // torch.get_num_threads()), _READ_AT_ONCE)
+        parts = [(file, begin + at, memory[at : at + size]) for at in range(0, len(memory), size)]
+        complete = [_read(*parts[0])] if len(parts) == 1 else self._readers.map(_read, *zip(*parts, strict=True))
+        if not all(complete):
             raise WeightError(f"{file} ends within tensor {name}")
         return None
 
