@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.layers.build import WeightSlot
 from quire.loading.hub import ModelNotFoundError
-from quire.loading.weights import WeightError
+from quire.loading.weights import SafetensorsCheckpoint, WeightError
 from support.checkpoints import VARIANTS, Checkpoints, write_checkpoint
 from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.reference import greedy, load, logits, prompts
@@ -290,3 +291,19 @@ def test_overrides_replace_what_the_config_says(copy, checkpoints):
     theta = make_llm(copy, hf_overrides={"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}})
     assert runner_of(theta).model.spec.rotary[0].theta == 500.0
     assert tokens_of(generate(theta, ["Once upon"])) != tokens_of(generate(make_llm(copy), ["Once upon"]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_read_in_parts(tmp_path: Path, threads: int) -> None:
+    whole = torch.randn(1031, 1033)
+    save_file({"whole": whole}, tmp_path / WEIGHTS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        checkpoint = SafetensorsCheckpoint(tmp_path)
+        for rows in (slice(0, 1031), slice(17, 1030)):
+            target = torch.zeros_like(whole[rows])
+            checkpoint.copy_into(WeightSlot("whole", target, tuple(whole.shape), (rows,)))
+            assert torch.equal(target, whole[rows])
+    finally:
+        torch.set_num_threads(before)
