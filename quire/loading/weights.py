@@ -89,7 +89,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def copy_into(self, slot: WeightSlot) -> None:
         """Bytes that lie in the file as they will in memory are read straight into it, by all threads: reading copies
-        them and finds memory for them, which takes a core longer than the disk."""
+        them and finds memory for them, which is work for more than one."""
         name, target = self.alias(slot.name), slot.target
         file, begin = self.names[name]
         with safe_open(file, framework="pt") as tensors:
