@@ -57,8 +57,9 @@ class EngineCore:
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error}") from error
-        for output in outputs:
-            output.scheduled_at = self._scheduled_at.pop(output.request_id, 0.0)
+        if self._scheduled_at:
+            for output in outputs:
+                output.scheduled_at = self._scheduled_at.pop(output.request_id, 0.0)
         return outputs
 
     @property

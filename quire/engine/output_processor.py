@@ -12,7 +12,7 @@ from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.tokenizer import Tokenizer
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sequence:
     """One completion on its way."""
 
@@ -62,34 +62,33 @@ class OutputProcessor:
         core request ids that a stop string ended."""
         changed: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
+        ended_by_token = FinishReason.STOP
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
                 continue  # ended by a stop string or aborted while this was on its way
-            request, completion = sequence.request, sequence.completion
-            if completion.index == 0 and not completion.token_ids:
+            request, completion, detokenizer = sequence.request, sequence.completion, sequence.detokenizer
+            new_token_ids, finish_reason, stop_reason = output.new_token_ids, output.finish_reason, output.stop_reason
+            if not completion.token_ids and completion.index == 0:
                 request.num_cached_tokens = output.num_cached_tokens
-            completion.token_ids.extend(output.new_token_ids)
+            completion.token_ids += new_token_ids
             if output.logprobs is not None:
-                self._add_logprobs(sequence, output.new_token_ids, output.logprobs)
+                self._add_logprobs(sequence, new_token_ids, output.logprobs)
             if output.prompt_logprobs is not None and request.prompt_logprobs is not None:
-                token_bytes = None if sequence.detokenizer is None else self.tokenizer.token_bytes
+                token_bytes = None if detokenizer is None else self.tokenizer.token_bytes
                 unpacker = LogprobUnpacker(token_bytes)
                 unpacker.skip(request.prompt_token_ids[0])
                 request.prompt_logprobs.extend(unpacker.unpack(output.prompt_logprobs))
-            stop = None
-            if sequence.detokenizer is not None:
-                by_token = output.finish_reason is FinishReason.STOP
-                stop = sequence.detokenizer.append(output.new_token_ids, by_token)
-                finished = stop is not None or output.finish_reason is not None
-                completion.text += sequence.detokenizer.next_delta(finished)
-            if stop is not None and output.finish_reason is None:
-                to_abort.append(output.request_id)
-            if stop is not None:
-                self._finish(output.request_id, FinishReason.STOP, stop)
-            elif output.finish_reason is not None:
-                self._finish(output.request_id, output.finish_reason, output.stop_reason)
-            if request.finished or not sequence.final_only:
+            if detokenizer is not None:
+                stop = detokenizer.append(new_token_ids, finish_reason is ended_by_token)
+                if stop is not None:
+                    if finish_reason is None:
+                        to_abort.append(output.request_id)
+                    finish_reason, stop_reason = ended_by_token, stop
+                completion.text += detokenizer.next_delta(finish_reason is not None)
+            if finish_reason is not None:
+                self._finish(output.request_id, finish_reason, stop_reason)
+            if not sequence.final_only or request.finished:
                 changed[request.request_id] = request
         return list(changed.values()), to_abort
 

@@ -192,7 +192,7 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [tokens], or [3, tokens] for multi-section -> cos, sin: [tokens, rotary_dim / 2], float32"""
-        if positions.ndim == 1:
-            return self.cos[positions], self.sin[positions]
+        if positions.ndim == 1:  # by index_select: on a CPU, indexing would wake torch's threads for a few rows
+            return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         of_pairs = positions[self.axes].T  # [tokens, rotary_dim / 2]
         return self.cos[of_pairs, self.pairs], self.sin[of_pairs, self.pairs]

@@ -46,7 +46,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     output_token_ids: list[int] = []
 
 
-class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step brought one request."""
 
     request_id: str

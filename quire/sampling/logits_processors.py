@@ -104,7 +104,7 @@ class LogitsProcessors:
 
     def ask(self, rows: Ints) -> bool:
         """Whether any of the rows asks for anything."""
-        return bool(self._asks[:, rows].any())
+        return bool(self._asks.any() and self._asks[:, rows].any())  # hardly ever does any
 
     def apply(self, logits: Tensor, at: SamplingRows) -> Tensor:
         """The logits as they were, or changed in place, or changed in float32."""

@@ -238,7 +238,8 @@ class Scheduler:
         """Append tokens up to the first that ends the request."""
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
-        for index, token in enumerate(sampled):
+        before = len(token_ids)
+        for token in sampled:
             token_ids.append(token)
             total = len(token_ids)
             if token in request.stop_token_ids and total > request.min_total_tokens:
@@ -248,7 +249,7 @@ class Scheduler:
                 output.finish_reason = FinishReason.LENGTH
             else:
                 continue
-            output.new_token_ids = sampled[: index + 1]
+            output.new_token_ids = sampled[: total - before]
             self._finish(request)
             break
         return output

@@ -1,7 +1,6 @@
 """From token ids back to text while they are generated: whole characters only, and never beyond a stop string."""
 
 import codecs
-import io
 from collections.abc import Sequence
 
 from quire.text.token_bytes import REPLACEMENT
@@ -42,14 +41,12 @@ class IncrementalDetokenizer:
         self._unspaced = tokenizer.added_tokens if unspaced else {}
         self._after_unspaced = False
         self._stop = tuple(stop)
-        self._longest_stop = max(map(len, stop), default=0)
+        self._reach = max(map(len, stop), default=1) - 1  # so many characters may precede new text in a stop string
         self._include_stop = include_stop_str_in_output
-        self._held_back = max(self._longest_stop - 1, 0) if not include_stop_str_in_output else 0
-        self._min_tokens = min_tokens
-        self._num_tokens = 0
-        self._text = io.StringIO()  # appends in constant time; positions are characters; kept at its end
-        self._length = 0
-        self._shown = 0
+        self._held_back = 0 if include_stop_str_in_output else self._reach
+        self._exempt = min_tokens  # so many tokens to come cannot end the text
+        self._shown = ""  # as much of its end as a stop string may begin in
+        self._unshown = ""
         # A character takes at most four tokens: they tell whether the prompt ends within one, or is empty.
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
@@ -67,11 +64,6 @@ class IncrementalDetokenizer:
         """The bytes of a character that is not yet complete."""
         return self._partial
 
-    @property
-    def output_text(self) -> str:
-        """All text so far, without a character that is not yet complete; whole after `flush` or `next_delta(True)`."""
-        return self._text.getvalue()
-
     def append(self, token_ids: Sequence[int], finished_by_token: bool = False) -> str | None:
         """Adds tokens; returns the stop string that they complete, if any: the text then ends there.
 
@@ -79,38 +71,40 @@ class IncrementalDetokenizer:
         """
         if finished_by_token and not self._include_stop:
             token_ids = token_ids[:-1]
-        exempt = max(self._min_tokens - self._num_tokens, 0)
-        self._num_tokens += len(token_ids)
-        if exempt:
-            self._write(token_ids[:exempt])
-            token_ids = token_ids[exempt:]
-        before = self._length
-        self._write(token_ids)
-        return self._cut_at_stop(before) if self._stop and self._length > before else None
+        if self._exempt:
+            exempt, token_ids = token_ids[: self._exempt], token_ids[self._exempt :]
+            self._exempt -= len(exempt)
+            self._unshown += self._read(exempt)
+        text = self._read(token_ids)
+        if self._stop and text:
+            return self._add_until_stop(text)
+        self._unshown += text
+        return None
 
     def next_delta(self, finished: bool) -> str:
         """The text that may be shown now and has not been; all of the rest when the request has finished."""
-        if finished:
-            self._decode(self._partial, final=True)
-        end = self._length if finished else self._length - self._held_back
-        if end <= self._shown:
-            return ""
-        self._text.seek(self._shown)
-        delta = self._text.read(end - self._shown)
-        self._text.seek(self._length)
-        self._shown = end
+        if finished and self._partial:
+            self._unshown += self._decode(self._partial, True)
+        if self._held_back and not finished:
+            delta = self._unshown[: -self._held_back]
+            self._unshown = self._unshown[len(delta) :]
+        else:
+            delta, self._unshown = self._unshown, ""
+        if self._reach:
+            self._shown = (self._shown + delta)[-self._reach :]
         return delta
 
     def flush(self) -> str:
         """Ends the text: an unfinished character becomes U+FFFD. Returns what had been held back."""
         return self.next_delta(finished=True)
 
-    def _write(self, token_ids: Sequence[int]) -> None:
+    def _read(self, token_ids: Sequence[int]) -> str:
+        """The text that the tokens add."""
         data = self._partial
         for token_id in token_ids:
             if token_id not in self._skipped:
                 data += self._bytes_of(token_id) if self._at_start or self._unspaced else self._token_bytes[token_id]
-        self._decode(data, final=False)
+        return self._decode(data, False)
 
     def _bytes_of(self, token_id: int) -> bytes:
         """The bytes of a token whose spacing depends on what is before it."""
@@ -122,31 +116,29 @@ class IncrementalDetokenizer:
         self._at_start = self._at_start and not self._token_bytes[token_id]
         return piece
 
-    def _decode(self, data: bytes, final: bool) -> None:
+    def _decode(self, data: bytes, final: bool) -> str:
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._partial = data[used:]
         if used and self._partial_of_prompt:
             # Completed, the character that the prompt began is output; spoilt, its U+FFFD is the prompt's.
             text = text.removeprefix(REPLACEMENT)
             self._partial_of_prompt = False
-        self._text.write(text)
-        self._length += len(text)
+        return text
 
-    def _cut_at_stop(self, before: int) -> str | None:
-        """Cuts at the first stop string that ends behind the first `before` characters, and returns it."""
-        begin = max(before - self._longest_stop + 1, 0)
-        self._text.seek(begin)
-        window = self._text.read()
+    def _add_until_stop(self, text: str) -> str | None:
+        """Adds text up to the first stop string that ends in it, and returns that."""
+        before = (self._shown + self._unshown)[-self._reach :] if self._reach else ""
+        window = before + text
         hits = []
         for stop in self._stop:
-            at = window.find(stop, max(before - len(stop) + 1 - begin, 0))
+            at = window.find(stop, max(len(before) - len(stop) + 1, 0))
             if at >= 0:
                 hits.append((at + len(stop), at, stop))
+        self._unshown += text
         if not hits:
             return None
         end, at, stop = min(hits)
-        self._length = begin + (end if self._include_stop else at)
-        self._text.seek(self._length)
-        self._text.truncate()
+        too_much = len(window) - (end if self._include_stop else at)
+        self._unshown = self._unshown[: len(self._unshown) - too_much]
         self._partial = b""
         return stop

@@ -127,7 +127,7 @@ class InputBatch:
         start = self.num_computed[rows]
         seq_lens = start + counts
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=query_start_loc[1:])
+        query_start_loc[1:] = counts.cumsum()
         row_of_token = np.repeat(rows, counts)
         offset = np.repeat(query_start_loc[:-1] - start, counts)
         positions = np.arange(query_start_loc[-1]) - offset

@@ -85,7 +85,8 @@ class ModelRunner:
         launched = self._launched.pop(step_id)
         flat = launched.flat
         try:
-            sampled = self._sample(launched, ModelRunnerOutput(step_id, [[] for _ in flat.rows]))
+            nothing: list[int] = []  # in every place; where tokens are drawn, a list of its own takes it
+            sampled = self._sample(launched, ModelRunnerOutput(step_id, [nothing] * len(flat.rows)))
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(flat, error) from error
         if not self.device.is_async:
@@ -176,9 +177,10 @@ class ModelRunner:
         while self._unread and (last is None or any(step is last for step in self._unread)):
             sampled = self._unread[0]  # until all is done: Ctrl-C may come at any time
             for tokens in sampled.read_tokens():  # none, if no row samples
-                self.batch.fill(sampled.rows, sampled.positions, tokens.numpy())
-                for place, token in zip(sampled.places, tokens.tolist(), strict=True):
-                    sampled.output.sampled_token_ids[place] = [token]
+                drawn = tokens.numpy()
+                self.batch.fill(sampled.rows, sampled.positions, drawn)
+                for place, token_ids in zip(sampled.places, drawn[:, None].tolist(), strict=True):
+                    sampled.output.sampled_token_ids[place] = token_ids
             if sampled.read_logprobs is not None:
                 logprobs = TopLogprobs(*sampled.read_logprobs())
                 for line, (place, width) in enumerate(sampled.widths.items()):
