@@ -181,8 +181,8 @@ class RotaryEmbedding:
     def __init__(self, spec: RotarySpec, max_positions: int, device: torch.device) -> None:
         frequencies, attention_factor = inverse_frequencies(spec, max_positions)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
-        self.cos = (angles.cos() * attention_factor).to(device)  # [max_positions, rotary_dim / 2]
-        self.sin = (angles.sin() * attention_factor).to(device)
+        self.cos = angles.cos().mul_(attention_factor).to(device)  # [max_positions, rotary_dim / 2]
+        self.sin = angles.sin_().mul_(attention_factor).to(device)  # in place: each copy takes time to start
         pairs = torch.arange(spec.rotary_dim // 2)
         sections = torch.tensor(spec.scaling.get("mrope_section", [len(pairs)]))
         axes = torch.arange(len(sections)).repeat_interleave(sections)
