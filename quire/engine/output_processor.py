@@ -62,7 +62,6 @@ class OutputProcessor:
         core request ids that a stop string ended."""
         changed: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
-        ended_by_token = FinishReason.STOP
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
@@ -80,11 +79,11 @@ class OutputProcessor:
                 unpacker.skip(request.prompt_token_ids[0])
                 request.prompt_logprobs.extend(unpacker.unpack(output.prompt_logprobs))
             if detokenizer is not None:
-                stop = detokenizer.append(new_token_ids, finish_reason is ended_by_token)
+                stop = detokenizer.append(new_token_ids, finish_reason is FinishReason.STOP)
                 if stop is not None:
                     if finish_reason is None:
                         to_abort.append(output.request_id)
-                    finish_reason, stop_reason = ended_by_token, stop
+                    finish_reason, stop_reason = FinishReason.STOP, stop
                 completion.text += detokenizer.next_delta(finish_reason is not None)
             if finish_reason is not None:
                 self._finish(output.request_id, finish_reason, stop_reason)
