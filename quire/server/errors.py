@@ -94,7 +94,7 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestValidationError):
         return invalid_request(error.errors(), error.body)
-    if isinstance(error, HTTPException):  # of the router: no such path, or not with this method
+    if isinstance(error, HTTPException):  # of a user's middleware; the router's are handled below
         return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
@@ -102,8 +102,20 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
 
 
+def _routing_error(request: Request, error: HTTPException) -> ApiError:
+    """The router's answer to a path or a method that does not exist, with both named."""
+    message, headers = error.detail, dict(error.headers or {})
+    if error.status_code == 404:
+        message = f"unknown URL: {request.method} {request.url.path[:200]}; /docs lists those that there are"
+    elif error.status_code == 405:
+        message = f"{request.method} is not allowed for {request.url.path[:200]}; use {headers.get('Allow', 'POST')}"
+    return ApiError(error.status_code, message, code=_CODES.get(error.status_code), headers=headers)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and not isinstance(error, ApiError):
+            error = _routing_error(request, error)
         return error_response(api_error(error))
 
     for kind in (HTTPException, Exception):

@@ -342,6 +342,7 @@ def test_another_method_is_refused(server, method, path):
     answer = server.request(method, path, b"{}", Content_Type="application/json")
     assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
+    assert answer.error["message"] == f"{method} is not allowed for {path}; use POST"
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/completion", "/v1/chat", "/v1/completions/x", "/%00", "/..%2fetc"])
@@ -349,6 +350,8 @@ def test_a_path_that_does_not_exist_is_said_so(server, path):
     for method in ("GET", "POST"):
         answer = server.request(method, path)
         assert (answer.status, answer.error["code"]) == (404, "not_found")
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.error["message"].startswith(f"unknown URL: {method} /")
 
 
 @pytest.mark.parametrize("where", ["completions", "chat/completions"])
