@@ -62,7 +62,6 @@ _GROUPS: dict[tuple[str, str | None], list[tuple[str, Any, Any, str]]] = {  # fl
         ("--host", str, "127.0.0.1", ""),
         ("--port", int, 8000, ""),
         ("--endpoint", str, "/v1/completions", "or /v1/chat/completions"),
-        ("--model", str, None, "its name there; the first that the server lists if left out"),
         ("--header", [_header], [], "KEY=VALUE ...: HTTP headers of each request"),
         ("--extra-body", _json_object, {}, "JSON: fields for each request; null removes one (temperature 0, say)"),
         ("--ignore-eos", bool, False, "ask for outputs of the full length"),

@@ -1,50 +1,38 @@
-"""`quire bench`: measure. `throughput` runs a file of requests through the engine, `serve` drives a server, `claims`
+"""`quire bench`: measure. `throughput` and `latency` run the engine in this process, `serve` drives a server, `claims`
 compares what was measured with what was promised."""
 
 import argparse
 import json
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire._version import __version__
 from quire.bench import command
 from quire.cli.flags import add_engine_flags, add_log_level, engine_options
+from quire.cli.model import add_model
 
 if TYPE_CHECKING:
+    from quire.bench.datasets import BenchRequest
     from quire.engine.llm import LLM
 
-HELP = "measure the engine, or any server"
+HELP = "measure the engine, or any OpenAI-compatible server"
+
+_THROUGHPUT = """Run requests, all at once, and print requests and tokens per second. Without a file of requests, random
+prompts are made; their answers have exactly the length asked for. With --requests, the prompts alone (or those of
+--prefill-requests) run first, with one token of output each: that gives the speeds of prefill and of decoding."""
+_LATENCY = """Run one batch of random prompts again and again, and print how long it takes from the first request in to
+the last token out. The prefix cache is forgotten before each iteration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    throughput = benches.add_parser(
-        "throughput",
-        help="tokens per second over a file of requests",
-        description="Run a file of requests, all at once, and print tokens per second. The prompts alone (of "
-        "--prefill-requests, or of the same file if left out) run first with one output token each: that is the "
-        "prefill time.",
-    )
-    throughput.add_argument("model", nargs="?", help="directory or Hugging Face id; the bundled model if left out")
-    throughput.add_argument(
-        "--requests",
-        type=Path,
-        required=True,
-        metavar="FILE.jsonl",
-        help='a request a line: {"prompt_token_ids": [...]} or {"prompt": "..."}, and any sampling parameters',
-    )
-    throughput.add_argument("--prefill-requests", type=Path, metavar="FILE.jsonl", help="prompts for the prefill time")
-    throughput.add_argument("--json", action="store_true", help="print one line of JSON")
-    add_log_level(throughput, "WARNING")
-    add_engine_flags(throughput)
-    throughput.set_defaults(bench=_throughput)
+    _add_throughput(benches)
+    _add_latency(benches)
     serve = benches.add_parser("serve", help=command.HELP, description=command.DESCRIPTION)
+    add_model(serve, "its name on the server; the first that the server lists if left out")
     command.add_arguments(serve)
     add_log_level(serve, "WARNING")
-    serve.set_defaults(bench=command.run)
+    serve.set_defaults(bench=command.run, parser=serve)
     _add_claims(benches)
 
 
@@ -52,98 +40,193 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.bench(arguments))
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _add_offline(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> Any:
+    """What the benchmarks without a server share. Returns the group for their requests."""
+    add_model(parser)
+    group = parser.add_argument_group("Requests")
+    for flag, default, text in (
+        ("input", input_len, "tokens in a prompt"),
+        ("output", output_len, "tokens in an answer"),
+    ):
+        group.add_argument(
+            f"--{flag}-len", f"--random-{flag}-len", type=_positive, default=default, metavar="N",
+            help=f"{text} (default: {default})",
+        )  # fmt: skip
+    group.add_argument("--n", type=_positive, default=1, metavar="N", help="answers to each prompt (default: 1)")
+    group.add_argument("--disable-detokenize", action="store_true", help="leave out turning answers into text")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there, in vLLM's format")
+    add_log_level(parser, "WARNING")
+    add_engine_flags(parser)
+    return group
+
+
+def _add_throughput(benches: Any) -> None:
+    parser = benches.add_parser("throughput", help="requests and tokens per second, offline", description=_THROUGHPUT)
+    group = _add_offline(parser, 1024, 128)
+    group.add_argument("--num-prompts", type=_positive, metavar="N", help="requests (default: 1000, or the whole file)")
+    group.add_argument(
+        "--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random",
+        help="random prompts, random prompts on a few common prefixes, or --dataset-path (default: random)",
+    )  # fmt: skip
+    group.add_argument(
+        "--dataset-path", type=Path, metavar="FILE.jsonl",
+        help='for custom, a line a request: {"prompt" or "prompt_token_ids": ..., "output_tokens": ...}',
+    )  # fmt: skip
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (default: 0)"
+    )
+    group.add_argument(
+        "--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N",
+        help="tokens in front that all random prompts share (default: 0)",
+    )  # fmt: skip
+    for name, default, text in (
+        ("prefix-len", 256, "tokens in a prefix"),
+        ("suffix-len", 256, "tokens after it"),
+        ("num-prefixes", 10, "prefixes"),
+        ("output-len", 128, "tokens in an answer"),
+    ):
+        group.add_argument(
+            f"--prefix-repetition-{name}", type=_positive, default=default, metavar="N",
+            help=f"for prefix_repetition: {text} (default: {default})",
+        )  # fmt: skip
+    group.add_argument(
+        "--requests", type=Path, metavar="FILE.jsonl",
+        help='run these instead, a line a request: {"prompt_token_ids": [...]} or {"prompt": "..."}, and any sampling '
+        "parameters",
+    )  # fmt: skip
+    group.add_argument("--prefill-requests", type=Path, metavar="FILE.jsonl", help="prompts for the speed of prefill")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.set_defaults(bench=_throughput, parser=parser)
+
+
 def _throughput(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
-    requests = _read(arguments.requests)
-    prefill_requests = _read(arguments.prefill_requests) if arguments.prefill_requests else requests
+    options = engine_options(arguments)
+    from quire.bench import offline
     from quire.engine.llm import LLM  # torch comes with it
 
-    options = engine_options(arguments)
+    read = None if arguments.requests is None else offline.read_requests(arguments.requests)
+    alone = None if arguments.prefill_requests is None else offline.read_requests(arguments.prefill_requests)
     llm = LLM(arguments.model, **options)
-    startup_s = time.perf_counter() - started
-    show = not arguments.json
-    _timed(llm, [(llm.get_tokenizer().encode("warm up") or [0], {"max_tokens": 8, "ignore_eos": True})], False)
-    llm.reset_prefix_cache()
-    prefill_s, _ = _timed(llm, [(prompt, {**params, "max_tokens": 1}) for prompt, params in prefill_requests], show)
-    if not arguments.prefill_requests:
-        llm.reset_prefix_cache()  # the same prompts again
-    total_s, outputs = _timed(llm, requests, show)
-    tokens_in = sum(len(o.prompt_token_ids) for o in outputs)
-    tokens_out = sum(len(c.token_ids) for o in outputs for c in o.outputs)
-    result: dict[str, Any] = {
-        "engine": "quire",
-        "version": __version__,
-        "dtype": llm.dtype,
-        "workload": arguments.requests.stem,
-        "prefill_tok_s": round(tokens_in / prefill_s, 1),
-        "decode_tok_s": round((tokens_out - len(outputs)) / max(total_s - prefill_s, 1e-9), 1),
-        "output_tok_s": round(tokens_out / total_s, 1),
-        "total_s": round(total_s, 2),
-        "startup_s": round(startup_s, 2),
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "cached_tokens": sum(o.num_cached_tokens for o in outputs),
-    }
-    llm.shutdown()
-    if arguments.json:
-        print(json.dumps(result))
+    startup = time.perf_counter() - started
+    show, prefill = not arguments.json, None
+    if read is None:
+        made = _requests(arguments, llm)
+        params = {"n": arguments.n, "detokenize": not arguments.disable_detokenize}
+        requests = offline.with_params(made, **params)
     else:
-        width = max(map(len, result))
-        print("\n".join(f"{name:<{width}}  {value}" for name, value in result.items()))
+        requests = read[: arguments.num_prompts]
+    offline.warm_up(llm)
+    if read is not None or alone is not None:
+        prompts = [(prompt, {**params, "max_tokens": 1}) for prompt, params in alone or requests]
+        prefill = offline.timed(llm, prompts, show)
+        llm.reset_prefix_cache()
+    total = offline.timed(llm, requests, show)
+    record = {"workload": _workload(arguments), **offline.throughput_record(total, prefill, llm, startup)}
+    llm.shutdown()
+    print(json.dumps(record) if arguments.json else offline.throughput_table(record))
+    _write(arguments.output_json, record)
     return 0
 
 
-def _read(path: Path) -> list[tuple[Any, dict[str, Any]]]:
-    """(prompt, sampling parameters) of each line. Raises ValueError naming the line that is wrong."""
-    requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                fields = json.loads(line)
-                prompt = fields.pop("prompt_token_ids", None) or fields.pop("prompt")
-                if not isinstance(prompt, (str, list)):
-                    raise TypeError(f"a prompt cannot be of type {type(prompt).__name__}")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f'{path}, line {number}: needs "prompt_token_ids" or "prompt" ({error})') from error
-            requests.append((prompt, fields))
-    if not requests:
-        raise ValueError(f"{path} holds no requests")
+def _workload(arguments: argparse.Namespace) -> str:
+    path = arguments.requests or arguments.dataset_path
+    return str(arguments.dataset_name if path is None else path.stem)
+
+
+def _requests(arguments: argparse.Namespace, llm: "LLM") -> "list[BenchRequest]":
+    """Requests made as the flags say. Raises ValueError for flags that are wrong."""
+    import numpy as np
+
+    from quire.bench import datasets
+    from quire.bench.offline import check_lengths
+
+    prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
+    count = arguments.num_prompts
+    if arguments.dataset_name == "custom":
+        if arguments.dataset_path is None:
+            raise ValueError("--dataset-name custom needs --dataset-path")
+        return datasets.read_requests(arguments.dataset_path, prompts, arguments.output_len, False)[:count]
+    if arguments.dataset_name == "prefix_repetition":
+        names = ("num_prefixes", "prefix_len", "suffix_len", "output_len")
+        sizes = [getattr(arguments, f"prefix_repetition_{name}") for name in names]
+        return datasets.prefix_repetition_requests(prompts, count or 1000, *sizes)
+    ratio = arguments.random_range_ratio
+    requests = datasets.random_requests(
+        prompts, count or 1000, arguments.input_len, arguments.output_len, ratio, arguments.prefix_len
+    )
+    longest = max(requests, key=lambda request: request.prompt_len + request.output_len)
+    check_lengths(llm, longest.prompt_len, longest.output_len)
     return requests
 
 
-def _timed(llm: "LLM", requests: list[tuple[Any, dict[str, Any]]], show_progress: bool) -> tuple[float, list[Any]]:
-    """Seconds from the first request in to the last out, and the outputs."""
-    from quire.messages.sampling_params import SamplingParams
+def _add_latency(benches: Any) -> None:
+    parser = benches.add_parser("latency", help="time that one batch takes, offline", description=_LATENCY)
+    group = _add_offline(parser, 32, 128)
+    group.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="prompts in the batch (default: 8)")
+    group.add_argument(
+        "--num-iters-warmup", type=int, default=10, metavar="N", help="iterations that are not counted (default: 10)"
+    )
+    group.add_argument("--num-iters", type=_positive, default=30, metavar="N", help="iterations (default: 30)")
+    parser.set_defaults(bench=_latency, parser=parser)
 
-    params = [SamplingParams(**fields) for _, fields in requests]
-    started = time.perf_counter()
-    outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=show_progress and sys.stderr.isatty())
-    return time.perf_counter() - started, outputs
+
+def _latency(arguments: argparse.Namespace) -> int:
+    options = engine_options(arguments)
+    import numpy as np
+
+    from quire.bench import datasets, offline
+    from quire.engine.llm import LLM  # torch comes with it
+
+    size, lengths = arguments.batch_size, (arguments.input_len, arguments.output_len)
+    llm = LLM(arguments.model, **{"enable_prefix_caching": False, **options})
+    offline.check_lengths(llm, *lengths)
+    prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
+    made = datasets.random_requests(prompts, size, *lengths)
+    requests = offline.with_params(made, n=arguments.n, detokenize=not arguments.disable_detokenize)
+    measured = offline.latencies(llm, requests, arguments.num_iters_warmup, arguments.num_iters)
+    llm.shutdown()
+    record = offline.latency_record(measured)
+    print(offline.latency_table(record, size, *lengths))
+    _write(arguments.output_json, record)
+    return 0
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=4) + "\n", encoding="utf-8")
 
 
 # ---- claims
 
 
 def _add_claims(benches: Any) -> None:
-    claims = benches.add_parser(
+    parser = benches.add_parser(
         "claims",
         help="what the engine's mechanisms bring, against the goals set for them",
         description="Measure each mechanism with and without, in interleaved rounds, and print medians and goals.",
     )
-    claims.add_argument("--model", help="directory or Hugging Face id; the bundled model if left out")
-    claims.add_argument("--only", action="append", metavar="NAME", help="only claims whose name contains this")
-    claims.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each measurement (default: 5)")
-    claims.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
-    add_log_level(claims, "WARNING")
-    add_engine_flags(claims)
-    claims.set_defaults(bench=_claims)
+    add_model(parser)
+    parser.add_argument("--only", action="append", metavar="NAME", help="only claims whose name contains this")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each measurement (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    add_log_level(parser, "WARNING")
+    add_engine_flags(parser)
+    parser.set_defaults(bench=_claims, parser=parser)
 
 
 def _claims(arguments: argparse.Namespace) -> int:
+    options = engine_options(arguments)
     from quire.bench import claims  # torch comes with it
 
-    result = claims.measure(
-        arguments.model, engine_options(arguments), arguments.only or [], claims.Sizes(rounds=arguments.rounds)
-    )
+    result = claims.measure(arguments.model, options, arguments.only or [], claims.Sizes(rounds=arguments.rounds))
     print(claims.table(result))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

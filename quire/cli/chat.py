@@ -7,6 +7,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from quire.cli.flags import add_text_flags, engine_options, sampling_options
+from quire.cli.model import add_model
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -17,7 +18,7 @@ _COMMANDS = "/reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="directory or Hugging Face id; the bundled model if left out")
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     add_text_flags(parser, max_tokens=512)
 

@@ -71,6 +71,11 @@ def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
 
 
+def option_of(dest: str) -> str:
+    """The name in config.py, or of a command's own argument, that argparse's `dest` stands for."""
+    return dest.removeprefix(_DEST)
+
+
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     flags = {key.removeprefix(_DEST): value for key, value in vars(arguments).items() if key.startswith(_DEST)}
     return {**(_read(arguments.config) if arguments.config else {}), **flags}
@@ -127,7 +132,7 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
         ("frequency-penalty", float, "above 0, tokens become less likely each time they are output"),
     ):
         group.add_argument("--" + name, type=kind, metavar="N" if kind is int else "X", help=text)
-    group.add_argument("--sampling-seed", type=int, metavar="N", help="makes the answer repeatable")
+    group.add_argument("--sampling-seed", dest="seed", type=int, metavar="N", help="makes the answer repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after end-of-sequence")
     parser.set_defaults(default_max_tokens=max_tokens)
@@ -138,10 +143,8 @@ def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """What `add_text_flags` read, for `SamplingParams(**options)`."""
     names = """max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty
-        stop""".split()
+        stop seed""".split()
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.sampling_seed is not None:
-        given["seed"] = arguments.sampling_seed
     return {"max_tokens": arguments.default_max_tokens, "ignore_eos": arguments.ignore_eos, **given}
 
 

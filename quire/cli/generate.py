@@ -4,25 +4,27 @@ import argparse
 import sys
 
 from quire.cli.flags import add_text_flags, engine_options, sampling_options
+from quire.cli.model import add_model_flag, check_prompt
 
 HELP = "complete a prompt and print the text as it comes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", help="the text to continue; read from standard input if left out")
-    parser.add_argument("--model", metavar="MODEL", help="directory or Hugging Face id; the bundled model if left out")
+    add_model_flag(parser)
     add_text_flags(parser, max_tokens=200)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    prompt = arguments.prompt
+    prompt, options = arguments.prompt, engine_options(arguments)
+    if prompt is not None and arguments.model is None:
+        check_prompt(prompt)
     if prompt is None:
         if sys.stdin.isatty():
             raise ValueError('no prompt; try: quire generate "Once upon a time"')
         prompt = sys.stdin.read().rstrip("\n")
     from quire.engine.llm import LLM  # torch comes with it
 
-    options = engine_options(arguments)
     llm = LLM(arguments.model, **options)
     params = llm.processor.default_sampling_params(**sampling_options(arguments))
     sys.stdout.write(prompt)

@@ -7,6 +7,7 @@ import sys
 
 from quire._version import __version__
 from quire.cli import bench, chat, generate, serve
+from quire.cli.errors import with_flags
 from quire.metrics.logging import configure_logging
 
 # Torch comes as 170,000 objects that stay. To look for garbage among them after every 700 new ones, as Python does by
@@ -25,12 +26,13 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module in _COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, 1 for an error that the user can mend (one line on standard error), 130 for Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args(argv)
     configure_logging(getattr(arguments, "log_level", "INFO"))
     try:
@@ -41,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
             raise
-        print(f"quire: error: {error}", file=sys.stderr)
+        message = with_flags(str(error) or type(error).__name__, arguments.parser, argv)
+        print(f"quire: error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
