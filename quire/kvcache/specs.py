@@ -5,6 +5,7 @@ so groups share memory, and a model needs as many cache tensors as its largest g
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,29 @@ class KVCacheSize:
     specs: tuple[KVCacheSpec, ...]
 
 
-def group_layers(windows: list[int | None]) -> list[KVCacheSpec]:
-    """Group the layers (windows[i] is layer i's) into one spec for each kind, full attention first."""
-    kinds = sorted(set(windows), key=lambda w: (w is not None, w or 0))
-    return [KVCacheSpec(tuple(i for i, w in enumerate(windows) if w == kind), kind) for kind in kinds]
+def group_layers(windows: list[int | None], max_model_len: int) -> list[KVCacheSpec]:
+    """Group the layers (windows[i] is layer i's), full attention first, so that a long request wastes little memory.
+
+    A block takes the memory of as many layers as the largest group has. Ten layers with full attention beside 52 with
+    a window must not be two groups, or each block of the ten takes the memory of 52: the 52 are cut into six groups.
+    Of the sizes that waste at most 5 % of what a request of max_model_len keeps, the largest is taken, since each
+    group costs the scheduler and every step a little time.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+
+    def memory(size: int) -> int:
+        """Tokens x layers whose memory a request of max_model_len takes if groups have `size` layers."""
+        groups = {window: -(-len(layers) // size) for window, layers in kinds.items()}
+        return sum(count * size * min(window or max_model_len, max_model_len) for window, count in groups.items())
+
+    sizes = range(1, max(map(len, kinds.values())) + 1)
+    least = memory(1)
+    size = max(size for size in sizes if memory(size) <= 1.05 * least)
+    specs = []
+    for window in sorted(kinds, key=lambda w: (w is not None, w or 0)):
+        layers, count = kinds[window], -(-len(kinds[window]) // size)
+        ends = [len(layers) * i // count for i in range(count + 1)]
+        specs += [KVCacheSpec(tuple(layers[a:b]), window) for a, b in pairwise(ends)]
+    return specs

@@ -84,7 +84,7 @@ class Decoder:
         self.spec, self.kernels = spec, builder.kernels
         self.cache_shape = spec.attention.cache_shape(builder.tensor_group)
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
-        self.kv_specs: list[KVCacheSpec] = group_layers(windows)
+        self.kv_specs: list[KVCacheSpec] = group_layers(windows, max_model_len)
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary = [RotaryEmbedding(r, max_model_len, builder.device) for r in variants]

@@ -8,12 +8,38 @@ from quire.kvcache.specs import KVCacheSpec, group_layers
 
 
 def test_layers_with_the_same_window_share_a_group_full_attention_first() -> None:
-    assert group_layers([512, None, 512, None, 128]) == [
+    assert group_layers([512, None, 512, None, 128], 4096) == [
         KVCacheSpec((1, 3)),
         KVCacheSpec((4,), 128),
         KVCacheSpec((0, 2), 512),
     ]
-    assert group_layers([None, None]) == [KVCacheSpec((0, 1))]
+    assert group_layers([None, None], 4096) == [KVCacheSpec((0, 1))]
+
+
+def every(nth: int, layers: int, window: int) -> list[int | None]:
+    """Full attention in every nth layer, a window in the others."""
+    return [None if (layer + 1) % nth == 0 else window for layer in range(layers)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "longest"),
+    [
+        pytest.param(every(6, 62, 1024), 131_072, id="Gemma-3-27B"),
+        pytest.param(every(4, 64, 4096), 65_536, id="OLMo-3-32B"),
+        pytest.param(every(4, 32, 4096), 131_072, id="Command-R7B"),
+        pytest.param(every(2, 36, 128), 131_072, id="gpt-oss-120b"),
+    ],
+)
+def test_a_long_request_takes_little_more_memory_than_what_must_be_kept(
+    windows: list[int | None], longest: int
+) -> None:
+    specs = group_layers(windows, longest)
+    assert sorted(layer for spec in specs for layer in spec.layers) == list(range(len(windows)))
+    block_size, chunk, layers_of_a_block = 16, 2048, max(len(spec.layers) for spec in specs)
+    taken = sum(spec.max_blocks(longest, chunk, block_size) for spec in specs) * block_size * layers_of_a_block
+    needed = sum(min(window or longest, longest) for window in windows)
+    assert needed >= 0.9 * taken
+    assert len(specs) <= 8
 
 
 def test_full_attention_needs_every_token() -> None:
