@@ -422,7 +422,8 @@ def export(model: Qwen3, tokenizer: Tokenizer, out: Path) -> None:
         "pad_token_id": ids[END_OF_TEXT],
         "torch_dtype": "bfloat16",
     }
-    generation = {"eos_token_id": ends, "pad_token_id": ids[END_OF_TEXT], "do_sample": False, "max_new_tokens": 512}
+    generation = {"eos_token_id": ends, "pad_token_id": ids[END_OF_TEXT], "do_sample": True, "temperature": 0.3}
+    generation["max_new_tokens"] = 512
     tokens = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": shape.context,

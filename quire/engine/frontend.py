@@ -46,6 +46,7 @@ class Frontend:
             max_logprobs=config.sampling.max_logprobs,
             plugins=load_plugins(config.sampling.logits_processors),
             in_process=in_process and config.parallel.tensor_parallel_size == 1,
+            scheduling_policy=config.scheduler.scheduling_policy,
         )
 
     def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **arguments: Any) -> str:

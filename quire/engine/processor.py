@@ -13,6 +13,9 @@ from quire.messages.sampling_params import SamplingParams
 from quire.sampling.logits_processors import LogitsProcessor
 from quire.text.tokenizer import Tokenizer
 
+# Sampling parameters that a generation_config.json may recommend.
+_RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()
+
 
 class PromptFields(TypedDict, total=False):
     """A prompt as a dict: its text, or its token ids, and what keeps its cached prefix apart from others'."""
@@ -53,12 +56,14 @@ class Processor:
         max_logprobs: int = 20,
         plugins: Sequence[type[LogitsProcessor]] = (),
         in_process: bool = True,
+        scheduling_policy: str = "fcfs",
     ) -> None:
         """vocab_size: the model's; generation_config: the checkpoint's, {} for neutral defaults; max_logprobs: -1 for
         no limit; in_process: the model runs in this process, so that parameters may hold what cannot be sent."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
+        self.scheduling_policy = scheduling_policy
         self.generation_config = generation_config
         self._seeds = random.Random(seed)
         eos = generation_config.get("eos_token_id")
@@ -71,13 +76,10 @@ class Processor:
         return frozenset(self._more_eos if self.eos_token_id is None else [self.eos_token_id, *self._more_eos])
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """The checkpoint's own recommendation, neutral where it has none."""
-        names = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")
-        known = {name: self.generation_config.get(name) for name in names}
+        """The checkpoint's own recommendation, neutral where it has none. As in vLLM, do_sample has no effect."""
+        known = {name: self.generation_config.get(name) for name in _RECOMMENDED}
         if self.generation_config.get("max_new_tokens"):
             known["max_tokens"] = self.generation_config["max_new_tokens"]
-        if self.generation_config.get("do_sample") is False:
-            known = {"repetition_penalty": known["repetition_penalty"], "temperature": 0.0}
         return SamplingParams(**{**{name: value for name, value in known.items() if value is not None}, **changes})
 
     def process(
@@ -91,11 +93,16 @@ class Processor:
         """Raises ValueError or TypeError naming what is wrong with the prompt or the parameters."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if priority and self.scheduling_policy != "priority":
+            raise ValueError(
+                f"Got priority {priority} but priority scheduling is not enabled; start the engine with "
+                "scheduling_policy='priority' (--scheduling-policy priority), or leave priority at 0"
+            )
         params = params.clone()  # checked again: it may have changed
         self._check_params(params)
         text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens)
         if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._longest_prompt(params.truncate_prompt_tokens) :]
+            token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, params)
         if not token_ids:
             raise ValueError("the prompt is empty")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
@@ -158,15 +165,18 @@ class Processor:
             except TypeError as error:
                 raise ValueError(f"extra_args cannot be sent to the processes of the model: {error}") from error
 
-    def _longest_prompt(self, truncate_prompt_tokens: int) -> int:
-        """How many tokens a prompt that may be truncated keeps: at least one token of output has to fit, too."""
-        if truncate_prompt_tokens > self.max_model_len:
+    def _truncate(self, token_ids: list[int], keep: int, params: SamplingParams) -> list[int]:
+        """The last `keep` tokens, or the first ones; -1 keeps as many as leave room for max_tokens of output."""
+        if keep > self.max_model_len:
             raise ValueError(
-                f"truncate_prompt_tokens value ({truncate_prompt_tokens}) is greater than max_model_len "
+                f"truncate_prompt_tokens value ({keep}) is greater than max_model_len "
                 f"({self.max_model_len}). Please, select a smaller truncation size."
             )
-        longest = self.max_model_len - 1
-        return longest if truncate_prompt_tokens == -1 else min(truncate_prompt_tokens, longest)
+        longest = self.max_model_len - 1  # at least one token of output has to fit, too
+        if keep == -1:
+            keep = max(1, self.max_model_len - (params.max_tokens or 1))
+        keep = min(keep, longest)
+        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of the bad words at the beginning of a text, and behind a space where that is another first token

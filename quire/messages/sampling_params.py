@@ -31,7 +31,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         as it is there. repetition_penalty: divides positive logits, multiplies negative ones, of each token in prompt
         or output.
     temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: the usual truncations of the distribution.
-    seed: given equal logits, equal seeds give equal tokens whatever else runs; None draws a fresh one.
+    seed: given equal logits, equal seeds give equal tokens whatever else runs; None or -1 draws a fresh one.
     stop, stop_token_ids: end before a string, or at a token. ignore_eos: go on after end-of-sequence.
     max_tokens: None is "up to max_model_len". min_tokens: no stop before that many.
     logprobs, prompt_logprobs: log-probabilities of so many of the likeliest tokens at each place (-1: of all), and of
@@ -41,7 +41,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     output_kind: what LLM.stream yields; LLM.generate always returns finished outputs.
     logit_bias: {token id: what is added to its logit}. allowed_token_ids: no other token. bad_words: the token that
         would complete one of them is not drawn.
-    truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave room for one of output.
+    truncate_prompt_tokens: shorten the prompt to this many tokens; -1: to as many as leave room for max_tokens.
+        truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
     skip_reading_prefix_cache: compute the whole prompt, whatever is cached.
     logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
         [vocab]; only in the process that runs the model. extra_args: for logits processors that are plugins.
@@ -72,6 +73,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     skip_reading_prefix_cache: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     logits_processors: list[Any] | None = None
@@ -83,6 +85,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = [] if self.bad_words is None else self.bad_words
+        self.seed = None if self.seed == -1 else self.seed
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         self._check_types()
@@ -157,6 +160,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check((self.prompt_logprobs or 0) >= -1, "prompt_logprobs must be non-negative or -1", self.prompt_logprobs)
         keep = self.truncate_prompt_tokens
         _check(keep is None or keep == -1 or keep >= 1, "truncate_prompt_tokens must be -1 or at least 1", keep)
+        side = self.truncation_side
+        _check(side in (None, "left", "right"), "truncation_side must be 'left' or 'right'", repr(side))
         for token_id, bias in (self.logit_bias or {}).items():
             _check(not math.isnan(bias), f"logit_bias of token {token_id} must be a number", bias)
         if any(not s for s in self.stop_strings):

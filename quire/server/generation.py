@@ -121,6 +121,7 @@ class Call:
         """Prompts, tokenized, and how to sample. name: of the field they come from. Raises ApiError."""
         body, llm = self.body, self.server.llm
         given = body.given()
+        asked = given.get("max_tokens")
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         try:
             params = llm.processor.default_sampling_params(**given)
@@ -130,6 +131,7 @@ class Call:
                 if body.cache_salt is not None:
                     salted["cache_salt"] = body.cache_salt
                 request = await llm.process(request_id, salted, params, body.priority or 0, add_special_tokens)
+                self._check_length(len(request.prompt_token_ids), asked)
                 self._requests.append(request)
                 if index:
                     await asyncio.sleep(0)  # others have a turn
@@ -151,6 +153,17 @@ class Call:
             message = f"prompts x n x max_tokens may be {limit} at most"
             raise ApiError(400, message, param="max_tokens" if share else "n")
         return min(share, share if default is None else default) if given is None else max(given, 1)
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raises ApiError if the client asks for more tokens than fit behind the prompt."""
+        limit, total = self.server.llm.max_model_len, num_prompt_tokens + (max_tokens or 0)
+        if total > limit:
+            message = (
+                f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output "
+                f"tokens and your prompt contains {num_prompt_tokens} input tokens, for a total of {total} tokens. "
+                "Please reduce the length of the input prompt or the number of requested output tokens."
+            )
+            raise ApiError(400, message, param=self.body.max_tokens_field, code="context_length_exceeded")
 
     async def run(self) -> AsyncGenerator[RequestOutput]:
         """AsyncLLM.run, ended when the client goes or time is up. Raises ApiError, EngineDeadError."""

@@ -106,7 +106,7 @@ class Generation(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Equal seeds draw equal tokens.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Equal seeds draw equal tokens; -1: none.")
     stop: str | Strings | None = Field(None, description="Strings before which to end.")
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
@@ -118,9 +118,16 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Logprobs | None = Field(None, description="Logprobs at each place of the prompt; -1: of all.")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT, description="Keep the prompt's last tokens.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_INT, description="Shorten the prompt to so many tokens; -1: to what leaves room for output."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="The side from which truncate_prompt_tokens removes tokens: left (default) or right."
+    )
     add_special_tokens: bool | None = Field(None, description="Frame a text prompt as the tokenizer says.")
-    priority: int | None = Field(None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first, if so configured.")
+    priority: int | None = Field(
+        None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first; not 0 needs --scheduling-policy priority."
+    )
     cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs name tokens 'token_id:42'.")
@@ -135,6 +142,11 @@ class Generation(Body):
     @property
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The name of the field that bounds the output."""
+        return "max_tokens"
 
     def given(self) -> dict[str, Any]:
         """Of SamplingParams' fields, those that the request sets."""
@@ -281,6 +293,10 @@ class ChatRequest(Generation, Rendering):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
     tool_choice: str | dict[str, Any] | None = Field(None, description='Only "none" if there are tools.')
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def given(self) -> dict[str, Any]:
         values = super().given()

@@ -98,7 +98,7 @@ def test_the_clients_own_stream_helper_gathers_a_chat(client, model):
 
 
 def test_vllms_extra_fields_pass_through_the_client(client, model):
-    extra = {"top_k": 1, "min_p": 0.0, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 4, "priority": 1}
+    extra = {"top_k": 1, "min_p": 0.0, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 4, "priority": 0}
     answer = client.completions.create(
         model=model, prompt=TEXT, max_tokens=8, temperature=1, extra_body={**extra, "return_token_ids": True}
     )

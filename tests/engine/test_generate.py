@@ -345,7 +345,27 @@ def test_parameters_left_out_are_the_checkpoints_own(llm, checkpoints, tmp_path)
     path = tmp_path / "copy"
     assert make_llm(path, generation_config="vllm").get_default_sampling_params() == SamplingParams()
     (path / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
-    assert make_llm(path).get_default_sampling_params().greedy
+    assert make_llm(path).get_default_sampling_params() == SamplingParams(temperature=0.6)
+
+
+def test_a_checkpoint_that_says_not_to_sample_samples_as_in_vllm(llm, checkpoints, tmp_path):
+    other = with_eos(llm, checkpoints, tmp_path, do_sample=False, presence_penalty=0.5, eos_token_id=EOS)
+    params = other.get_default_sampling_params()
+    assert (params.temperature, params.presence_penalty) == (1.0, 0.5)
+    [output] = generate(other, [TEXT], other.processor.default_sampling_params(n=2, max_tokens=3))
+    assert len(output.outputs) == 2
+
+
+def test_output_ends_where_the_context_does(llm):
+    [output] = generate(llm, [[5] * 170], SamplingParams(max_tokens=100, ignore_eos=True, temperature=0))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (6, "length")
+
+
+def test_a_priority_needs_the_policy_that_reads_it(llm):
+    message = "Got priority 3 but priority scheduling is not enabled.*--scheduling-policy priority"
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["a", "b"], SHORT, use_tqdm=False, priority=[0, 3])
+    assert len(llm.generate(["a"], SHORT, use_tqdm=False, priority=[0])) == 1
 
 
 def test_parameters_changed_to_nonsense_after_they_were_made_are_checked_again(llm):

@@ -26,6 +26,7 @@ NAN, INF = float("nan"), float("inf")
         ({"prompt_logprobs": -2}, r"prompt_logprobs must be non-negative or -1, got -2\."),
         ({"truncate_prompt_tokens": 0}, r"truncate_prompt_tokens must be -1 or at least 1, got 0\."),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens must be -1 or at least 1"),
+        ({"truncation_side": "middle"}, "truncation_side must be 'left' or 'right', got 'middle'"),
         ({"logit_bias": {5: NAN}}, "logit_bias of token 5 must be a number"),
         ({"allowed_token_ids": []}, "allowed_token_ids is not None and empty!"),
         ({"bad_words": ["a", ""]}, r"bad_words cannot contain an empty string\. Got bad_words=\['a', ''\]"),

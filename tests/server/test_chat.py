@@ -12,7 +12,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
 def ask(server: Service, messages=CHAT, **fields):
-    answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 24, **fields})
+    answer = server.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 24, **fields})
     assert answer.status == 200, answer.body
     return answer.events if fields.get("stream") else answer.json
 
@@ -69,6 +69,26 @@ def test_max_completion_tokens_counts_before_max_tokens(server):
 
 def test_a_chat_without_max_tokens_goes_on_as_the_model_recommends(server):
     assert ask(server, max_tokens=None, ignore_eos=True)["usage"]["completion_tokens"] == 512
+
+
+def test_two_answers_of_the_bundled_model_need_no_temperature(server):
+    """Its generation_config.json, like that of other checkpoints, need not be understood to sample."""
+    answer = server.post("/v1/chat/completions", {"messages": CHAT, "max_tokens": 8, "n": 2})
+    assert answer.status == 200, answer.body
+    assert len(answer.json["choices"]) == 2
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_has_room_for_are_refused(server, field):
+    used = ask(server)["usage"]["prompt_tokens"]
+    room = 2048 - used
+    assert server.post("/v1/chat/completions", {"messages": CHAT, field: room, "stop": [" "]}).status == 200
+    error = server.post("/v1/chat/completions", {"messages": CHAT, field: room + 1}).error
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert error["message"].startswith(
+        f"This model's maximum context length is 2048 tokens. However, you requested {room + 1} output tokens and "
+        f"your prompt contains {used} input tokens, for a total of 2049 tokens."
+    )
 
 
 def test_content_may_be_parts_of_text(server):

@@ -83,6 +83,8 @@ def test_all_sampling_parameters_mean_what_they_mean_offline(server, offline, st
         {"stop_token_ids": [there]},
         {"min_tokens": 5, "stop": ["there"], "ignore_eos": True},
         {"truncate_prompt_tokens": 2},
+        {"truncate_prompt_tokens": 2, "truncation_side": "left"},
+        {"truncate_prompt_tokens": 2, "truncation_side": "right"},
         {"skip_special_tokens": False, "spaces_between_special_tokens": False},
     ]
     for case in cases:
@@ -101,6 +103,16 @@ def test_null_is_as_if_left_out(server):
 
 def test_max_tokens_is_16_if_left_out(server):
     assert server.complete(TEXT, ignore_eos=True)["usage"]["completion_tokens"] == 16
+
+
+def test_the_default_of_max_tokens_is_less_where_the_context_ends(server):
+    usage = server.complete([5] * 2040, ignore_eos=True)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2040, 8)
+
+
+def test_a_prompt_truncated_to_what_fits_leaves_room_for_max_tokens(server):
+    usage = server.complete([5] * 3000, truncate_prompt_tokens=-1, max_tokens=40, ignore_eos=True)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2008, 40)
 
 
 def test_what_stopped_a_request_is_told(server):

@@ -23,7 +23,6 @@ BOTH: list[tuple[Any, ...]] = [
     ("n", "1"),
     ("n", True),
     ("n", HUGE),
-    ("n", 2),  # greedy
     ("temperature", -0.1),
     ("temperature", "hot"),
     ("temperature", True),
@@ -62,6 +61,7 @@ BOTH: list[tuple[Any, ...]] = [
     ("max_tokens", "10"),
     ("max_tokens", 1.5),
     ("max_tokens", HUGE),
+    ("max_tokens", 2048),
     ("max_tokens", False),
     ("min_tokens", -1),
     ("min_tokens", 2),  # more than max_tokens
@@ -96,12 +96,15 @@ BOTH: list[tuple[Any, ...]] = [
     ("truncate_prompt_tokens", 0),
     ("truncate_prompt_tokens", -2),
     ("truncate_prompt_tokens", 99999),
+    ("truncation_side", "middle"),
+    ("truncation_side", ["left"]),
     ("add_special_tokens", "no"),
     ("skip_special_tokens", 0),
     ("spaces_between_special_tokens", "x"),
     ("include_stop_str_in_output", []),
     ("priority", "high"),
     ("priority", HUGE),
+    ("priority", 1),  # the server's policy is first come first served
     ("cache_salt", ""),
     ("cache_salt", 5),
     ("return_token_ids", "x"),
@@ -352,6 +355,12 @@ def test_a_path_that_does_not_exist_is_said_so(server, path):
         assert (answer.status, answer.error["code"]) == (404, "not_found")
         assert answer.error["type"] == "invalid_request_error"
         assert answer.error["message"].startswith(f"unknown URL: {method} /")
+
+
+@pytest.mark.parametrize("where", ["completions", "chat/completions"])
+def test_several_greedy_completions_are_refused(server, where):
+    body = {**BODIES[where], "n": 2, "temperature": 0}
+    assert server.post(f"/v1/{where}", body).error["param"] == "n"
 
 
 @pytest.mark.parametrize("where", ["completions", "chat/completions"])
