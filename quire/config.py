@@ -1,32 +1,17 @@
 """Every option, once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
 
-Names are vLLM's. An option that vLLM has and Quire does not have yet is an error that says so.
+Names are vLLM's. options/vllm.py says what becomes of options that vLLM has and Quire does not have.
 """
 
-import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_type_hints
 
+from quire.options.declaration import ConfigError as ConfigError
+from quire.options.declaration import at_least, check_type, option, read_value
+from quire.options.vllm import FOREIGN, VALUES, translate, unknown
 
-class ConfigError(ValueError):
-    """An option is unknown or out of range. The message names it and says what would be accepted."""
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field with a help text. metadata: size=True lets the command line take 4G, 512M, 2k."""
-    metadata = {"help": help, **metadata}
-    if isinstance(default, dict | list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def _at_least(config: object, minimum: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
-            raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+_MAX_NUM_SEQS = 256
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,9 @@ class ModelConfig:
     revision: str | None = option(None, "branch, tag or commit of the model on the hub")
     tokenizer_revision: str | None = option(None, "branch, tag or commit of the tokenizer on the hub")
     download_dir: str | None = option(None, "where hub downloads are kept (default: huggingface_hub's cache)")
-    hf_token: str | None = option(None, "token for gated models on the hub (default: the one you logged in with)")
+    hf_token: str | None = option(
+        None, "token for gated models on the hub (default: the one you logged in with)", empty=True
+    )
     dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = option(
         "auto", "type of weights and activations; auto is bfloat16"
     )
@@ -51,6 +38,7 @@ class ModelConfig:
         None,
         "quantize dense weights when they are loaded: int8 with a scale a channel, or int4 in groups of 128 (the "
         "language-model head int8); activations are rounded to 8 bits (default: as the checkpoint is)",
+        flags=("-q",),
     )
     enforce_eager: bool = option(
         False, "call every kernel anew in each step, instead of replaying recorded calls or CUDA graphs"
@@ -68,7 +56,7 @@ class ModelConfig:
     seed: int = option(0, "seed from which requests without a seed draw theirs")
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_model_len")
+        at_least(self, 1, "max_model_len")
         if self.generation_config not in ("auto", "vllm"):
             raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {self.generation_config!r}")
 
@@ -101,8 +89,8 @@ class CacheConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "block_size", "kv_cache_memory_bytes")
-        _at_least(self, 2, "num_gpu_blocks_override")
+        at_least(self, 1, "block_size", "kv_cache_memory_bytes")
+        at_least(self, 2, "num_gpu_blocks_override")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
@@ -113,9 +101,16 @@ class CacheConfig:
 class SchedulerConfig:
     """What a step may hold."""
 
-    max_num_seqs: int = option(256, "requests that run at once")
+    max_num_seqs: int = option(
+        None, f"requests that run at once (default: {_MAX_NUM_SEQS}, or max_num_batched_tokens if that is less)"
+    )
     max_num_batched_tokens: int | None = option(
         None, "tokens that a step computes: the chunk of chunked prefill (default: 512 on CPU, 8192 on GPU)", size=True
+    )
+    long_prefill_token_threshold: int = option(
+        0,
+        "longest chunk of one request in a step, in tokens: long prompts leave room for others (0: no limit)",
+        size=True,
     )
     scheduling_policy: Literal["fcfs", "priority"] = option(
         "fcfs", "order of service: first come first served, or lowest priority value first"
@@ -125,7 +120,11 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        at_least(self, 0, "long_prefill_token_threshold")
+        if self.max_num_seqs is None:
+            fewest = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
+            object.__setattr__(self, "max_num_seqs", fewest)
 
     def tokens_of_a_step(self, gpu: bool) -> int:
         """At most."""
@@ -146,17 +145,17 @@ class SamplingConfig:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, -1, "max_logprobs")
+        at_least(self, -1, "max_logprobs")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many processes share the model."""
 
-    tensor_parallel_size: int = option(1, "processes that split every layer's weights between them")
+    tensor_parallel_size: int = option(1, "processes that split every layer's weights between them", flags=("-tp",))
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "tensor_parallel_size")
+        at_least(self, 1, "tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,9 @@ class ServerConfig:
         None, "answer 429 to a request that would find this many waiting ones before it (default: no limit)"
     )
     request_timeout: float | None = option(None, "seconds after which a request is ended (default: never)")
-    drain_timeout: float = option(30.0, "seconds that running requests get to finish after SIGTERM")
+    drain_timeout: float = option(
+        30.0, "seconds that running requests get to finish after SIGTERM", flags=("--shutdown-timeout",)
+    )
     max_body_bytes: int = option(64 << 20, "largest body of a request", size=True)
     max_generated_tokens: int | None = option(
         None, "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)", size=True
@@ -202,8 +203,8 @@ class ServerConfig:
     metrics_prefix: str = option("quire", "first part of the metrics' names; vllm fits dashboards made for that")
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "port", "max_waiting_requests")
-        _at_least(self, 1, "max_body_bytes", "max_generated_tokens")
+        at_least(self, 0, "port", "max_waiting_requests")
+        at_least(self, 1, "max_body_bytes", "max_generated_tokens")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout"):
@@ -216,11 +217,11 @@ class ServerConfig:
     @classmethod
     def create(cls, **options: Any) -> Self:
         """Raises ConfigError."""
-        for name, value in options.items():
+        names = {canonical_name(name): value for name, value in options.items()}
+        for name in names:
             if name not in OPTIONS[cls]:
-                raise ConfigError(_unknown(name, list(OPTIONS[cls])))
-            check_type(name, value, TYPES[name])
-        return cls(**options)
+                raise ConfigError(unknown(name, OPTIONS[cls]))
+        return cls(**_checked(names))
 
 
 @dataclass(frozen=True)
@@ -237,13 +238,11 @@ class EngineConfig:
     @classmethod
     def create(cls, **options: Any) -> Self:
         """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
-        groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-        owner = {name: group for group, config in GROUPS.items() for name in OPTIONS[config]}
-        for name, value in options.items():
-            if name not in owner:
-                raise ConfigError(_unknown(name, list(owner)))
-            check_type(name, value, TYPES[name])
-            groups[owner[name]][name] = value
+        names = {canonical_name(name): value for name, value in options.items()}
+        if misplaced := [name for name in names if name in OPTIONS[ServerConfig] and name not in FOREIGN]:
+            raise ConfigError(f"{misplaced[0]} is an option of the server (quire serve)")
+        given = _checked(translate(names, {name for config in GROUPS.values() for name in OPTIONS[config]}))
+        groups = {group: {n: v for n, v in given.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         return cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
@@ -258,54 +257,34 @@ GROUPS: dict[str, Any] = {
 _CLASSES: list[Any] = [*GROUPS.values(), ServerConfig]
 OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in _CLASSES}
 TYPES: dict[str, Any] = {name: hint for c in _CLASSES for name, hint in get_type_hints(c).items()}
-
-# Engine arguments of vLLM that Quire does not have yet (or, where a reason is given, never will).
-_VLLM_OPTIONS: Mapping[str, str] = {
-    "trust_remote_code": "Quire never executes code from a checkpoint",
-    **dict.fromkeys(
-        """runner convert task tokenizer_mode skip_tokenizer_init allowed_local_media_path
-        swap_space cpu_offload_gb disable_custom_all_reduce mm_processor_kwargs
-        pooler_config structured_outputs_config compilation_config pipeline_parallel_size
-        data_parallel_size enable_expert_parallel decode_context_parallel_size kv_transfer_config
-        speculative_config enable_lora max_loras max_lora_rank limit_mm_per_prompt disable_sliding_window
-        disable_log_stats enable_chunked_prefill long_prefill_token_threshold
-        max_num_partial_prefills distributed_executor_backend calculate_kv_scales
-        prefix_caching_hash_algo model_impl override_generation_config code_revision served_model_name config_format
-        worker_cls enable_prompt_embeds additional_config observability_config kv_sharing_fast_prefill
-        enable_sleep_mode""".split(),
-        "",
-    ),
+ALIASES: dict[str, str] = {
+    flag.removeprefix("--").replace("-", "_"): name
+    for options in OPTIONS.values()
+    for name, declared in options.items()
+    for flag in declared.metadata.get("flags", ())
+    if flag.startswith("--")
 }
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    if name in _VLLM_OPTIONS:
-        return f"{name} is not supported by Quire{': ' + _VLLM_OPTIONS[name] if _VLLM_OPTIONS[name] else ' yet'}"
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+def canonical_name(name: str) -> str:
+    """The name of an option that is written with dashes, or known by another name as well."""
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
 
 
-def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises ConfigError unless `value` is of the annotated type (unions, Literal and plain classes)."""
-    kinds = get_args(hint) if get_origin(hint) not in (Literal, dict, list) and get_args(hint) else (hint,)
-    for kind in kinds:
-        if get_origin(kind) is Literal:
-            if value in get_args(kind):
-                return
-            raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
-        kind = get_origin(kind) or kind
-        accepted = (int, float) if kind is float else kind
-        if isinstance(value, accepted) and not (kind in (int, float) and isinstance(value, bool)):
-            return
-    names = " or ".join("None" if k is type(None) else (get_origin(k) or k).__name__ for k in kinds)
-    raise ConfigError(f"{name} must be of type {names}, got {value!r}")
+def read_option(name: str, value: Any) -> Any:
+    """The value that a text or a spelling of vLLM's stands for. Raises ConfigError."""
+    spellings = VALUES.get(name, {})
+    if isinstance(value, str | bool) and value in spellings:
+        return spellings[value]
+    owner = next(config for config in _CLASSES if name in OPTIONS[config])
+    return read_value(name, value, TYPES[name], OPTIONS[owner][name].metadata)
 
 
-def parse_size(text: str) -> int:
-    """'4G', '512M', '2k' (powers of 1024 for upper case K, M, G, T; of 1000 for lower case), or plain digits."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
-    if not match:
-        raise ConfigError(f"{text!r} is no size; write a number such as 4096, 2k or 4G")
-    number, unit = match.groups()
-    power = "kmgt".find(unit.lower()) + 1 if unit else 0
-    return int(float(number) * (1024 if unit.isupper() else 1000) ** power)
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for a value of the wrong type. None stands for an option that is left out."""
+    values = {name: read_option(name, value) for name, value in options.items() if value is not None}
+    for name, value in values.items():
+        if value is not None:
+            check_type(name, value, TYPES[name])
+    return {name: value for name, value in values.items() if value is not None}

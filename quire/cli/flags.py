@@ -1,19 +1,24 @@
 """Command-line flags, made from the options in config.py."""
 
 import argparse
-import json
+import functools
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, parse_size
-
-_DEST = "option_"  # keeps the options of config.py apart from a command's own
+from quire.cli.parser import OPTION_DEST as _DEST
+from quire.cli.parser import MergeJson, Parser
+from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine option but the model, which is each command's own, grouped as config.py groups them."""
+    """A flag for every engine option but the model, which is each command's own, grouped as config.py groups them.
+
+    The parser then takes vLLM's other options as well.
+    """
+    if isinstance(parser, Parser):
+        parser.takes_engine_options = True
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="read options from here; those on the command line win"
     )
@@ -31,28 +36,38 @@ def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
 
 
 def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
-    flag, hint = "--" + name.replace("_", "-"), TYPES[name]
+    flags, hint = ["--" + name.replace("_", "-"), *metadata.get("flags", ())], TYPES[name]
     common = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": metadata["help"].replace("%", "%%")}
     if hint is bool or bool in get_args(hint):
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         return
+    metavar = name.rsplit("_", 1)[-1].upper()
     if get_origin(hint) is list:
-        group.add_argument(flag, nargs="+", metavar=name.rsplit("_", 1)[-1].upper(), **common)
+        group.add_argument(*flags, nargs="+", action="extend", metavar=metavar, **common)
         return
     choices = [c for c in get_args(hint) if c is not None] if get_origin(hint) is Literal else None
-    kind: Any = str
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kind: Any = int if int in kinds and not metadata.get("size") else float if float in kinds else _reader(name)
     if metadata.get("json"):
-        kind = _json_object
-    elif metadata.get("size"):
-        kind = _size
-    else:
-        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kind = int if int in kinds else float if float in kinds else str
-    if default != "" and isinstance(default, (int, float, str)):
+        common["action"] = MergeJson
+    if metadata.get("empty"):
+        common |= {"nargs": "?", "const": True}
+    if default not in ("", None) and isinstance(default, (int, float, str)):
         common["help"] += f" (default: {default})"
-    group.add_argument(
-        flag, type=kind, choices=choices, metavar=None if choices else name.rsplit("_", 1)[-1].upper(), **common
-    )
+    group.add_argument(*flags, type=kind, choices=choices, metavar=None if choices else metavar, **common)
+
+
+def _reader(name: str) -> Any:
+    """What argparse calls with the text of an option."""
+
+    @functools.wraps(read_option)
+    def read(text: str) -> Any:
+        try:
+            return read_option(name, text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -91,31 +106,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
         raise ConfigError(f"{path} must hold options, such as 'max-model-len: 4096'")
-    options = {name.replace("-", "_"): value for name, value in read.items()}
-    metadata: dict[str, Any] = {name: o.metadata for config in OPTIONS.values() for name, o in config.items()}
-    for name, value in options.items():
-        if isinstance(value, str) and metadata.get(name, {}).get("size"):
-            options[name] = parse_size(value)
-        elif isinstance(value, str) and get_origin(TYPES.get(name)) is list:
-            options[name] = [value]
-    return options
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
+    return {canonical_name(name): value for name, value in read.items()}
 
 
 def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:

@@ -8,6 +8,7 @@ import sys
 from quire._version import __version__
 from quire.cli import bench, chat, generate, serve
 from quire.cli.errors import with_flags
+from quire.cli.parser import Parser
 from quire.metrics.logging import configure_logging
 
 # Torch comes as 170,000 objects that stay. To look for garbage among them after every 700 new ones, as Python does by
@@ -18,7 +19,7 @@ _COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "bench": bench}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="quire", description="Quire, an LLM inference engine. Without a model, commands use the bundled one."
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")

@@ -17,7 +17,14 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     options, gpu = config.scheduler, on_gpu(config.kernels.device)
     depth = 2 if (gpu if options.async_scheduling is None else options.async_scheduling) else 1
     tokens = options.tokens_of_a_step(gpu)
-    return SchedulerLimits(options.max_num_seqs, tokens, max_model_len, options.scheduling_policy, depth)
+    return SchedulerLimits(
+        options.max_num_seqs,
+        tokens,
+        max_model_len,
+        options.scheduling_policy,
+        depth,
+        options.long_prefill_token_threshold,
+    )
 
 
 def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:

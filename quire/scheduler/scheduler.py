@@ -18,13 +18,23 @@ _by_key = attrgetter("key")
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What bounds a step. depth: how many steps may be submitted and not retired."""
+    """What bounds a step.
+
+    depth: how many steps may be submitted and not retired. long_prefill_token_threshold: tokens that one request may
+    have in a step, 0 for no limit of its own.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     policy: str = "fcfs"
     depth: int = 1
+    long_prefill_token_threshold: int = 0
+
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens that one request may have in a step."""
+        return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     def validate(self) -> None:
         """Raises ValueError for limits that contradict each other."""
@@ -62,6 +72,7 @@ class Scheduler:
     ) -> None:
         limits.validate()
         self.limits = limits
+        self._longest_chunk = limits.longest_chunk
         chunk = limits.max_num_batched_tokens * limits.depth
         self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching)
         if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
@@ -139,7 +150,8 @@ class Scheduler:
             computed = request.num_computed_tokens
             if known >= request.max_total_tokens or known == computed:
                 continue  # its last tokens are in flight
-            count = min(known - computed, budget - (len(running) - position))  # leaves one for each of the others
+            room = min(self._longest_chunk, budget - (len(running) - position))  # leaves one for each of the others
+            count = min(known - computed, room)
             end = computed + count
             if end > request.capacity:
                 while not (has_room := kv.allocate(request, end, edits)) and not self._num_leaving:
@@ -173,7 +185,7 @@ class Scheduler:
             num_cached = self.kv.admit(request, read_cache)
             if num_cached is None:
                 return
-            end = min(known, num_cached + budget)
+            end = min(known, num_cached + min(self._longest_chunk, budget))
             self.waiting.pop()
             self.stats.prefix_queries += known * read_cache
             self.stats.prefix_hits += num_cached

@@ -48,7 +48,8 @@ def test_a_file_holds_options_and_the_command_line_wins(tmp_path: Path):
     lines = ["model: some/model", "port: 9000", "max-model-len: 4K", "block_size: 32", "served-model-name: small"]
     file.write_text("\n".join([*lines, "request-timeout: 5"]))
     given = parse("serve", "--config", str(file), "--port", "1")
-    assert engine_options(given) == {"max_model_len": 4096, "block_size": 32}
+    engine = EngineConfig.create(**engine_options(given))
+    assert (engine.model.max_model_len, engine.cache.block_size) == (4096, 32)
     assert given.model == "some/model"
     config = ServerConfig.create(**server_options(given))
     assert (config.port, config.served_model_name, config.request_timeout) == (1, ["small"], 5)

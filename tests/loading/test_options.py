@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from quire.config import ConfigError, EngineConfig, parse_size
+from quire.config import ConfigError, EngineConfig
+from quire.options.declaration import parse_size
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 
@@ -32,15 +33,15 @@ def test_an_option_like_nothing_is_just_unknown(path):
         make_llm(path, xyzzy=1)
 
 
-@pytest.mark.parametrize("option", ["pipeline_parallel_size", "enable_lora", "speculative_config", "swap_space"])
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "enable_lora", "speculative_config", "cpu_offload_gb"])
 def test_an_option_of_vllm_that_is_not_there_yet_says_so(path, option):
-    with pytest.raises(ConfigError, match=f"{option} is not supported by Quire yet"):
+    with pytest.raises(ConfigError, match=f"{option}.* is not supported by Quire yet"):
         make_llm(path, **{option: 0.5})
 
 
-def test_code_of_a_checkpoint_is_never_run(path):
-    with pytest.raises(ConfigError, match="trust_remote_code is not supported by Quire: Quire never executes code"):
-        make_llm(path, trust_remote_code=True)
+def test_code_of_a_checkpoint_is_never_run(path, caplog):
+    make_llm(path, trust_remote_code=True)
+    assert "trust_remote_code has no effect: code in checkpoints is never run" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -52,12 +53,13 @@ def test_code_of_a_checkpoint_is_never_run(path):
         ({"max_num_seqs": -1}, "max_num_seqs must be an integer of at least 1, got -1"),
         ({"max_model_len": 1.5}, "max_model_len must be of type int or None, got 1.5"),
         ({"dtype": "int8"}, "dtype must be one of 'auto', 'bfloat16', 'float16', .* got 'int8'"),
-        ({"load_format": "gguf"}, "load_format must be one of"),
+        ({"load_format": "tensorizer"}, "load_format must be one of"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of 'fcfs', 'priority', got 'lifo'"),
         ({"generation_config": "mine"}, "generation_config must be 'auto' or 'vllm', got 'mine'"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be an integer of at least 2, got 1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
-        ({"hf_overrides": "x"}, "hf_overrides must be of type dict"),
+        ({"hf_overrides": "x"}, "hf_overrides: 'x' is not valid JSON"),
+        ({"hf_overrides": ["x"]}, "hf_overrides must be of type dict"),
     ],
     ids=str,
 )
@@ -113,6 +115,12 @@ def test_where_hardly_any_memory_is_free_the_error_says_what_to_lower(path, monk
 def test_a_step_smaller_than_the_batch_is_refused(path):
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(8\) must be at least max_num_seqs \(9\)"):
         make_llm(path, max_num_batched_tokens=8, max_num_seqs=9)
+
+
+def test_a_smaller_step_lowers_the_number_of_requests_that_run_at_once(path):
+    assert make_llm(path, max_num_batched_tokens=8, max_num_seqs=None).config.scheduler.max_num_seqs == 8
+    assert EngineConfig.create(max_num_batched_tokens=4096).scheduler.max_num_seqs == 256
+    assert EngineConfig.create(max_num_seqs=1000).scheduler.tokens_of_a_step(gpu=False) == 1000
 
 
 def test_pins_of_kernels_and_attention_that_cannot_be_met_are_errors(path):

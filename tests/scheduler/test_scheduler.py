@@ -28,8 +28,9 @@ def make_scheduler(
     policy: str = "fcfs",
     window: int | None = None,
     caching: bool = True,
+    threshold: int = 0,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_num_seqs, budget, max_model_len, policy, depth)
+    limits = SchedulerLimits(max_num_seqs, budget, max_model_len, policy, depth, threshold)
     return Scheduler(limits, num_blocks, [KVCacheSpec((0,), window)], block_size, caching)
 
 
@@ -142,6 +143,20 @@ def test_a_long_prompt_is_computed_in_chunks_between_the_decodes_of_others() -> 
         step = scheduler.schedule()
         assert counts(scheduler, step) == {"short": 1, "long": expected}
         answer(scheduler, step, *tokens)
+
+
+def test_a_threshold_leaves_the_rest_of_a_step_to_other_prompts() -> None:
+    scheduler = make_scheduler(budget=20, threshold=8)
+    scheduler.add(make_request("long", list(range(10, 35))))
+    scheduler.add(make_request("other", [7] * 10))
+    scheduler.add(make_request("third", [8] * 10))
+    for expected in [{"long": 8, "other": 8, "third": 4}, {"long": 8, "other": 2, "third": 6}, {"long": 8}]:
+        step = scheduler.schedule()
+        assert expected.items() <= counts(scheduler, step).items()
+        samples = {"other": 5, "third": 5} if step.step_id > 1 else {}
+        names = {request.row: request.request_id for request in scheduler.running}
+        answer(scheduler, step, *(samples.get(names[row]) for row in step.rows))
+    assert counts(scheduler, scheduler.schedule()) == {"long": 1, "other": 1, "third": 1}
 
 
 def test_a_long_prompt_never_takes_the_last_token_of_those_behind_it() -> None:

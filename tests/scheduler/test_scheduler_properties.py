@@ -208,6 +208,7 @@ class Setting:
     budget: int
     spare_blocks: int  # beyond what one request of max_model_len needs
     seed: int = 0
+    threshold: int = 0  # long_prefill_token_threshold
 
 
 class House:
@@ -217,7 +218,9 @@ class House:
         windows = KV_GROUPS[setting.groups]
         specs = [KVCacheSpec((group,), window) for group, window in enumerate(windows)]
         budget = max(setting.budget, setting.max_num_seqs)
-        limits = SchedulerLimits(setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth)
+        limits = SchedulerLimits(
+            setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, setting.threshold
+        )
         least = sum(spec.max_blocks(MAX_MODEL_LEN, budget * setting.depth, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
         self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching)
@@ -269,7 +272,7 @@ class House:
         live = [truth.request for truth in self.truths.values()]
         assert len(step.rows) == len(step.num_tokens) == len(set(step.rows))
         assert all(0 <= row < limits.max_num_seqs for row in step.rows)
-        assert all(count >= 1 for count in step.num_tokens)
+        assert all(1 <= count <= (limits.long_prefill_token_threshold or count) for count in step.num_tokens)
         assert sum(step.num_tokens) <= limits.max_num_batched_tokens
         assert len(scheduler.running) <= limits.max_num_seqs
         assert [r.key for r in scheduler.running] == sorted(r.key for r in scheduler.running)
@@ -449,6 +452,7 @@ SETTINGS = st.builds(
     budget=st.integers(1, 20),
     spare_blocks=st.integers(0, 8),
     seed=st.integers(0, 3),
+    threshold=st.sampled_from([0, 0, 1, 3, 7, 30]),
 )
 LENGTHS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 20, 27])
 

@@ -1,0 +1,119 @@
+"""argparse with the habits of vLLM's command line, and with errors of two lines."""
+
+import argparse
+import difflib
+import json
+import sys
+from typing import Any, NoReturn
+
+from quire.options.vllm import FOREIGN, LISTS, SHORT_FLAGS
+
+OPTION_DEST = "option_"  # keeps the options of config.py, and vLLM's others, apart from a command's own arguments
+
+
+class MergeJson(argparse.Action):
+    """Stores a JSON object; what a flag that is given again says is added to it."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes flags with underscores (--max_model_len), switches with values (--enforce-eager=true), and parts of JSON
+    objects (--hf-overrides.rope_theta 1e6).
+
+    takes_engine_options: it also takes the options of vLLM that Quire does not have; `EngineConfig.create` judges them.
+    These are added when they are given; the help does not list them.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        self.takes_engine_options = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Leaves no arguments over: what is not known is an error."""
+        given = self._normalized(list(sys.argv[1:] if args is None else args))
+        namespace, rest = super().parse_known_args(given, namespace)
+        if rest:
+            flags = [argument for argument in rest if argument.startswith("-")]
+            self.error(self._unknown(flags[0].partition("=")[0]) if flags else f"unexpected argument: {rest[0]}")
+        return namespace, rest
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nSee '{self.prog} --help'.\n")
+
+    def _unknown(self, flag: str) -> str:
+        known = [*self._option_string_actions]
+        if self.takes_engine_options:
+            known += ["--" + name.replace("_", "-") for name in FOREIGN]
+        near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.7)
+        return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")
+
+    def _normalized(self, given: list[str]) -> list[str]:
+        """The arguments as argparse knows them."""
+        result: list[str] = []
+        objects: dict[str, dict[str, Any]] = {}  # by flag
+        while given and given[0] != "--":
+            argument = given.pop(0)
+            name, equals, value = argument.partition("=")
+            flag, _, path = name.partition(".")
+            action = self._action(flag := self._spelled(flag)) if argument.startswith("-") else None
+            if action is None:
+                result.append(argument)
+            elif path and isinstance(action, MergeJson):
+                _put(objects.setdefault(flag, {}), path, value if equals else given.pop(0) if given else "")
+            elif isinstance(action, argparse.BooleanOptionalAction):
+                if not equals and given and given[0].lower() in ("true", "false"):
+                    equals, value = "=", given.pop(0)
+                off = value.lower() == "false"
+                result.append(action.option_strings[1] if off else flag if value.lower() in ("", "true") else argument)
+            else:
+                result.append(flag + equals + value)
+        for flag, value_of_flag in objects.items():
+            result += [flag, json.dumps(value_of_flag)]
+        return result + given
+
+    def _spelled(self, flag: str) -> str:
+        return flag.replace("_", "-") if flag.startswith("--") else flag
+
+    def _action(self, flag: str) -> argparse.Action | None:
+        """What the flag does; None for one that is not known. Adds that of an option of vLLM's."""
+        if flag not in self._option_string_actions and self.takes_engine_options:
+            short = "-O" if flag.startswith("-O") else flag
+            name = SHORT_FLAGS.get(short) or flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            if name in FOREIGN and flag.startswith("-"):
+                self._add(name)
+        return self._option_string_actions.get(flag)
+
+    def _add(self, name: str) -> None:
+        flags = ["--" + name.replace("_", "-"), *(flag for flag, long in SHORT_FLAGS.items() if long == name)]
+        common: Any = {"dest": OPTION_DEST + name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        foreign = FOREIGN[name]
+        if foreign.switch:
+            self.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
+        else:
+            several = "*" if foreign.accepted == () else "+" if name in LISTS else None
+            self.add_argument(*flags, type=_value, nargs=several, metavar="VALUE", **common)
+
+
+def _value(text: str) -> Any:
+    """Of an option of vLLM's: JSON, or text."""
+    if text in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _put(tree: dict[str, Any], path: str, text: str) -> None:
+    """--flag.a.b TEXT: tree["a"]["b"] = TEXT. A key with a plus is a list, to which TEXT is added."""
+    *keys, last = path.split(".")
+    for key in keys:
+        tree = tree.setdefault(key, {})
+    if last.endswith("+"):
+        tree.setdefault(last[:-1], []).extend(_value(item) for item in text.split(","))
+    else:
+        tree[last] = _value(text)

@@ -1,0 +1,87 @@
+"""How an option is declared, read and checked. The options themselves are in config.py."""
+
+import json
+import os
+import re
+from dataclasses import field
+from typing import Any, Literal, get_args, get_origin
+
+
+class ConfigError(ValueError):
+    """An option is unknown or out of range. The message names it and says what would be accepted."""
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A field with a help text.
+
+    metadata: size=True accepts texts such as 4G and 32k, json=True a JSON object, empty=True the flag without a value.
+    flags lists further flags, such as "-tp"; those with two dashes are further names of the option everywhere.
+    """
+    metadata = {"help": help, **metadata}
+    if isinstance(default, dict | list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def at_least(config: object, minimum: int, *names: str) -> None:
+    """Raises ConfigError unless the options are None or integers of at least `minimum`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+            raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
+    """The value of an option, of which text stands for a size, a JSON object or a list. Raises ConfigError."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if get_origin(hint) is list:
+        return _read_list(name, value)
+    if isinstance(value, str) and metadata.get("size"):
+        return parse_size(value)
+    if isinstance(value, str) and metadata.get("json"):
+        value = _read_json(name, value)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name} must be a JSON object, got {value!r}")
+    return value
+
+
+def _read_list(name: str, value: Any) -> Any:
+    """A list; of a text, its one item, or the items of a JSON list."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
+        return _read_json(name, items[0])
+    return items
+
+
+def _read_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {text!r} is not valid JSON: {error}") from error
+
+
+def check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises ConfigError unless `value` is of the annotated type (unions, Literal and plain classes)."""
+    kinds = get_args(hint) if get_origin(hint) not in (Literal, dict, list) and get_args(hint) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
+        kind = get_origin(kind) or kind
+        accepted = (int, float) if kind is float else kind
+        if isinstance(value, accepted) and not (kind in (int, float) and isinstance(value, bool)):
+            return
+    names = " or ".join("None" if k is type(None) else (get_origin(k) or k).__name__ for k in kinds)
+    raise ConfigError(f"{name} must be of type {names}, got {value!r}")
+
+
+def parse_size(text: str) -> int:
+    """'4G', '512M', '2k' (powers of 1024 for upper case K, M, G, T; of 1000 for lower case), or plain digits."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
+    if not match:
+        raise ConfigError(f"{text!r} is no size; write a number such as 4096, 2k or 4G")
+    number, unit = match.groups()
+    power = "kmgt".find(unit.lower()) + 1 if unit else 0
+    return int(float(number) * (1024 if unit.isupper() else 1000) ** power)
