@@ -12,11 +12,12 @@ from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
-from quire.messages.engine import EngineCoreOutput
+from quire.messages.engine import CoreStats, EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.logging import logger
+from quire.metrics.requests import RequestLog
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
@@ -41,20 +42,29 @@ class AsyncLLM:
     """A model behind an asyncio interface. Call `start` before anything else, and `shutdown` in the end.
 
     model, options: as of `LLM`. metrics_prefix: of the names of Prometheus metrics. served_name: of the model in them.
+    log_stats: keep statistics, for the metrics and the periodic log line. request_log: how to log requests, if at all.
     Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
     """
 
     def __init__(
-        self, model: str | None = None, *, metrics_prefix: str = "quire", served_name: str | None = None, **options: Any
+        self,
+        model: str | None = None,
+        *,
+        metrics_prefix: str = "quire",
+        served_name: str | None = None,
+        log_stats: bool = True,
+        request_log: RequestLog | None = None,
+        **options: Any,
     ) -> None:
         self.config = EngineConfig.create(model=None if model is None else str(model), **options)
         self.frontend = Frontend(self.config, in_process=False)
         self.processor, self.max_model_len = self.frontend.processor, self.frontend.max_model_len
         self.output_processor = OutputProcessor(self.frontend.tokenizer)
         self.client = CoreClient(self.config, self.frontend.directory, self.max_model_len, self._receive)
-        self.metrics = EngineMetrics(metrics_prefix, served_name or model or "quire")
+        self.request_log = request_log or RequestLog(enabled=False)
+        self.metrics = EngineMetrics(metrics_prefix, served_name or model or "quire", self.request_log, log_stats)
         self._running: dict[str, _Running] = {}  # by request id
-        self._inbox: deque[list[EngineCoreOutput]] = deque()
+        self._inbox: deque[tuple[list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -111,6 +121,15 @@ class AsyncLLM:
     def is_running(self) -> bool:
         return self.client.state is CoreState.READY
 
+    def render_metrics(self) -> bytes:
+        """The engine's metrics in Prometheus' text format; nothing without log_stats."""
+        cache, size = self.config.cache, self.client.size
+        names = "block_size enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override"
+        sizes = {"num_gpu_blocks": size.num_blocks, "kv_cache_size_tokens": size.kv_cache_tokens}
+        options = {name: getattr(cache, name) for name in names.split()}
+        self.metrics.set_cache_config({**options, **sizes, "cache_dtype": cache.kv_cache_dtype})
+        return self.metrics.render()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.frontend.tokenizer
 
@@ -147,12 +166,12 @@ class AsyncLLM:
         mailbox, running = _Mailbox(), {request.request_id for request in requests}
         deltas = {r.request_id: DeltaReader() for r in requests if r.params.output_kind is RequestOutputKind.DELTA}
         try:
-            core_requests = [core_request for request in requests for core_request in request.core_requests]
             for request in requests:
                 output = self.output_processor.add(request)
                 self._running[request.request_id] = _Running(request, output, mailbox)
-            self.metrics.add(core_requests)
-            self.client.add(core_requests)
+                self.request_log.received(request.request_id, request.prompt, request.prompt_token_ids, request.params)
+                self.metrics.add(request.core_requests)
+            self.client.add([core_request for request in requests for core_request in request.core_requests])
             while running:
                 if not mailbox.grown:
                     mailbox.news.clear()
@@ -174,8 +193,8 @@ class AsyncLLM:
             self.client.abort(core_request_ids)
             self.metrics.abort(core_request_ids)
 
-    def _receive(self, outputs: list[EngineCoreOutput]) -> None:
-        self._inbox.append(outputs)
+    def _receive(self, outputs: list[EngineCoreOutput], stats: CoreStats) -> None:
+        self._inbox.append((outputs, stats))
         self._arrived.set()
 
     async def _deliver(self) -> None:
@@ -184,8 +203,8 @@ class AsyncLLM:
             await self._arrived.wait()
             self._arrived.clear()
             while self._inbox:
-                outputs = self._inbox.popleft()
-                self.metrics.step(outputs, self.client.stats)
+                outputs, stats = self._inbox.popleft()
+                self.metrics.step(outputs, stats)
                 for index, output in enumerate(outputs, 1):
                     self._take(output)
                     if index % SLICE == 0:

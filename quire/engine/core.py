@@ -73,6 +73,7 @@ class EngineCore:
             preemptions=counted.preemptions,
             prefix_queries=counted.prefix_queries,
             prefix_hits=counted.prefix_hits,
+            computed_tokens=counted.computed_tokens,
         )
 
     def _launch(self, outputs: list[EngineCoreOutput]) -> bool:

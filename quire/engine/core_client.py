@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
 MAX_FAILED_STARTS = 3  # in a row, after which nothing is tried any more
 _reports = msgspec.msgpack.Decoder(CoreReport)
 
-Sink = Callable[[list[EngineCoreOutput]], None]
+Sink = Callable[[list[EngineCoreOutput], CoreStats], None]  # a step's outputs, and the core's state after it
 
 
 class CoreState(StrEnum):
@@ -195,6 +195,7 @@ class CoreClient:
         """Settle what becomes of the client and of the requests."""
         held_requests, self.state = self.state is CoreState.READY, CoreState.RESTARTING
         self.cause_of_death, self.stats = died.reason, CoreStats()
+        self._sink([], self.stats)
         hopeless = died.by_user or not was_ready or self._failed_starts >= MAX_FAILED_STARTS
         if was_ready:
             logger.error("The engine core was lost: %s%s", died.reason, "" if hopeless else "; starting another")
@@ -250,11 +251,12 @@ class CoreClient:
             known.append(output)
         if known:
             self._failed_starts = 0
-        self._sink(known)
+        self._sink(known, report.stats)
 
     def _end(self, request_ids: list[str], reason: str) -> None:
         for request_id in request_ids:
             del self._unfinished[request_id]
             logger.error("Request %s failed: %s", request_id, reason)
         if request_ids:
-            self._sink([EngineCoreOutput(request_id, [], FinishReason.ERROR, reason) for request_id in request_ids])
+            ended = [EngineCoreOutput(request_id, [], FinishReason.ERROR, reason) for request_id in request_ids]
+            self._sink(ended, self.stats)

@@ -57,6 +57,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     logprobs: Logprobs | None = None  # of new_token_ids, at least
     prompt_logprobs: Logprobs | None = None  # once: of all prompt tokens but the first
     scheduled_at: float = 0.0  # time.monotonic() when it was first given a row; in its first output
+    num_preemptions: int = 0  # how often it has lost its blocks to another request so far
 
 
 # ---- between processes: what a client says to a core, and what it hears
@@ -90,6 +91,7 @@ class CoreStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prefix_queries: int = 0  # tokens that were looked up
     prefix_hits: int = 0  # of those, tokens that needed no computing
+    computed_tokens: int = 0  # by the steps whose results are known, of prompts and of outputs
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):

@@ -1,63 +1,117 @@
 """What an engine does, as Prometheus metrics with vLLM's names, and as log lines."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
-from quire.metrics.logging import logger
+from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.metrics.requests import RequestLog
+from quire.metrics.throughput import ThroughputLog
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-LOG_SECONDS = 10.0
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(slots=True)
-class _Progress:
-    """A sequence on its way; times of time.monotonic(), 0 for what has not happened."""
+class _Request:
+    """A request of n sequences, until the last of them has ended."""
 
+    n: int
+    unfinished: int
+    longest: int = 0  # tokens of its longest output
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sequence on its way. Times are those of time.monotonic(), 0 for what has not happened."""
+
+    request: _Request
     num_prompt_tokens: int
+    max_tokens: int
     arrived_at: float
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class EngineMetrics:
-    """Counts what requests ask and what steps bring. Times are taken where the client of the core sees them."""
+    """Counts what requests ask and what steps bring. Times are taken where the client of the core sees them.
 
-    def __init__(self, prefix: str, model_name: str) -> None:
+    prefix: of the metrics' names. enabled: False keeps no statistics at all, and renders none.
+    """
+
+    def __init__(
+        self, prefix: str, model_name: str, request_log: RequestLog | None = None, enabled: bool = True
+    ) -> None:
         self.registry = CollectorRegistry()
-        self._progress: dict[str, _Progress] = {}  # by core request id
+        self.enabled = enabled
+        self._prefix = prefix
+        self._request_log = request_log or RequestLog(enabled=False)
+        self._throughput = ThroughputLog()
+        self._sequences: dict[str, _Sequence] = {}  # by core request id
         self._before = CoreStats()
+        self._cache_config: Gauge | None = None
         labels = {"model_name": model_name, "engine": "0"}
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"{prefix}:{name}", text, list(labels), registry=self.registry).labels(**labels)
+        def gauge(name: str, text: str, **extra: str) -> Gauge:
+            names = [*labels, *extra]
+            return Gauge(f"{prefix}:{name}", text, names, registry=self.registry).labels(**labels, **extra)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, list(labels), registry=self.registry).labels(**labels)
 
+        def counters(name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+            parent = Counter(f"{prefix}:{name}", text, [*labels, label], registry=self.registry)
+            return {value: parent.labels(**labels, **{label: value}) for value in values}
+
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            made = Histogram(f"{prefix}:{name}", text, list(labels), registry=self.registry, buckets=tuple(buckets))
-            return made.labels(**labels)
+            parent = Histogram(f"{prefix}:{name}", text, list(labels), registry=self.registry, buckets=tuple(buckets))
+            return parent.labels(**labels)
 
         self.running = gauge("num_requests_running", "Sequences that have a row in the batch")
         self.waiting = gauge("num_requests_waiting", "Sequences that wait for a row or for blocks")
+        self.waiting_for_capacity = gauge(
+            "num_requests_waiting_by_reason", "Sequences that wait, by the reason for it", reason="capacity"
+        )
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1")
         self.preemptions = counter("num_preemptions", "Times that a sequence lost its blocks to another")
         self.queries = counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache")
-        self.hits = counter("prefix_cache_hits", "Tokens whose keys and values were found there")
+        self.hits = counter("prefix_cache_hits", "Tokens that were found in the prefix cache")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that began to answer")
+        self.prompt_sources = counters(
+            "prompt_tokens_by_source", "The same tokens, by where their keys and values came from",
+            "source", ("local_compute", "local_cache_hit"),
+        )  # fmt: skip
+        self.cached_tokens = counter("prompt_tokens_cached", "Those of them that came from the prefix cache")
         self.generated = counter("generation_tokens", "Tokens generated")
-        self.iteration = histogram("iteration_tokens_total", "Tokens generated in a step", _TOKENS)
+        self.finished = counters(
+            "request_success", "Sequences that ended, by reason", "finished_reason", [r.value for r in FinishReason]
+        )
+        self.iteration = histogram(
+            "iteration_tokens_total", "Tokens of a step: prompt tokens computed, and tokens generated", _STEP_TOKENS
+        )
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a finished sequence", _TOKENS)
+        self.computed_length = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a finished sequence that were not cached", _TOKENS
+        )
         self.output_length = histogram("request_generation_tokens", "Generated tokens of a finished sequence", _TOKENS)
+        self.longest_output = histogram(
+            "request_max_num_generation_tokens", "Generated tokens of a finished request's longest sequence", _TOKENS
+        )
+        self.params_n = histogram("request_params_n", "The parameter n of a finished request", (1, 2, 5, 10, 20))
+        self.params_max_tokens = histogram(
+            "request_params_max_tokens", "The parameter max_tokens of a finished sequence", _TOKENS
+        )
+        self.times_preempted = histogram(
+            "request_num_preemptions", "Times that a finished sequence was preempted", (0, 1, 2, 3, 4, 5, 10, 20)
+        )
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token", _SHORT)
         self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens of a sequence", _SHORT)
         self.per_token = histogram(
@@ -68,25 +122,33 @@ class EngineMetrics:
         self.prefill = histogram("request_prefill_time_seconds", "From a row to the first token", _LONG)
         self.decode = histogram("request_decode_time_seconds", "From the first token to the last", _LONG)
         self.inference = histogram("request_inference_time_seconds", "From a row to the last token", _LONG)
-        finished = Counter(
-            f"{prefix}:request_success", "Sequences that ended, by reason", [*labels, "finished_reason"],
-            registry=self.registry,
-        )  # fmt: skip
-        self.finished = {
-            reason: finished.labels(**labels, finished_reason=reason) for reason in ("stop", "length", "abort", "error")
-        }
-        self._logged_at, self._logged = time.monotonic(), (0, 0)
-        self._totals = [0, 0]  # prompt tokens, generated tokens
+
+    def set_cache_config(self, config: Mapping[str, object]) -> None:
+        """Options and size of the KV cache, told as labels of a gauge that is 1. The names must always be the same."""
+        labels = {name: str(value) for name, value in config.items()}
+        if self._cache_config is None:
+            name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
+            self._cache_config = Gauge(name, text, [*labels, "engine"], registry=self.registry)
+        self._cache_config.clear()
+        self._cache_config.labels(**labels, engine="0").set(1)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) if self.enabled else b""
 
     # ---- events
 
-    def add(self, requests: list[EngineCoreRequest]) -> None:
-        for request in requests:
-            self._progress[request.request_id] = _Progress(len(request.prompt_token_ids), request.arrival_time)
+    def add(self, sequences: list[EngineCoreRequest]) -> None:
+        """A request arrived, as one core request for each of its n sequences."""
+        if not self.enabled:
+            return
+        if not self._sequences:
+            self._throughput.begin_work()
+        request = _Request(len(sequences), len(sequences))
+        for core_request in sequences:
+            num_prompt_tokens, max_tokens = len(core_request.prompt_token_ids), core_request.max_tokens
+            sequence = _Sequence(request, num_prompt_tokens, max_tokens, core_request.arrival_time)
+            self._sequences[core_request.request_id] = sequence
 
     def abort(self, request_ids: list[str]) -> None:
         """The client went away."""
@@ -99,80 +161,89 @@ class EngineMetrics:
             self._finish(request_id, "stop")
 
     def step(self, outputs: list[EngineCoreOutput], stats: CoreStats) -> None:
-        now, generated = time.monotonic(), 0
+        """A step is over. stats: the core's state right after it."""
+        if not self.enabled:
+            return
+        now, generated, first_tokens = time.monotonic(), 0, 0
         for output in outputs:
-            progress = self._progress.get(output.request_id)
-            if progress is None:
+            sequence = self._sequences.get(output.request_id)
+            if sequence is None:
                 continue
             if output.new_token_ids:
                 generated += len(output.new_token_ids)
-                self._advance(progress, output, now)
+                first_tokens += not sequence.first_token_at
+                self._advance(sequence, output, now)
             if output.finish_reason is not None:
                 self._finish(output.request_id, output.finish_reason.value)
-        if generated:
-            self.generated.inc(generated)
-            self.iteration.observe(generated)
-            self._totals[1] += generated
-        self._count(stats)
-        if now - self._logged_at > LOG_SECONDS:
-            self._log(now, stats)
+        self._count(stats, generated, first_tokens)
 
     # ---- how
 
-    def _advance(self, progress: _Progress, output: EngineCoreOutput, now: float) -> None:
-        if not progress.first_token_at:
-            progress.scheduled_at = output.scheduled_at or now
-            progress.first_token_at = now
-            progress.num_cached_tokens = output.num_cached_tokens
-            self.first_token.observe(now - progress.arrived_at)
-            self.queue.observe(max(0.0, progress.scheduled_at - progress.arrived_at))
-            self.prefill.observe(max(0.0, now - progress.scheduled_at))
-            self.prompt_tokens.inc(progress.num_prompt_tokens)
-            self._totals[0] += progress.num_prompt_tokens
+    def _advance(self, sequence: _Sequence, output: EngineCoreOutput, now: float) -> None:
+        if not sequence.first_token_at:
+            cached, computed = output.num_cached_tokens, sequence.num_prompt_tokens - output.num_cached_tokens
+            sequence.scheduled_at = output.scheduled_at or now
+            sequence.first_token_at = now
+            sequence.num_cached_tokens = cached
+            self.first_token.observe(now - sequence.arrived_at)
+            self.queue.observe(max(0.0, sequence.scheduled_at - sequence.arrived_at))
+            self.prefill.observe(max(0.0, now - sequence.scheduled_at))
+            self.prompt_tokens.inc(sequence.num_prompt_tokens)
+            self.cached_tokens.inc(cached)
+            self.prompt_sources["local_cache_hit"].inc(cached)
+            self.prompt_sources["local_compute"].inc(computed)
         else:
-            self.inter_token.observe(now - progress.last_token_at)
-        progress.last_token_at = now
-        progress.num_tokens += len(output.new_token_ids)
+            self.inter_token.observe(now - sequence.last_token_at)
+        sequence.last_token_at = now
+        sequence.num_tokens += len(output.new_token_ids)
+        sequence.num_preemptions = output.num_preemptions
 
     def _finish(self, request_id: str, reason: str) -> None:
-        progress = self._progress.pop(request_id, None)
-        if progress is None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
             return
+        if not self._sequences:
+            self._throughput.end_work()
         now = time.monotonic()
         self.finished[reason].inc()
-        self.end_to_end.observe(now - progress.arrived_at)
-        self.prompt_length.observe(progress.num_prompt_tokens)
-        self.output_length.observe(progress.num_tokens)
-        first, last = progress.first_token_at, progress.last_token_at
+        self.end_to_end.observe(now - sequence.arrived_at)
+        self.prompt_length.observe(sequence.num_prompt_tokens)
+        self.output_length.observe(sequence.num_tokens)
+        self.params_max_tokens.observe(sequence.max_tokens)
+        self.times_preempted.observe(sequence.num_preemptions)
+        first, last = sequence.first_token_at, sequence.last_token_at
         if first:
+            self.computed_length.observe(sequence.num_prompt_tokens - sequence.num_cached_tokens)
             self.decode.observe(last - first)
-            self.inference.observe(max(0.0, last - progress.scheduled_at))
-            if progress.num_tokens > 1:
-                self.per_token.observe((last - first) / (progress.num_tokens - 1))
-        logger.info(
-            "Request %s ended (%s): %d prompt tokens (%d cached), %d generated; %s, %.2f s in all",
-            request_id, reason, progress.num_prompt_tokens, progress.num_cached_tokens, progress.num_tokens,
-            f"first token after {first - progress.arrived_at:.3f} s" if first else "no token",
-            now - progress.arrived_at,
+            self.inference.observe(max(0.0, last - sequence.scheduled_at))
+            if sequence.num_tokens > 1:
+                self.per_token.observe((last - first) / (sequence.num_tokens - 1))
+        request = sequence.request
+        request.longest = max(request.longest, sequence.num_tokens)
+        request.unfinished -= 1
+        if not request.unfinished:
+            self.params_n.observe(request.n)
+            self.longest_output.observe(request.longest)
+        self._request_log.ended(
+            request_id, reason, sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_tokens,
+            first - sequence.arrived_at if first else None, now - sequence.arrived_at,
         )  # fmt: skip
 
-    def _count(self, stats: CoreStats) -> None:
-        """A core counts since it started; metrics go on over cores."""
-        before = self._before if stats.prefix_queries >= self._before.prefix_queries else CoreStats()
-        self.preemptions.inc(max(0, stats.preemptions - before.preemptions))
-        self.queries.inc(stats.prefix_queries - before.prefix_queries)
-        self.hits.inc(max(0, stats.prefix_hits - before.prefix_hits))
+    def _count(self, stats: CoreStats, generated: int, first_tokens: int) -> None:
+        """Add what is new since the last step. A core counts from its own start; the metrics go on over cores."""
+        before = self._before if stats.computed_tokens >= self._before.computed_tokens else CoreStats()
+        queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
+        # A sequence's last token is generated and never computed, so each sequence has one more than was computed.
+        step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
+        if step_tokens:
+            self.iteration.observe(step_tokens)
+            self.generated.inc(generated)
+        self.preemptions.inc(stats.preemptions - before.preemptions)
+        self.queries.inc(queries)
+        self.hits.inc(hits)
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
+        self.waiting_for_capacity.set(stats.num_waiting)
         self.kv_usage.set(stats.kv_cache_usage)
         self._before = stats
-
-    def _log(self, now: float, stats: CoreStats) -> None:
-        seconds, (prompt, generated) = now - self._logged_at, self._logged
-        self._logged_at, self._logged = now, (self._totals[0], self._totals[1])
-        hits = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
-        logger.info(
-            "Running %d, waiting %d, KV cache %.1f %%, prefix hits %.1f %%; prompts %.1f tok/s, output %.1f tok/s",
-            stats.num_running, stats.num_waiting, 100 * stats.kv_cache_usage, 100 * hits,
-            (self._totals[0] - prompt) / seconds, (self._totals[1] - generated) / seconds,
-        )  # fmt: skip
+        self._throughput.step(stats, max(0, step_tokens - generated), generated, queries, hits)

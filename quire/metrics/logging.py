@@ -18,3 +18,9 @@ def configure_logging(level: str = "INFO") -> None:
 
 def logging_level() -> str:
     return logging.getLevelName(logger.getEffectiveLevel())
+
+
+def printable(text: str, limit: int) -> str:
+    """Text that clients wrote, for a line of the log: shortened, and control characters escaped."""
+    shown = repr(text[:limit])[1:-1]
+    return f"{shown}... ({len(text):,} characters)" if len(text) > limit else shown

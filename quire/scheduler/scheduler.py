@@ -50,8 +50,9 @@ class SchedulerStats:
     """Counted since the start."""
 
     preemptions: int = 0
-    prefix_queries: int = 0  # tokens that were looked up
+    prefix_queries: int = 0  # tokens of requests that were looked up, at their first admission
     prefix_hits: int = 0  # of those, tokens that needed no computing
+    computed_tokens: int = 0  # by the steps that were retired
 
 
 class Scheduler:
@@ -187,8 +188,9 @@ class Scheduler:
                 return
             end = min(known, num_cached + min(self._longest_chunk, budget))
             self.waiting.pop()
-            self.stats.prefix_queries += known * read_cache
-            self.stats.prefix_hits += num_cached
+            if self.kv.enable_prefix_caching and not request.num_preemptions:
+                self.stats.prefix_queries += known * read_cache
+                self.stats.prefix_hits += num_cached
             if not request.num_retired_tokens:  # else it was preempted: what it finds now are its own blocks
                 request.num_cached_tokens = num_cached
             request.num_retired_tokens = num_cached
@@ -227,6 +229,7 @@ class Scheduler:
         if step.step_id != output.step_id or len(requests) != len(output.sampled_token_ids):
             raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
         self._submitted.popleft()
+        self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
         for request, count, sampled in zip(requests, step.num_tokens, output.sampled_token_ids, strict=True):
             status = request.status
@@ -250,6 +253,7 @@ class Scheduler:
         """Append tokens up to the first that ends the request."""
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
+        output.num_preemptions = request.num_preemptions
         before = len(token_ids)
         for token in sampled:
             token_ids.append(token)
@@ -292,6 +296,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.stats.preemptions += 1
+        request.num_preemptions += 1
         self._leave(request, Status.PREEMPTED)
 
     def _finish(self, request: Request) -> None:

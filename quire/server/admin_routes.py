@@ -75,7 +75,7 @@ async def load(request: Request) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
-    return Response(_server(request).llm.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(_server(request).llm.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/reset_prefix_cache", response_class=Response)

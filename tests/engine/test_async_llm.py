@@ -71,7 +71,7 @@ async def assert_nothing_is_left(llm: AsyncLLM) -> None:
     assert not llm.client._unfinished
     assert not llm.output_processor._sequences
     assert not llm._running
-    assert not llm.metrics._progress
+    assert not llm.metrics._sequences
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_the_metrics_count_what_was_done():
         async with engine(metrics_prefix="vllm", served_name="small") as llm:
             for name in "ab":
                 await answer(llm, name, PROMPTS[0] * 4, GREEDY)
-            text = llm.metrics.render().decode()
+            text = llm.render_metrics().decode()
             tokens = len(llm.get_tokenizer().encode(PROMPTS[0] * 4))
             for line in (
                 f'vllm:prompt_tokens_total{{engine="0",model_name="small"}} {2 * tokens}.0',

@@ -1,0 +1,57 @@
+"""The periodic log line: how much an engine does while it has work."""
+
+import time
+
+from quire.messages.engine import CoreStats
+from quire.metrics.logging import logger
+
+LOG_SECONDS = 10.0
+
+
+class ThroughputLog:
+    """Logs a line when LOG_SECONDS have passed since the last one, or since work began after a pause.
+
+    Rates are means over the time in which there was work: idle time neither counts nor leads to a line.
+    """
+
+    def __init__(self) -> None:
+        self._working_since: float | None = None
+        self._reset(0.0)
+
+    def _reset(self, now: float) -> None:
+        self._began_at = now
+        self._work_seconds = 0.0  # of the periods of work that are over
+        self._prompt_tokens = self._generated = self._queries = self._hits = 0
+
+    def begin_work(self) -> None:
+        """The first request arrived at an idle engine."""
+        self._working_since = time.monotonic()
+        if not self._prompt_tokens + self._generated:
+            self._reset(self._working_since)
+
+    def end_work(self) -> None:
+        """The last request ended."""
+        if self._working_since is not None:
+            self._work_seconds += time.monotonic() - self._working_since
+            self._working_since = None
+
+    def step(self, stats: CoreStats, prompt_tokens: int, generated: int, queries: int, hits: int) -> None:
+        """A step is over. The numbers are those of tokens: computed, generated, looked up in the cache, found there."""
+        self._prompt_tokens += prompt_tokens
+        self._generated += generated
+        self._queries += queries
+        self._hits += hits
+        now = time.monotonic()
+        seconds = self._work_seconds + (0.0 if self._working_since is None else now - self._working_since)
+        if now - self._began_at < LOG_SECONDS or not seconds or not self._prompt_tokens + self._generated:
+            return
+        found = f"{100 * self._hits / self._queries:.1f} %" if self._queries else "none looked up"
+        logger.info(
+            "Running %d, waiting %d; computed %.1f prompt tokens/s, generated %.1f tokens/s in %.1f s of work; "
+            "KV cache %.1f %% in use, prefix cache hits %s",
+            stats.num_running, stats.num_waiting, self._prompt_tokens / seconds, self._generated / seconds, seconds,
+            100 * stats.kv_cache_usage, found,
+        )  # fmt: skip
+        self._reset(now)
+        if self._working_since is not None:
+            self._working_since = now
