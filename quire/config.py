@@ -182,7 +182,7 @@ class ServerConfig:
     uds: str | None = option(None, "listen on this Unix domain socket instead")
     api_key: list[str] = option([], "keys of which a request must carry one as a bearer token")
     served_model_name: list[str] = option([], "names of the model in the API (default: as --model says)")
-    root_path: str = option("", "path at which a proxy serves this server")
+    root_path: str = option("", "path at which a proxy serves this server, such as /llm; it may strip it or not")
     ssl_keyfile: str | None = option(None, "private key for HTTPS")
     ssl_certfile: str | None = option(None, "certificate for HTTPS")
     allowed_origins: list[str] = option([], "web origins whose pages may call the server; * for all")
@@ -191,7 +191,9 @@ class ServerConfig:
     )
     request_timeout: float | None = option(None, "seconds after which a request is ended (default: never)")
     drain_timeout: float = option(
-        30.0, "seconds that running requests get to finish after SIGTERM", flags=("--shutdown-timeout",)
+        30.0,
+        "seconds that running requests get to finish after SIGTERM; then they end with an error",
+        flags=("--shutdown-timeout",),
     )
     max_body_bytes: int = option(64 << 20, "largest body of a request", size=True)
     max_generated_tokens: int | None = option(

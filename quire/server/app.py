@@ -13,7 +13,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.server import admin_routes, chat, completions, text_routes
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
-from quire.server.middleware import ApiKeys, BodyLimit, RequestIds
+from quire.server.middleware import ApiKeys, BodyLimit, RequestIds, RootPath
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
@@ -26,7 +26,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         title="Quire",
         version=__version__,
         description="OpenAI's API. Fields that are not listed are ignored; null is as if left out.",
-        root_path=config.root_path,
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -51,4 +50,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestIds)
+    if root_path := config.root_path.strip("/"):
+        app.add_middleware(RootPath, root_path=f"/{root_path}")
     return app

@@ -62,6 +62,12 @@ class Server:
             message = f"{waiting} requests are waiting; the server lets {limit} wait"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
+    def end_calls(self) -> None:
+        """End all running requests because the server shuts down: each gets an error, in its stream if it has one."""
+        error = ApiError(503, "the server is shutting down", code="shutting_down")
+        for call in list(self.calls):
+            call.end(error)
+
     def _num_waiting(self) -> int | None:
         """Sequences that wait for a row, counting those on their way to the core; None if there is a row to have."""
         client = self.llm.client
@@ -185,6 +191,11 @@ class Call:
             if timer is not None:
                 timer.cancel()
 
+    def end(self, error: ApiError) -> None:
+        """Abort the request; its client gets the error instead of what has been generated."""
+        self._ended_by = error
+        self.abort()
+
     def abort(self) -> None:
         for request in self._requests:
             self.server.llm.abort(request.request_id)
@@ -192,13 +203,11 @@ class Call:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._ended_by = ApiError(499, "the client closed the connection")
-        self.abort()
+        self.end(ApiError(499, "the client closed the connection"))
 
     def _time_out(self) -> None:
         message = f"the request was not finished within {self.server.config.request_timeout} s"
-        self._ended_by = ApiError(504, message, code="timeout")
-        self.abort()
+        self.end(ApiError(504, message, code="timeout"))
 
     def _check(self, completion: CompletionOutput) -> None:
         if completion.finish_reason == "error":

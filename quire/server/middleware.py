@@ -17,6 +17,23 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
+class RootPath:
+    """Serves everything under a path as well: behind a proxy that passes the path on, and behind one that strips it.
+
+    root_path: such as "/llm"; ASGI's `root_path`, with which `path` begins from here on.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app, self.root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            path: str = scope["path"]
+            inside = path == self.root_path or path.startswith(f"{self.root_path}/")
+            scope = {**scope, "root_path": self.root_path, "path": path if inside else self.root_path + path}
+        await self.app(scope, receive, send)
+
+
 class RequestIds:
     """X-Request-Id: the client's or a new one, in `request.state` and on the response."""
 

@@ -2,31 +2,32 @@
 
 import asyncio
 import contextlib
-import os
 import socket
-import ssl
-import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from quire.config import ConfigError, ServerConfig
+from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState
 from quire.metrics.logging import logger
+from quire.server.listening import Acceptor, listening_socket, raise_descriptor_limit
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
 
 
 def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -> int:
     """Serve until a signal says otherwise. Returns the exit status. Raises ConfigError, OSError or EngineDeadError if
     it cannot start."""
-    with contextlib.closing(_listening_socket(config)) as listening:
+    with contextlib.closing(listening_socket(config)) as listening:
         names = config.served_model_name or [model or "quire-demo"]
         llm = AsyncLLM(model, metrics_prefix=config.metrics_prefix, served_name=names[0], **options)
+        raise_descriptor_limit(llm.config.scheduler.max_num_seqs)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(llm, config, names, listening))
 
@@ -46,12 +47,15 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listenin
 
 
 class _Server(uvicorn.Server):
-    """Says where it is when it is ready, drains when told to end, and ends when the engine has failed for good."""
+    """Logs its URL when it is ready, drains when it is told to end, and ends when the engine has failed for good."""
 
     def __init__(self, config: ServerConfig, llm: AsyncLLM, app: "FastAPI") -> None:
         self.app, self.llm = app, llm
         self.engine_failed = False
-        self._about, self._drain_seconds = config, config.drain_timeout
+        self._about = config
+        self._ending = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._acceptors: list[Acceptor] = []
         super().__init__(
             uvicorn.Config(
                 self.app,
@@ -60,20 +64,34 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                root_path=config.root_path,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
-                timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         assert sockets
+        config = self.config
+
+        def protocol() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            made: asyncio.Protocol = kind(config, self.server_state, self.lifespan.state)
+            return made
+
+        self._acceptors = [Acceptor(listening, config.backlog, protocol, config.ssl) for listening in sockets]
+        self.started = True
         scheme = "https" if self._about.ssl_certfile else "http"
         name = sockets[0].getsockname()
         where = f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}"
         logger.info("Serving at %s (API: %s/v1, description: %s/docs)", where, where, where)
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, but a signal is noticed at once."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 1) % 864_000
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), 0.1)
 
     async def on_tick(self, counter: int) -> bool:
         if self.llm.client.state is CoreState.DEAD and not self.engine_failed:
@@ -82,36 +100,53 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of the first signal: drain, and end with status 0 (uvicorn would raise the signal again). Of the next: go."""
-        if self.should_exit:
-            self.force_exit = True
-            return
-        logger.info("Ending; running requests have %.0f s to finish", self._drain_seconds)
+        """The first signal begins the drain. The next one ends it, and what still runs.
+
+        The exit status is 0 (uvicorn would raise the signal again).
+        """
+        self.force_exit = self.should_exit
         self.app.state.draining = self.should_exit = True
+        self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Running requests may finish within the drain timeout; those that do not end with an error."""
+        for acceptor in self._acceptors:
+            await acceptor.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # closes it as soon as no request runs on it
+        seconds, server = self._about.drain_timeout, self.app.state.server
+        if server.calls and not self.engine_failed:
+            logger.info("Shutting down: waiting up to %g s for %s.", seconds, _running_requests(server.calls))
+        if not await self._answered(seconds):
+            if server.calls:
+                reason = "told to end at once" if self.force_exit else f"the drain timeout of {seconds:g} s is over"
+                logger.warning("Shutting down: %s, ending %s.", reason, _running_requests(server.calls))
+            server.end_calls()
+            self.force_exit = False
+            await self._answered(LAST_WORDS_SECONDS)
+        for connection in list(self.server_state.connections):  # of clients that read or send nothing any more
+            connection.transport.abort()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=1)
+
+    async def _answered(self, seconds: float) -> bool:
+        """Wait until all answers are sent; False if the time passes before, or at a signal."""
+        end = self._loop.time() + seconds
+        while any(map(_is_open, self.server_state.connections)) or self.server_state.tasks:
+            if self.force_exit or self._loop.time() >= end:
+                return False
+            await asyncio.sleep(0.02)
+        return True
 
 
-def _listening_socket(config: ServerConfig) -> socket.socket:
-    """Bound before the model is loaded: a port that is in use is found out at once, and so is a wrong certificate."""
-    if config.ssl_certfile is not None:
-        try:
-            ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        except OSError as error:
-            raise ConfigError(f"ssl_keyfile and ssl_certfile cannot be used: {error}") from error
-    if config.uds is not None:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # of a server that is gone
-                os.unlink(config.uds)
-        unix = socket.socket(socket.AF_UNIX)
-        unix.bind(config.uds)
-        return unix
-    try:
-        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
-    return bound
+def _is_open(connection: Any) -> bool:
+    """False once a connection is closing and all is sent, whether or not the client has noticed."""
+    transport: asyncio.WriteTransport = connection.transport
+    return not transport.is_closing() or transport.get_write_buffer_size() > 0
+
+
+def _running_requests(calls: Collection[object]) -> str:
+    return f"{len(calls)} running request{'' if len(calls) == 1 else 's'}"
 
 
 def _in_url(host: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -24,12 +25,14 @@ class Server:
     url: of the server; log: what it has written so far.
     """
 
-    def __init__(self, *arguments: str, start_timeout: float = 60.0) -> None:
+    def __init__(self, *arguments: str, start_timeout: float = 60.0, files: tuple[int, int] | None = None) -> None:
+        """files: soft and hard limit of open files."""
         tests = Path(__file__).parents[1]
         environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE, text=True, env=environment,
+            preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
         )  # fmt: skip
         self._lines: list[str] = []
         self._ready = threading.Event()
