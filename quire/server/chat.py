@@ -11,6 +11,7 @@ from quire.messages.outputs import CompletionOutput
 from quire.server.errors import json_response
 from quire.server.generation import Call, Chunks, EventStream, Meter, Server
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.messages import text_of
 from quire.server.protocol import ChatRequest
 from quire.server.responses import ChatChoice, ChatLogprobs, ChatResponse
 from quire.server.routing import StrictRoute, stream_answers
@@ -35,11 +36,11 @@ async def _collect(call: Call, body: ChatRequest) -> dict[str, Any]:
     async with aclosing(call.run()) as outputs:
         output = await anext(outputs)
     meter.add(output)
-    choices = []
+    choices, role, echo = [], _role(body), _echo(body)
     for completion in output.outputs:
         choice = ChatChoice(
             index=completion.index,
-            message={"role": "assistant", "content": completion.text, "refusal": None},
+            message={"role": role, "content": echo + completion.text, "refusal": None},
             logprobs=_logprobs(call, body, completion),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
@@ -67,10 +68,10 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
                 if body.return_token_ids:
                     more["prompt_token_ids"] = output.prompt_token_ids
                 for index in range(body.n or 1):
-                    delta = {"role": "assistant", "content": ""}
-                    role = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                    events.append(chunks.event(role, meter, **more))
+                    events.append(chunks.event(_text_choice(index, role=_role(body), content=""), meter, **more))
                     more = {}
+                if echo := _echo(body):
+                    events += [chunks.event(_text_choice(index, content=echo), meter) for index in range(body.n or 1)]
                 begun = True
             meter.add(output)
             for completion in output.outputs:
@@ -80,6 +81,23 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
                 yield b"".join(events)
     if last := chunks.last(meter):
         yield last
+
+
+def _role(body: ChatRequest) -> str:
+    """Of the answer: the last message's if the prompt does not begin a new one, as in vLLM."""
+    return body.messages[-1].role if body.add_generation_prompt is False else "assistant"
+
+
+def _echo(body: ChatRequest) -> str:
+    """What the answer begins with: the text of the last message, if that was asked for and has the answer's role."""
+    last = body.messages[-1]
+    if not body.echo or last.role != _role(body) or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(map(text_of, last.content))
+
+
+def _text_choice(index: int, **delta: str) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _delta(call: Call, body: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from quire.engine.processor import ProcessedRequest, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.metrics.logging import logger
 from quire.server.errors import ApiError, api_error, bad_value
-from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Message, Rendering
+from quire.server.messages import Message
+from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Rendering
 from quire.server.responses import Usage
 
 MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged

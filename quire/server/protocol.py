@@ -1,48 +1,65 @@
-"""What requests may say: OpenAI's fields and vLLM's. Types are strict; what is not listed is ignored, logged once."""
+"""What requests may say: OpenAI's fields and vLLM's.
 
-from typing import Annotated, Any, Literal, Self
+Every field of vLLM's that could change the answer is built or refused with a 400 that names it. What is not listed is
+ignored, and logged once.
+"""
 
-import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.server.fields import (
+    MAX_INT,
+    Count,
+    ExtraArguments,
+    LogitBias,
+    Logprobs,
+    Objects,
+    Positive,
+    Prompts,
+    StreamOptions,
+    Strings,
+    TemplateArguments,
+    TokenIds,
+)
+from quire.server.messages import Messages
 
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request
-MAX_INT = 2**31 - 1
-
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
-TokenIds = Annotated[list[Count], Field(fail_fast=True)]
-Strings = Annotated[list[str], Field(fail_fast=True)]
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-Logprobs = Annotated[int, Field(ge=-1, le=MAX_INT)]
 
 _NOT_YET = "is not supported by Quire yet"
 _UNSUPPORTED = {
     **dict.fromkeys(
         """structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
-        guided_whitespace_pattern structural_tag response_format use_beam_search length_penalty prompt_embeds
-        logits_processors kv_transfer_params thinking_token_budget""".split(),
+        guided_whitespace_pattern structural_tag response_format use_beam_search prompt_embeds logits_processors
+        kv_transfer_params ec_transfer_params thinking_token_budget watermarking return_weight_versions""".split(),
         _NOT_YET,
     ),
     "suffix": "is not supported: the models complete text, they do not fill gaps",
 }
 _UNSUPPORTED_IN_CHAT = {
     **_UNSUPPORTED,
-    **dict.fromkeys("functions function_call audio web_search_options echo mm_processor_kwargs".split(), _NOT_YET),
+    **dict.fromkeys("functions function_call audio modalities web_search_options".split(), _NOT_YET),
 }
-
-
-def _fail(kind: str, message: str) -> PydanticCustomError:
-    return PydanticCustomError(kind, message)
+# Values of these fields, besides null, false and what is empty, that ask for nothing.
+_NEUTRAL: dict[str, list[Any]] = {
+    "response_format": [{"type": "text"}],
+    "thinking_token_budget": [-1],
+    "modalities": [["text"]],
+}
+# Fields of vLLM that change nothing for a request that Quire takes, since they are about something else that it refuses
+# or does not have: beam search, tool calls, reasoning parsers, images, rendering endpoints, several engines.
+WITHOUT_EFFECT = frozenset(
+    """length_penalty parallel_tool_calls include_reasoning mm_processor_kwargs media_io_kwargs mm_payload
+    return_mm_kwargs return_token_offsets routed_experts_prompt_start session_id""".split()
+)
 
 
 class Body(BaseModel):
     """The body of a request."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
     model: str | None = Field(None, description="A served model's name; the first if left out.")
 
@@ -51,46 +68,12 @@ class Body(BaseModel):
         return None
 
     def unknown(self) -> list[str]:
-        return list(self.model_extra or ())
+        """Fields that are neither read nor known to have no effect."""
+        return [name for name in self.model_extra or () if name not in WITHOUT_EFFECT]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool | None = Field(None, description="End with a chunk that has the usage of the whole request.")
-    continuous_usage_stats: bool | None = Field(None, description="Say the usage so far in every chunk, too.")
-
-
-def _check_bias(value: Any) -> Any:
-    """By hand, as pydantic would list all that is wrong, however many."""
-
-    def is_right(token_id: str, bias: Any) -> bool:
-        digits = token_id.isascii() and token_id.isdigit() and len(token_id) <= 10
-        return digits and type(bias) in (int, float) and -100 <= bias <= 100
-
-    if not isinstance(value, dict) or not all(is_right(*item) for item in value.items()):
-        raise _fail("bias", "Input should have token ids as keys, such as '50256', and numbers from -100 to 100")
-    return {int(token_id): bias for token_id, bias in value.items()}
-
-
-_BIAS_SCHEMA = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-    "description": "Token id → what is added to its logit.",
-}
-LogitBias = Annotated[Any, AfterValidator(_check_bias), WithJsonSchema(_BIAS_SCHEMA)]
-
-
-def _check_sendable(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        msgspec.msgpack.encode(value)
-    except OverflowError as error:
-        raise _fail("range", "Integers should fit in 64 bits") from error
-    return value
-
-
-ExtraArguments = Annotated[dict[str, Any], AfterValidator(_check_sendable)]
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {}) or value in _NEUTRAL.get(name, [])
 
 
 class Generation(Body):
@@ -157,7 +140,7 @@ class Generation(Body):
 
     def refused(self, table: dict[str, str]) -> tuple[str, str] | None:
         for name, value in (self.model_extra or {}).items():
-            if name in table and value not in (None, False, "", [], {}, {"type": "text"}):
+            if name in table and not _asks_for_nothing(name, value):
                 return name, table[name]
         if self.stream_options is not None and not self.stream:
             return "stream_options", "is only allowed when stream is true"
@@ -166,35 +149,11 @@ class Generation(Body):
         return None
 
     def unknown(self) -> list[str]:
-        return [name for name in self.model_extra or () if name not in _UNSUPPORTED_IN_CHAT]
-
-
-def _check_prompt(value: Any) -> Any:
-    """By hand for the same reason."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        if all(type(item) is int for item in value) or all(type(item) is str for item in value):
-            return value
-        if all(type(item) is list for item in value) and all(type(token) is int for item in value for token in item):
-            return value
-    raise _fail("prompt", "Input should be a string, token ids, a list of strings or a list of lists of token ids")
-
-
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-        _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
-    ],
-    "description": "A text, the token ids of one, or a list of either.",
-}
+        return [name for name in super().unknown() if name not in _UNSUPPORTED_IN_CHAT]
 
 
 class CompletionRequest(Generation):
-    prompt: Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Prompts
     max_tokens: Count | None = Field(None, description="16 if left out; 0 needs echo.")
     echo: bool | None = Field(None, description="Begin with the prompt; its logprobs as well, if asked for.")
     logprobs: Logprobs | None = Field(None, description="Logprobs of so many of the likeliest tokens at each place.")
@@ -222,58 +181,6 @@ class CompletionRequest(Generation):
         return self.refused(_UNSUPPORTED)
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: Literal["text"]
-    text: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _only_text(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "text":
-            raise _fail("part", "Only text parts are supported")
-        return value
-
-
-class Message(BaseModel):
-    """Further fields (name, reasoning_content, ...) go to the chat template."""
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="allow",
-        json_schema_extra={"anyOf": [{"required": ["content"]}, {"properties": {"role": {"const": "assistant"}}}]},
-    )
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Objects | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise _fail("content", f"A message of role {self.role} should have content")
-        return self
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-# Arguments of the renderer that a request sets by other fields, or may not set.
-_RESERVED_KWARGS = """messages template chat_template tools documents add_generation_prompt continue_final_message
-    tokenize""".split()
-
-
-def _check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
-    if reserved := [name for name in value if name in _RESERVED_KWARGS]:
-        raise _fail("reserved", f"'{reserved[0]}' cannot be set here")
-    return value
-
-
-TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_kwargs)]
-
-
 class Rendering(Body):
     """How the chat template renders a conversation."""
 
@@ -288,6 +195,7 @@ class Rendering(Body):
 
 class ChatRequest(Generation, Rendering):
     messages: Messages
+    echo: bool | None = Field(None, description="Begin with the last message, if the answer has its role.")
     max_tokens: Positive | None = Field(None, description="As max_completion_tokens, which counts if both are given.")
     max_completion_tokens: Positive | None = Field(None, description="Default: what the model's context has room for.")
     logprobs: bool | None = None
@@ -340,6 +248,4 @@ class DetokenizeRequest(Body):
 
 
 class AbortRequest(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    request_ids: Annotated[Strings, Field(min_length=1)] = Field(description="Ids of responses, or X-Request-Ids.")
+    request_ids: Strings = Field(min_length=1, description="Ids of responses, or X-Request-Ids.")

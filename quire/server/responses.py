@@ -71,7 +71,7 @@ class ChatLogprobs(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    role: Literal["assistant"]
+    role: str
     content: str
     refusal: None
 

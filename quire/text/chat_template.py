@@ -13,6 +13,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_NOTHING_TO_CONTINUE = "continue_final_message is set, but the last message has no text to go on with"
+# The types of parts that are text, and the field of a part that holds it.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -44,6 +47,8 @@ def render(
         )
     compiled = _compile(template)
     chat = [_prepare(message, f"messages[{i}]", compiled) for i, message in enumerate(_objects(messages, "messages"))]
+    if continue_final_message and messages[-1].get("content") is None:
+        raise ChatTemplateError(_NOTHING_TO_CONTINUE)
     final = _tag(chat[-1]) if continue_final_message else ""
     values = {"messages": chat, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
     try:
@@ -138,18 +143,25 @@ def _prepare(message: dict[str, Any], where: str, compiled: _Compiled) -> dict[s
         if field in prepared:
             prepared = {"thinking": prepared[field], **prepared, "reasoning_content": prepared[field]}
             break
-    content = prepared.get("content")
-    if isinstance(content, str):
-        prepared["content"] = content if compiled.takes_strings else [_text_part(content)]
-    elif content is not None:
-        if isinstance(content, list):
-            content = [_text_part(part) if isinstance(part, str) else part for part in content]
-        parts = _objects(content, f"{where}.content")
-        prepared["content"] = parts if compiled.takes_lists else _join(parts, f"{where}.content")
+    prepared["content"] = _prepare_content(message, f"{where}.content", compiled)
     if calls := prepared.pop("tool_calls", None):
         calls = _objects(calls, f"{where}.tool_calls")
         prepared["tool_calls"] = [_parse_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return prepared
+
+
+def _prepare_content(message: dict[str, Any], where: str, compiled: _Compiled) -> Any:
+    """The content as this template takes it. As in vLLM, a message without content has an empty one, and texts of a
+    tool's message are joined, since most templates that take lists expect a string there."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or "" if compiled.takes_strings else [_text_part(content or "")]
+    if isinstance(content, list):
+        content = [_text_part(part) if isinstance(part, str) else part for part in content]
+    parts = [_plain_part(part) for part in _objects(content, where)]
+    is_tool_text = message.get("role") == "tool" and all(part.get("type") == "text" for part in parts)
+    as_list = compiled.takes_lists and not (is_tool_text and compiled.takes_strings)
+    return parts if as_list else _join(parts, where)
 
 
 def _objects(values: Any, where: str) -> list[dict[str, Any]]:
@@ -164,6 +176,15 @@ def _objects(values: Any, where: str) -> list[dict[str, Any]]:
 
 def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
+    """Parts of all types that hold text become parts of the one type that templates know."""
+    kind = part.get("type")
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if kind == "text" or field is None or not isinstance(part.get(field), str):
+        return part
+    return {**{name: value for name, value in part.items() if name != field}, **_text_part(part[field])}
 
 
 def _join(parts: list[dict[str, Any]], where: str) -> str:
@@ -197,7 +218,7 @@ def _tag(message: dict[str, Any]) -> str:
         if isinstance(text := part.get("text"), str):
             part["text"] = text + _CONTINUE_TAG
             return text
-    raise ChatTemplateError("continue_final_message is set, but the last message has no text to go on with")
+    raise ChatTemplateError(_NOTHING_TO_CONTINUE)
 
 
 def _cut_at_tag(prompt: str, final: str) -> str:

@@ -97,6 +97,36 @@ def test_content_may_be_parts_of_text(server):
     assert texts_of(ask(server, [{"role": "user", "content": parts}])) == texts_of(ask(server, joined))
 
 
+def test_texts_may_stand_in_parts_of_every_type_and_as_plain_strings(server):
+    parts = ["Tell me", {"type": "input_text", "text": "a story"}, {"type": "output_text", "text": "about"},
+             {"type": "refusal", "refusal": "a"}, {"type": "thinking", "thinking": "dog."}]  # fmt: skip
+    joined = [{"role": "user", "content": "Tell me\na story\nabout\na\ndog."}]
+    assert prompt_of(server, [{"role": "user", "content": parts}]) == prompt_of(server, joined)
+
+
+def test_a_message_of_any_role_and_without_content_reaches_the_template(server, host: Host):
+    template = "{% for m in messages %}{{ m.role + '=' + m.content }};{% endfor %}"
+    trusting = host.serve(trust_request_chat_template=True)
+    for empty in ({"role": "judge"}, {"role": "judge", "content": None}, {"role": "judge", "content": []}):
+        chat = [empty, {"role": "user", "content": "Hi"}]
+        assert prompt_of(trusting, chat, chat_template=template) == "judge=;user=Hi;"
+    assert texts_of(ask(server, [{"role": "user", "content": None}, CHAT[1]]))[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_begins_with_the_last_message_if_the_answer_goes_on_with_it(server, stream):
+    start = {"role": "assistant", "content": ["Once upon a time", {"type": "text", "text": "there was"}]}
+    fields = {"continue_final_message": True, "add_generation_prompt": False, "stream": stream}
+    [text] = texts_of(ask(server, [CHAT[1], start], **fields))
+    assert texts_of(ask(server, [CHAT[1], start], echo=True, **fields)) == ["Once upon a time\nthere was" + text]
+    assert texts_of(ask(server, echo=True, stream=stream)) == texts_of(ask(server))
+
+
+def test_without_a_generation_prompt_the_answer_has_the_last_messages_role(server):
+    answer = ask(server, add_generation_prompt=False)
+    assert answer["choices"][0]["message"]["role"] == "user"
+
+
 def test_a_developer_is_the_system_to_a_template_that_knows_none(server):
     developer = [{**CHAT[0], "role": "developer"}, CHAT[1]]
     assert prompt_of(server, developer) == prompt_of(server, CHAT)

@@ -101,6 +101,20 @@ def test_null_is_as_if_left_out(server):
     assert texts_of(server.complete(TEXT, **nulls)) == texts_of(server.complete(TEXT))
 
 
+def test_strings_are_taken_for_numbers_and_booleans_as_in_vllm(server):
+    written = {
+        "temperature": "0.5", "top_p": "0.9", "top_k": "40", "seed": "3", "n": "2", "max_tokens": "5", "logprobs": "1",
+        "ignore_eos": "true", "stop_token_ids": ["7"], "logit_bias": {"9": "-5"}, "echo": 1, "min_tokens": 2.0,
+    }  # fmt: skip
+    meant = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 3, "n": 2, "max_tokens": 5, "logprobs": 1,
+        "ignore_eos": True, "stop_token_ids": [7], "logit_bias": {"9": -5}, "echo": True, "min_tokens": 2,
+    }  # fmt: skip
+    assert server.complete(TEXT, **written)["choices"] == server.complete(TEXT, **meant)["choices"]
+    events = server.post("/v1/completions", {"prompt": TEXT, "max_tokens": 2, "stream": "yes"}).events
+    assert len(events) >= 2
+
+
 def test_max_tokens_is_16_if_left_out(server):
     assert server.complete(TEXT, ignore_eos=True)["usage"]["completion_tokens"] == 16
 

@@ -176,6 +176,29 @@ LISTS_BY_A_VARIABLE = """\
 STRINGS_ONLY = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
 
 
+def test_parts_of_every_type_that_is_text_are_text():
+    parts = [
+        "a", {"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}, {"type": "output_text", "text": "d"},
+        {"type": "refusal", "refusal": "e"}, {"type": "thinking", "thinking": "f"},
+    ]  # fmt: skip
+    chat = [{"role": "user", "content": parts}]
+    assert render(STRINGS_ONLY, chat) == "user:a\nb\nc\nd\ne\nf;"
+    assert render(LISTS_ONLY, chat) == "user:abcdef;"
+
+
+def test_a_message_without_content_has_an_empty_one():
+    for message in ({"role": "judge"}, {"role": "judge", "content": None}, {"role": "judge", "content": []}):
+        assert render(STRINGS_ONLY, [message]) == "judge:;"
+        assert render(LISTS_ONLY, [message]) == "judge:;"
+
+
+def test_the_texts_of_a_tool_are_one_string_to_a_template_that_takes_both():
+    both = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    both += "{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %};{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render(both, [{"role": "tool", "content": parts}, {"role": "user", "content": parts}]) == "a\nb;<a><b>;"
+
+
 def test_each_template_gets_the_form_of_content_that_it_knows():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     chat = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
