@@ -27,7 +27,8 @@ class Request:
 
     __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
         num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_in_flight_steps
-        num_preemptions num_prompt_tokens num_retired_tokens request_id row source status stop_token_ids token_ids""".split()
+        num_preemptions num_prompt_tokens num_retired_tokens request_id row source status stop_token_ids
+        token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
         self.source = source
