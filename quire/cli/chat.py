@@ -1,86 +1,169 @@
 """`quire chat`: a conversation in the terminal."""
 
 import argparse
-import signal
-import sys
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_text_flags, engine_options, sampling_options
+from quire.cli.flags import engine_options
 from quire.cli.model import add_model
+from quire.cli.sampling import PARAMETERS, add_text_flags, sampling_options
+from quire.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
-    from quire.messages.sampling_params import SamplingParams
 
 HELP = "talk to a model in the terminal"
-_COMMANDS = "/reset starts over, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
+_COMMANDS = """
+  /help             show this list
+  /clear            forget the conversation
+  /system TEXT      set the system message; without TEXT, show it
+  /set NAME VALUE   set a sampling parameter (VALUE "default": the
+                    model's own); without NAME and VALUE, list them
+  /bye              leave, as Ctrl-D does
+
+Ctrl-C stops an answer, or drops the line that you are typing.
+For a message of several lines, paste it, put it between triple
+quotes (\"\"\"), or end every line but the last with a backslash.
+To send a message that begins with a slash, type a space first.
+""".strip("\n")
+_OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    add_text_flags(parser, max_tokens=512)
+    add_text_flags(parser, max_tokens=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    terminal, options = Terminal(), engine_options(arguments)
+    from quire.config import EngineConfig
+    from quire.engine.frontend import Frontend
     from quire.engine.llm import LLM  # torch comes with it
 
-    options = engine_options(arguments)
-    llm = LLM(arguments.model, **options)
-    params = llm.processor.default_sampling_params(**sampling_options(arguments))
-    beginning = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages = list(beginning)
-    interactive = sys.stdin.isatty()
-    if interactive:
-        import readline  # noqa: F401  (line editing for input())
-
-        print(f"Talking to {arguments.model or 'the bundled model'}. {_COMMANDS}.")
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            print(end="\n" if interactive else "")
-            break
-        if line in ("/exit", "/quit"):
-            break
-        if line == "/reset":
-            messages = list(beginning)
-            continue
-        if not line:
-            continue
-        messages.append({"role": "user", "content": line})
-        answer = _answer(llm, messages, params)
-        if answer is None:
-            messages.pop()
-        else:
-            messages.append({"role": "assistant", "content": answer})
+    frontend = Frontend(EngineConfig.create(model=arguments.model, **options), in_process=True)
+    if not frontend.has_chat_template:
+        raise ValueError(
+            "this model has no chat template, so it cannot hold a conversation; give it one with --chat-template FILE, "
+            "or let it continue a text with: quire generate"
+        )
+    llm = LLM.from_frontend(frontend)
+    chat = Chat(llm, terminal, sampling_options(arguments), arguments.system)
+    if terminal.interactive:
+        name = arguments.model or "the bundled model"
+        terminal.say(f"Talking to {name}. The context has {llm.max_model_len:,} tokens.")
+        terminal.say("/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.\n")
+    with terminal.conversation():
+        while (message := terminal.message()) is not None and chat.take(message):
+            pass
     llm.shutdown()
     return 0
 
 
-def _answer(llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> str | None:
-    """Stream the answer to the terminal. None if the conversation cannot be answered (it is too long, say)."""
-    stopped = False
+class Chat:
+    """The messages so far, and how the next one is answered. Raises ValueError for wrong sampling options."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
+    def __init__(self, llm: "LLM", terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
+        self._llm, self._terminal = llm, terminal
+        self._options, self._system = options, system
+        self._params = llm.processor.default_sampling_params(**options)
+        self._messages: list[dict[str, str]] = []
 
-    previous = signal.signal(signal.SIGINT, stop)  # take effect between steps, so that the engine stays whole
-    text = ""
-    try:
-        for output in llm.stream(llm.frontend.render_chat(messages), params, add_special_tokens=False):
-            new = output.outputs[0].text
-            sys.stdout.write(new[len(text) :])
-            sys.stdout.flush()
-            text = new
-            if stopped:
-                break
-    except ValueError as error:
-        print(f"{error}; /reset starts over", file=sys.stderr)
-        return None
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    sys.stdout.write("\n")
-    return text
+    def take(self, text: str) -> bool:
+        """Answer a message or obey a command. False if the conversation is over."""
+        message = text.strip()
+        if not text.startswith("/") or ("\n" in message and not message.startswith("/system")):
+            if message:
+                self._answer(message)
+            return True
+        command, _, argument = message.partition(" ")
+        argument = argument.strip()
+        match command:
+            case "/bye" | "/exit" | "/quit":
+                return False
+            case "/help" | "/?":
+                self._terminal.say(_COMMANDS)
+            case "/clear" | "/reset":
+                self._messages.clear()
+                self._terminal.say("The conversation starts over.")
+            case "/system":
+                self._set_system(argument)
+            case "/set":
+                self._set(argument)
+            case _:
+                self._terminal.say(f"There is no command {command}; /help lists them.")
+        return True
+
+    def _answer(self, message: str) -> None:
+        """Stream the answer to the terminal. What cannot be answered is not kept."""
+        self._messages.append({"role": "user", "content": message})
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        reason = None
+        try:
+            prompt = self._llm.frontend.render_chat([*system, *self._messages])
+            with self._terminal.answer() as answer:
+                for output in self._llm.stream(prompt, self._params, add_special_tokens=False):
+                    completion = output.outputs[0]
+                    answer.show(completion.text)
+                    reason = completion.finish_reason
+                    if reason == "error":
+                        raise ValueError(str(completion.stop_reason))
+                    if self._terminal.stopped:
+                        break
+        except ValueError as error:
+            self._messages.pop()
+            self._terminal.say(f"This cannot be answered: {error}")
+            return
+        if answer.text:
+            self._messages.append({"role": "assistant", "content": answer.text})
+        else:
+            self._messages.pop()
+        if reason == "length":
+            limit = self._params.max_tokens
+            cut = limit is not None and len(completion.token_ids) >= limit
+            way = "/set max_tokens N allows more" if cut else "/clear starts over"
+            self._terminal.say(
+                f"[The answer was cut off: {'max_tokens' if cut else 'the context'} is reached; {way}.]\n"
+            )
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self._system = text
+            self._terminal.say("The system message is set.")
+        else:
+            self._terminal.say(self._system or "There is no system message.")
+
+    def _set(self, argument: str) -> None:
+        """NAME VALUE; Ollama's "parameter NAME VALUE" and "system TEXT" are understood as well."""
+        argument = argument.removeprefix("parameter ").strip()
+        name, _, value = argument.partition(" ")
+        name, value = _OLLAMA_NAMES.get(name, name), value.strip()
+        if name == "system":
+            self._set_system(value)
+        elif name and name not in PARAMETERS:
+            self._terminal.say(f"There is no parameter {name}; the names are {', '.join(PARAMETERS)}.")
+        elif value:
+            self._change(name, value)
+        else:
+            for shown in [name] if name else PARAMETERS:
+                setting = getattr(self._params, shown)
+                self._terminal.say(f"  {shown:<20}{'-' if setting in (None, []) else setting}")
+
+    def _change(self, name: str, value: str) -> None:
+        kind, _ = PARAMETERS[name]
+        options = {**self._options}
+        options.pop(name, None)
+        try:
+            if value != "default":
+                options[name] = kind(value)
+            elif name == "max_tokens":
+                options[name] = None
+        except ValueError:
+            self._terminal.say(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value}.")
+            return
+        try:
+            self._params = self._llm.processor.default_sampling_params(**options)
+        except ValueError as error:
+            self._terminal.say(str(error))
+            return
+        self._options = options
+        self._terminal.say(f"{name} is {value}.")

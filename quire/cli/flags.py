@@ -109,36 +109,6 @@ def _read(path: Path) -> dict[str, Any]:
     return {canonical_name(name): value for name, value in read.items()}
 
 
-def add_text_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """What `generate` and `chat` share: the sampling parameters that a person sets by hand, the log, the engine."""
-    group = parser.add_argument_group("Sampling (what is left out, the model's generation_config.json decides)")
-    for name, kind, text in (
-        ("max-tokens", int, f"tokens to generate at most (default: {max_tokens})"),
-        ("temperature", float, "0 always takes the likeliest token"),
-        ("top-p", float, "draw from the likeliest tokens that together have this probability"),
-        ("top-k", int, "draw from this many of the likeliest tokens"),
-        ("min-p", float, "draw from tokens at least this probable relative to the likeliest"),
-        ("repetition-penalty", float, "above 1, tokens of prompt and output become less likely"),
-        ("presence-penalty", float, "above 0, tokens of the output become less likely"),
-        ("frequency-penalty", float, "above 0, tokens become less likely each time they are output"),
-    ):
-        group.add_argument("--" + name, type=kind, metavar="N" if kind is int else "X", help=text)
-    group.add_argument("--sampling-seed", dest="seed", type=int, metavar="N", help="makes the answer repeatable")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after end-of-sequence")
-    parser.set_defaults(default_max_tokens=max_tokens)
-    add_log_level(parser, "WARNING")
-    add_engine_flags(parser)
-
-
-def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `add_text_flags` read, for `SamplingParams(**options)`."""
-    names = """max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty
-        stop seed""".split()
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return {"max_tokens": arguments.default_max_tokens, "ignore_eos": arguments.ignore_eos, **given}
-
-
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--log-level",

@@ -37,6 +37,7 @@ class Frontend:
         if m.tokenizer is not None:
             tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
         self.tokenizer = load_tokenizer(tokenizer_directory)
+        self._chat_template = _template_text(m.chat_template)
         self.processor = Processor(
             self.tokenizer,
             self.max_model_len,
@@ -49,16 +50,13 @@ class Frontend:
             scheduling_policy=config.scheduler.scheduling_policy,
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        return (self._chat_template or self.tokenizer.chat_template) is not None
+
     def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **arguments: Any) -> str:
         """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses."""
-        template = chat_template or self.config.model.chat_template
-        if template is not None and "{" not in template:  # a file's name
-            try:
-                template = Path(template).read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(
-                    f"chat_template {template!r} is neither a Jinja template nor a readable file"
-                ) from error
+        template = _template_text(chat_template) or self._chat_template
         if template is None and arguments.get("tools"):
             template = self.tokenizer.chat_templates.get("tool_use")
         template = template or self.tokenizer.chat_template
@@ -68,3 +66,13 @@ class Frontend:
             newer = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
             messages = [{**m, "role": "system"} if is_newer else m for m, is_newer in zip(messages, newer, strict=True)]
         return render(template, messages, **{**self.tokenizer.special_tokens, **arguments})
+
+
+def _template_text(template: str | None) -> str | None:
+    """A Jinja template, given itself or as the name of its file. Raises ConfigError if it is neither."""
+    if template is None or "{" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"chat_template {template!r} is neither a Jinja template nor a readable file") from error

@@ -26,8 +26,18 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.config = EngineConfig.create(model=None if model is None else str(model), **options)
-        self.frontend = Frontend(self.config, in_process=True)
+        config = EngineConfig.create(model=None if model is None else str(model), **options)
+        self._start(Frontend(config, in_process=True))
+
+    @classmethod
+    def from_frontend(cls, frontend: Frontend) -> "LLM":
+        """With a text side that is there already, for callers that look at it before the weights are loaded."""
+        llm = cls.__new__(cls)
+        llm._start(frontend)
+        return llm
+
+    def _start(self, frontend: Frontend) -> None:
+        self.config, self.frontend = frontend.config, frontend
         self.processor, self._tokenizer = self.frontend.processor, self.frontend.tokenizer
         self.max_model_len, self.dtype = self.frontend.max_model_len, self.frontend.dtype
         self.output_processor = OutputProcessor(self._tokenizer)

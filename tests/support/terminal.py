@@ -1,0 +1,81 @@
+"""Commands in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+
+
+class Session:
+    """A process whose standard streams are a terminal. `screen` is everything that it has written."""
+
+    def __init__(self, command: list[str], columns: int, environment: dict[str, str]) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **environment},
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )  # fmt: skip
+        os.close(slave)
+        self.screen, self._seen = "", 0
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, text: str, timeout: float = 60) -> str:
+        """What was written since the last call, up to and including `text`."""
+        deadline = time.monotonic() + timeout
+        while (found := self.screen.find(text, self._seen)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.screen[self._seen :]!r}"
+            assert self._read(), f"it ended without {text!r}: {self.screen[self._seen :]!r}"
+        written = self.screen[self._seen : found + len(text)]
+        self._seen = found + len(text)
+        return written
+
+    def end(self, timeout: float = 30) -> int:
+        """The exit status."""
+        deadline = time.monotonic() + timeout
+        while self._read():
+            assert time.monotonic() < deadline, f"it goes on: {self.screen[self._seen :]!r}"
+        return self.process.wait(timeout)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._master)
+
+    def _read(self) -> bool:
+        """False once nobody has the terminal open."""
+        if not select.select([self._master], [], [], 0.2)[0]:
+            return True
+        try:
+            piece = os.read(self._master, 65536)
+        except OSError:
+            return False
+        self.screen += piece.decode(errors="replace").replace("\r\n", "\n")
+        return bool(piece)
+
+
+@contextlib.contextmanager
+def terminal(*arguments: str, state: Path, columns: int = 70) -> Iterator[Session]:
+    """`quire ...` in a terminal. state: where it keeps what it remembers of a user."""
+    session = Session([sys.executable, "-m", "quire", *arguments], columns, {"XDG_STATE_HOME": str(state)})
+    try:
+        yield session
+    finally:
+        session.close()
