@@ -16,9 +16,9 @@ def with_flags(message: str, parser: argparse.ArgumentParser, argv: Sequence[str
     A name with an underscore is no English word, so it is replaced wherever it stands. Others, such as "port", are
     replaced where they are used as a name: before "=", "must" or "is not", or within quotes.
     """
-    typed = {argument.partition("=")[0] for argument in argv if argument.startswith("-")}
+    typed = [argument.partition("=")[0] for argument in argv if argument.startswith("-")]
     for name, flags in _flags(parser):
-        flag = next((flag for flag in flags if flag in typed), flags[0])
+        flag = next((written for written in typed if written.replace("_", "-") in flags), flags[0])
         spelled = re.escape(name)
         message = re.sub(rf"(?<![\w.-]){spelled}=(?:'([^']*)'|(?=\S))", rf"{flag} \1", message)
         if "_" in name:

@@ -15,6 +15,8 @@ from quire.config import ConfigError, EngineConfig
     [
         ("generate hi --max-model-len 99999", "--max-model-len 99999 is more than the"),
         ("generate hi --max-num-seqs 0", "--max-num-seqs must be an integer of at least 1, got 0"),
+        ("generate hi --max_num_seqs=0", "--max_num_seqs must be an integer of at least 1, got 0"),
+        ("generate hi -tp 0", "-tp must be an integer of at least 1, got 0"),
         ("generate hi --gpu-memory-utilization 2", "--gpu-memory-utilization must be above 0"),
         ("generate hi --tensor-parallel-size 2 --device cuda", "--device cuda"),
         ("generate hi --max-tokens 0", "--max-tokens must be at least 1"),
