@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.messages.errors import error_text
+
 Prompt = str | list[int]
 
 SAFE_VOCAB_SIZE = 1000  # ids below this exist in every vocabulary in use
@@ -99,7 +101,7 @@ def read_requests(path: Path, prompts: RandomPrompts, output_len: int, timed: bo
             try:
                 requests.append(_request(json.loads(line), prompts, output_len, timed))
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                raise ValueError(f"{path}, line {number}: {error_text(error)}") from error
     if not requests:
         raise ValueError(f"{path} holds no requests")
     requests.sort(key=lambda request: request.arrival)

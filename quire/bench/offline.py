@@ -16,6 +16,7 @@ from quire._version import __version__
 from quire.bench.datasets import BenchRequest
 from quire.engine.llm import LLM
 from quire.engine.processor import Prompt
+from quire.messages.errors import error_text
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 
@@ -46,7 +47,9 @@ def read_requests(path: Path) -> list[Request]:
                 if not isinstance(prompt, (str, list)):
                     raise TypeError(f"a prompt cannot be of type {type(prompt).__name__}")
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(f'{path}, line {number}: needs "prompt_token_ids" or "prompt" ({error})') from error
+                raise ValueError(
+                    f'{path}, line {number}: needs "prompt_token_ids" or "prompt" ({error_text(error)})'
+                ) from error
             requests.append((prompt, fields))
     if not requests:
         raise ValueError(f"{path} holds no requests")

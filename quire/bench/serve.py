@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from quire.bench.datasets import SAFE_VOCAB_SIZE, BenchRequest, Prompt, RandomPrompts
+from quire.messages.errors import error_text
 
 _USAGE: list[dict[str, Any]] = [  # ways to have tokens counted, best first: in each chunk, at the end, not at all
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
@@ -106,7 +107,7 @@ class Target:
                 entry: dict[str, Any] = next((e for e in listed if self.model in (None, e["id"])), {})
                 problem = f"HTTP {response.status}"
         except (aiohttp.ClientError, OSError) as error:
-            raise OSError(f"no server answers at {self._models_url}: {error}") from error
+            raise OSError(f"no server answers at {self._models_url}: {error_text(error)}") from error
         except (ValueError, TypeError, KeyError) as error:
             entry, problem = {}, f"no list of models ({error!r})"
         self.model = self.model or entry.get("id")
@@ -152,7 +153,7 @@ class Target:
                 else:
                     outcome.error = f"HTTP {response.status}: {(await response.text(errors='replace'))[:300].strip()}"
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: no JSON
-            outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
+            outcome.error = error_text(error)
         if outcome.error:
             outcome.latency = time.perf_counter() - outcome.start
         return outcome

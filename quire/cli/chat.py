@@ -7,6 +7,7 @@ from quire.cli.flags import engine_options
 from quire.cli.model import add_model
 from quire.cli.sampling import PARAMETERS, add_text_flags, sampling_options
 from quire.cli.terminal import Terminal
+from quire.messages.errors import error_text
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -111,7 +112,7 @@ class Chat:
                         break
         except ValueError as error:
             self._messages.pop()
-            self._terminal.say(f"This cannot be answered: {error}")
+            self._terminal.say(f"This cannot be answered: {error_text(error)}")
             return
         if answer.text:
             self._messages.append({"role": "assistant", "content": answer.text})
@@ -163,7 +164,7 @@ class Chat:
         try:
             self._params = self._llm.processor.default_sampling_params(**options)
         except ValueError as error:
-            self._terminal.say(str(error))
+            self._terminal.say(error_text(error))
             return
         self._options = options
         self._terminal.say(f"{name} is {value}.")

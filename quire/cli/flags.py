@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from quire.cli.parser import OPTION_DEST as _DEST
 from quire.cli.parser import MergeJson, Parser
 from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
+from quire.messages.errors import error_text
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,7 @@ def _reader(name: str) -> Any:
         try:
             return read_option(name, text)
         except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            raise argparse.ArgumentTypeError(error_text(error)) from error
 
     return read
 
@@ -103,7 +104,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {error_text(error)}") from error
     if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
         raise ConfigError(f"{path} must hold options, such as 'max-model-len: 4096'")
     return {canonical_name(name): value for name, value in read.items()}

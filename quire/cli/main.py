@@ -10,6 +10,7 @@ from quire._version import __version__
 from quire.cli import bench, chat, generate, serve
 from quire.cli.errors import with_flags
 from quire.cli.parser import Parser
+from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 
 # Torch comes as 170,000 objects that stay. To look for garbage among them after every 700 new ones, as Python does by
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
             raise
-        message = with_flags(str(error) or type(error).__name__, arguments.parser, argv)
+        message = with_flags(error_text(error), arguments.parser, argv)
         print(f"quire: error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,6 +1,9 @@
 """The client side's way to the engine core, and how a core is made."""
 
+import os
 from pathlib import Path
+
+import torch
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
@@ -9,6 +12,7 @@ from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor
 from quire.metrics.logging import logger
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.system.limits import processors
 from quire.worker.device import on_gpu
 
 
@@ -34,6 +38,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     multiprocess = config.parallel.tensor_parallel_size > 1
     if multiprocess and on_gpu(config.kernels.device):
         raise ConfigError("tensor_parallel_size > 1 works on CPUs only so far; add device=cpu")
+    _limit_threads()
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size
     try:
@@ -48,3 +53,11 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         (kv.num_blocks - 1) / scheduler.kv.max_blocks(max_model_len), f"{max_model_len:,}",
     )  # fmt: skip
     return EngineCore(scheduler, executor)
+
+
+def _limit_threads() -> None:
+    """Have no more threads than processors may run at once: torch knows the affinity, but no cgroup's quota."""
+    wanted, allowed = torch.get_num_threads(), processors()
+    if allowed < wanted and "OMP_NUM_THREADS" not in os.environ:
+        logger.info("%d threads instead of %d, as the quota of the cgroup allows", allowed, wanted)
+        torch.set_num_threads(allowed)

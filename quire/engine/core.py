@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from quire.executor.base import Executor
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, RequestError
+from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput
 from quire.metrics.logging import logger
 from quire.scheduler.scheduler import Scheduler
@@ -45,7 +46,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Fill the queue of submitted steps, then retire the oldest. Blocks until its results are there."""
         if self._cause_of_death is not None:
-            raise EngineDeadError(f"the engine failed: {self._cause_of_death}") from self._cause_of_death
+            raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
         outputs: list[EngineCoreOutput] = []
         try:
             while len(self._in_flight) < self.scheduler.limits.depth and self._launch(outputs):
@@ -56,7 +57,7 @@ class EngineCore:
                 outputs += self.scheduler.update(result)
         except Exception as error:
             self._cause_of_death = error
-            raise EngineDeadError(f"the engine failed: {error}") from error
+            raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
         if self._scheduled_at:
             for output in outputs:
                 output.scheduled_at = self._scheduled_at.pop(output.request_id, 0.0)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,10 +34,12 @@ from quire.messages.engine import (
     StepOutputs,
 )
 from quire.metrics.logging import logger, logging_level
+from quire.system.folders import private_folder
 
 SILENCE_SECONDS = 5.0  # without a heartbeat, after which a core is taken for lost
 SILENT_START_SECONDS = 60.0  # the same before it is ready: imports let no thread speak, on a busy machine for long
 PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
+_SOCKET_PATH = 107  # characters that the path of a socket may have
 MAX_FAILED_STARTS = 3  # in a row, after which nothing is tried any more
 _reports = msgspec.msgpack.Decoder(CoreReport)
 
@@ -65,7 +66,7 @@ class _Link:
     """The sockets and the process of one core. A new core has a new link: nothing of the old one can be heard."""
 
     def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, directory: Path, max_len: int) -> None:
-        self.folder = tempfile.mkdtemp(prefix="quire-")  # readable for this user only
+        self.folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         self.orders, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         addresses = []
         for socket, name in ((self.orders, "orders"), (self.reports, "reports")):

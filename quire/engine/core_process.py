@@ -28,6 +28,7 @@ from quire.messages.engine import (
     Shutdown,
     StepOutputs,
 )
+from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
 
 HEARTBEAT_SECONDS = 1.0
@@ -59,9 +60,12 @@ def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, m
         _serve(core, inbox, report)
     except EngineDeadError as error:
         logger.exception("The engine core failed")
-        report(CoreDied(str(error)))
-    except (ValueError, TypeError, OSError) as error:
-        report(CoreDied(str(error), by_user=core is None))
+        report(CoreDied(error_text(error.__cause__ or error)))
+    except Exception as error:
+        by_user = core is None and isinstance(error, (ValueError, TypeError, OSError))
+        if not by_user:
+            logger.exception("The engine core failed")
+        report(CoreDied(error_text(error), by_user))
     finally:
         if core is not None:
             core.shutdown()
@@ -113,7 +117,7 @@ def _obey(core: EngineCore, order: AddRequests | AbortRequests | ResetPrefixCach
             try:
                 core.add_request(request)
             except ValueError as error:
-                refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, str(error)))
+                refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
         return refused
     if isinstance(order, AbortRequests):
         core.abort_requests(order.request_ids)

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from quire.messages.engine import EngineCoreRequest
+from quire.messages.errors import error_text
 from quire.messages.sampling_params import SamplingParams
 from quire.sampling.logits_processors import LogitsProcessor
 from quire.text.tokenizer import Tokenizer
@@ -163,7 +164,9 @@ class Processor:
             try:
                 msgspec.msgpack.encode(params)
             except TypeError as error:
-                raise ValueError(f"extra_args cannot be sent to the processes of the model: {error}") from error
+                raise ValueError(
+                    f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
+                ) from error
 
     def _truncate(self, token_ids: list[int], keep: int, params: SamplingParams) -> list[int]:
         """The last `keep` tokens, or the first ones; -1 keeps as many as leave room for max_tokens of output."""

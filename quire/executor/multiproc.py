@@ -6,7 +6,6 @@ Steps travel as msgpack over pipes; every rank executes every step, rank 0 answe
 import contextlib
 import multiprocessing
 import shutil
-import tempfile
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,8 +17,10 @@ from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
 from quire.messages.engine import RequestError
+from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.parallel.mesh import join
+from quire.system.folders import private_folder
 from quire.worker.worker import Worker
 
 
@@ -43,7 +44,7 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         context = multiprocessing.get_context("spawn")
         size = config.parallel.tensor_parallel_size
-        self._meeting = tempfile.mkdtemp(prefix="quire-ranks-")  # Gloo makes a file in it, where the ranks meet
+        self._meeting = private_folder("quire-ranks-")  # Gloo makes a file in it, where the ranks meet
         self._pipes: list[Connection] = []
         self._processes = []
         threads = max(1, torch.get_num_threads() // size)
@@ -135,6 +136,6 @@ def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int
         return  # the executor has gone
     except Exception as error:
         with contextlib.suppress(OSError):  # the executor may have given up because of another rank
-            reply(Reply(broken=f"{type(error).__name__}: {error}"))
+            reply(Reply(broken=error_text(error)))
         if not isinstance(error, ValueError):  # those say all in their message
             raise

@@ -19,6 +19,7 @@ from torch import Tensor
 from quire.layers.build import WeightSlot
 from quire.layers.linear import DenseWeight, LinearMethod
 from quire.loading.weights import Checkpoint, WeightError
+from quire.messages.errors import error_text
 from quire.quantization.gguf import GGUF, TYPES, TensorType
 
 _NUMBERS = {
@@ -137,7 +138,7 @@ def _read_one(path: Path) -> GgufFile:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, _Cursor(data))
     except (WeightError, OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-        raise WeightError(f"{path} cannot be read as GGUF: {error}") from error
+        raise WeightError(f"{path} cannot be read as GGUF: {error_text(error)}") from error
 
 
 def _parse(path: Path, cursor: _Cursor) -> GgufFile:

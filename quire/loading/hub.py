@@ -6,6 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quire.messages.errors import error_text
+
 # What the engine reads of a repository; no Python files, no other frameworks' weights.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
 # Second copies of the weights that some repositories hold: Mistral's own format, ONNX, adapters in folders.
@@ -58,7 +60,7 @@ def resolve(
             fetch(["pytorch_model*.bin"])  # where there is nothing better
         return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = error_text(error).strip().split("\n")[0]
         raise ModelNotFoundError(
             f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
         ) from error
@@ -85,7 +87,7 @@ def read_json(directory: Path, name: str, required: bool = False) -> dict[str, A
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelNotFoundError(f"{path} is not valid JSON: {error}") from error
+        raise ModelNotFoundError(f"{path} is not valid JSON: {error_text(error)}") from error
     if not isinstance(value, dict):
         raise ModelNotFoundError(f"{path} holds no JSON object")
     return value

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from quire.layers.build import Builder, WeightSlot
 from quire.loading.hub import ModelNotFoundError, read_json
+from quire.messages.errors import error_text
 
 
 class WeightError(ValueError):
@@ -85,7 +86,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 with safe_open(file, framework="pt"):  # checks the header
                     self.names.update((name, (file, begin)) for name, begin in _places(file))
             except (SafetensorError, OSError) as error:
-                raise WeightError(f"{file} cannot be read: {error}") from error
+                raise WeightError(f"{file} cannot be read: {error_text(error)}") from error
 
     def copy_into(self, slot: WeightSlot) -> None:
         """Bytes that lie in the file as they will in memory are read straight into it, by all threads: reading copies
@@ -146,7 +147,7 @@ class TorchCheckpoint(Checkpoint):
             try:
                 tensors = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:  # a pickle can fail in any way
-                raise WeightError(f"{file} cannot be read safely: {str(error).splitlines()[0]}") from error
+                raise WeightError(f"{file} cannot be read safely: {error_text(error).splitlines()[0]}") from error
             if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
                 raise WeightError(f"{file} is no table of tensors")
             self.names.update(tensors)

@@ -62,7 +62,7 @@ def spec_of(config: HfConfig) -> DecoderSpec:
             try:
                 return ARCHITECTURES[name](config)
             except KeyError as missing:
-                raise ValueError(f"config.json of a {name} lacks {missing}") from missing
+                raise ValueError(f"config.json of a {name} lacks {missing.args[0]!r}") from missing
     near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1, cutoff=0.4) if names else []
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "

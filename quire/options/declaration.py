@@ -6,6 +6,8 @@ import re
 from dataclasses import field
 from typing import Any, Literal, get_args, get_origin
 
+from quire.messages.errors import error_text
+
 
 class ConfigError(ValueError):
     """An option is unknown or out of range. The message names it and says what would be accepted."""
@@ -58,7 +60,7 @@ def _read_json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{name}: {text!r} is not valid JSON: {error}") from error
+        raise ConfigError(f"{name}: {text!r} is not valid JSON: {error_text(error)}") from error
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:

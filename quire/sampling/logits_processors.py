@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from quire.config import ConfigError, EngineConfig
+from quire.messages.errors import error_text
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops.memory import upload
@@ -131,7 +132,9 @@ def _load(plugin: str | type) -> type[LogitsProcessor]:
             for part in name.split("."):
                 found = getattr(found, part)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"logits_processors: cannot import {plugin!r} (package.module:Class): {error}") from error
+            raise ConfigError(
+                f"logits_processors: cannot import {plugin!r} (package.module:Class): {error_text(error)}"
+            ) from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise ConfigError(f"logits_processors: {plugin!r} is not a subclass of {__name__}.LogitsProcessor")
     return found

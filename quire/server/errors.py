@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire.engine.core import EngineDeadError
 from quire.engine.processor import PromptTooLongError
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -49,7 +50,7 @@ def error_response(error: ApiError) -> Response:
 
 def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError:
     """A 400 of what the engine says of a value. It names the field, if not as the first word."""
-    message = str(error)
+    message = error_text(error)
     path = re.match(r"messages[\w.\[\]]*", message)
     names = "|".join(sorted({*fields} - {"model"}, key=len, reverse=True))  # messages speak of the model anyway
     named = re.search(rf"\b(prompt logprobs|{names})\b", message)
@@ -97,7 +98,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):  # of a user's middleware; the router's are handled below
         return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
     if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error), code="engine_dead")
+        return ApiError(503, error_text(error), code="engine_dead")
     logger.error("A request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
 

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 
 from quire.config import ConfigError, ServerConfig
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 RESERVED_DESCRIPTORS = 16  # kept free of connections: for files, and for the sockets of a restarted engine core
@@ -49,7 +50,7 @@ def listening_socket(config: ServerConfig) -> socket.socket:
         try:
             ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except OSError as error:
-            raise ConfigError(f"ssl_keyfile and ssl_certfile cannot be used: {error}") from error
+            raise ConfigError(f"ssl_keyfile and ssl_certfile cannot be used: {error_text(error)}") from error
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # of a server that is gone
@@ -63,7 +64,7 @@ def listening_socket(config: ServerConfig) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error_text(error)}") from error
     return bound
 
 

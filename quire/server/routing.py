@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.messages.errors import error_text
 from quire.server.errors import ApiError, api_error
 from quire.server.responses import ErrorResponse
 
@@ -30,7 +31,7 @@ class _StrictRequest(Request):
         try:
             return from_json(await self.body(), allow_inf_nan=False)
         except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+            raise ApiError(400, f"the body is not JSON: {error_text(error)}", code="invalid_json") from error
 
 
 class StrictRoute(APIRoute):

@@ -12,6 +12,8 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.messages.errors import error_text
+
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NOTHING_TO_CONTINUE = "continue_final_message is set, but the last message has no text to go on with"
 # The types of parts that are text, and the field of a part that holds it.
@@ -87,7 +89,7 @@ def _compile(template: str) -> _Compiled:
         takes_strings, takes_lists = _content_forms(environment.parse(template))
         return _Compiled(environment.from_string(template), takes_strings, takes_lists)
     except (jinja2.TemplateError, RecursionError) as error:
-        raise ChatTemplateError(f"the chat template is not valid: {error}") from error
+        raise ChatTemplateError(f"the chat template is not valid: {error_text(error)}") from error
 
 
 def _tojson(
@@ -204,7 +206,7 @@ def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
-        raise ChatTemplateError(f"{where}.function.arguments is not JSON: {error}") from error
+        raise ChatTemplateError(f"{where}.function.arguments is not JSON: {error_text(error)}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
 

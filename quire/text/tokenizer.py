@@ -9,6 +9,7 @@ from typing import Any, Self
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from quire.messages.errors import error_text
 from quire.text.bpe import read_vocab_and_merges
 from quire.text.gguf_tokenizer import gguf_tokenizer
 from quire.text.sentencepiece import read_sentencepiece
@@ -70,7 +71,7 @@ class Tokenizer:
         try:
             backend, config = _read(file, config)
         except Exception as error:  # the library raises Exception itself
-            raise ValueError(f"cannot read {file}: {error}") from error
+            raise ValueError(f"cannot read {file}: {error_text(error)}") from error
         return cls(backend, config, _chat_templates(path, config))
 
     @classmethod
@@ -79,7 +80,7 @@ class Tokenizer:
         try:
             backend, config = gguf_tokenizer(metadata)
         except Exception as error:
-            raise ValueError(f"cannot read the GGUF file's tokenizer: {error}") from error
+            raise ValueError(f"cannot read the GGUF file's tokenizer: {error_text(error)}") from error
         return cls(backend, config, config["chat_template"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -125,7 +126,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+        raise ValueError(f"cannot read {file}: {error_text(error)}") from error
     if not isinstance(value, dict):
         raise ValueError(f"cannot read {file}: expected a JSON object, found {type(value).__name__}")
     return value

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.layers.attention import ForwardState, pick
+from quire.messages.errors import error_text
 from quire.messages.step import BlockTableEdits
 from quire.metrics.logging import logger
 from quire.models.decoder import Decoder
@@ -119,7 +120,7 @@ class CapturedForward(Forward):
                 self._capture(self.staging.stage(flat, BlockTableEdits(), {})[0])
         except Exception as error:  # Triton's are of many kinds
             self._graphs.clear()
-            logger.warning("Steps run without CUDA graphs: %s", str(error).partition("\n")[0])
+            logger.warning("Steps run without CUDA graphs: %s", error_text(error).partition("\n")[0])
         finally:
             gc.enable()
         if self._graphs:

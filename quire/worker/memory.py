@@ -7,6 +7,7 @@ import torch
 
 from quire.config import ConfigError, EngineConfig
 from quire.messages.step import BlockTableEdits
+from quire.system import limits
 from quire.worker.input_batch import FlatBatch
 from quire.worker.model_runner import ModelRunner
 
@@ -15,11 +16,12 @@ _CAPTURED_SHARE = 0.25  # of what the largest step needs, for CUDA graphs: those
 
 
 def free_on_host() -> int:
-    """Bytes."""
+    """Bytes that the machine has free, or that this process's cgroup leaves, if that is less."""
     import psutil  # which an engine on a GPU does without
 
     available: int = psutil.virtual_memory().available
-    return available
+    allowed = limits.free_memory()
+    return available if allowed is None else min(available, allowed)
 
 
 def budget(config: EngineConfig, device: torch.device) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.layers.attention import pick
 from quire.messages.engine import RequestError
+from quire.messages.errors import error_text
 from quire.messages.step import BlockTableEdits, ModelRunnerOutput, SchedulerOutput
 from quire.models.decoder import Decoder
 from quire.ops.memory import upload
@@ -69,7 +70,7 @@ class ModelRunner:
                 self.batch.install(new)
                 self.processors.add(new.row, new)
             except ValueError as error:
-                raise RequestError(new.request_id, str(error)) from error
+                raise RequestError(new.request_id, error_text(error)) from error
             self._prompt_logprobs.pop(new.row, None)
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
@@ -219,6 +220,6 @@ class ModelRunner:
         request_id = self.batch.request_ids[flat.rows[-1]]
         reason = (
             f"the device ran out of memory in a step of {len(flat.input_ids)} tokens; lower gpu_memory_utilization, "
-            f"max_num_batched_tokens or max_num_seqs ({error})"
+            f"max_num_batched_tokens or max_num_seqs ({error_text(error)})"
         )
         return RequestError(request_id, reason)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import platformdirs
 import pytest
@@ -99,7 +102,8 @@ def test_of_two_that_start_at_once_only_one_compiles(small_sources, tmp_path, ca
     assert len(list(tmp_path.glob("*.so"))) == 1
 
 
-def test_without_a_compiler_one_warning_is_given_and_the_reference_runs(monkeypatch, caplog, fresh_process):
+def test_without_a_compiler_one_warning_is_given_and_the_reference_runs(monkeypatch, tmp_path, caplog, fresh_process):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.WARNING, logger="quire"):
@@ -122,11 +126,72 @@ def test_a_failing_compiler_is_quoted(small_sources, monkeypatch, tmp_path, capl
 
 
 @needs_compiler
-def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path, caplog, fresh_process):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / "file")
-    assert build.library() is None
-    assert "file" in caplog.text
+@pytest.mark.parametrize(
+    "cache", ["is a file", "of a user without a home", "of others", "is executed nowhere", "is full"]
+)
+def test_where_the_cache_folder_is_of_no_use_the_kernels_are_compiled_for_this_process(
+    cache, small_sources, monkeypatch, tmp_path, caplog, fresh_process
+):
+    folder, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: folder)
+    if cache == "is a file":
+        folder.touch()
+    elif cache == "of a user without a home":
+        folder = Path("~/.cache/quire")
+    elif cache == "of others":
+        (folder / "kernels").mkdir(parents=True)
+        (folder / "kernels").chmod(0o777)
+    else:
+        facts = {"f_flag": 0, "f_bavail": 1 << 20, "f_frsize": 4096}
+        facts |= {"f_flag": os.ST_NOEXEC} if cache == "is executed nowhere" else {"f_bavail": 0}
+        real = os.statvfs
+        monkeypatch.setattr(
+            os, "statvfs", lambda p: SimpleNamespace(**facts) if Path(p).is_relative_to(folder) else real(p)
+        )
+    library = build.library()
+    assert library is not None
+    assert works(library)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "XDG_CACHE_HOME" in caplog.text
+    assert library.path.parent.parent == temporary
+    assert not list(temporary.iterdir())  # the library was removed when it was loaded
+    assert not list(tmp_path.rglob("*.so"))
+    assert not Path("~").exists()
+
+
+@needs_compiler
+def test_a_library_that_others_could_have_written_is_not_loaded(small_sources, tmp_path):
+    path = build.load(tmp_path).path
+    assert build._open_sound(path) is not None
+    path.chmod(0o777)
+    assert build._open_sound(path) is None
+    path.chmod(0o755)
+    tmp_path.chmod(0o777)
+    assert build._open_sound(path) is None
+
+
+@needs_compiler
+def test_a_process_without_a_compiler_loads_what_another_compiled(small_sources, monkeypatch, tmp_path):
+    path = build.load(tmp_path).path
+    monkeypatch.setenv("CXX", "missing-compiler")
+    assert build.load(tmp_path).path == path
+    with pytest.raises(build.BuildError, match="install g\\+\\+"):
+        build.load(tmp_path, [*build.FLAGS, "-DX"])
+
+
+def test_the_fingerprint_of_a_fixed_instruction_set_is_the_same_on_every_processor(monkeypatch):
+    native, avx2 = (build._fingerprint([flag]) for flag in ("-march=native", "-march=x86-64-v3"))
+    monkeypatch.setattr(build, "_cpu_features", lambda: "flags : another processor")
+    assert build._fingerprint(["-march=native"]) != native
+    assert build._fingerprint(["-march=x86-64-v3"]) == avx2
+
+
+@needs_compiler
+def test_the_compiler_needs_no_other_folder_than_that_of_the_library(small_sources, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    assert works(build.load(tmp_path))
 
 
 @needs_compiler

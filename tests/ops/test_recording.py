@@ -71,10 +71,10 @@ def test_views_and_new_tensors_are_none():
 
 
 def test_calls_outside_are_not_recorded():
-    arena = Arena()
-    with Recording(arena) as recording:
-        KERNELS.rms_norm(draw(4, 16), draw(16), 1e-6)
-    x, weight = draw(4, 16, seed=5), draw(16)
+    x, weight = draw(4, 16), draw(16)
+    with Recording(Arena()) as recording:
+        KERNELS.rms_norm(x, weight, 1e-6)
+    x = draw(4, 16, seed=5)
     made = KERNELS.rms_norm(x, weight, 1e-6)
     kept = made.clone()
     x.zero_()

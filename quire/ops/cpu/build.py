@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache.
+"""Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache folder.
 
 The library has a plain C interface and is loaded with ctypes: no torch headers, so that compiling takes seconds. It
 has threads of its own (team.h): torch's OpenMP would have each operation wait for the slowest.
@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from quire.messages.errors import error_text
+from quire.system import limits
+from quire.system.folders import cache_folder, private_folder
 
 logger = logging.getLogger("quire")
 
@@ -30,11 +36,13 @@ INSTRUCTION_SETS = {
     "avx512": ("-march=x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
 }
+_DISK = 1 << 25  # bytes that compiling needs in the folder
+_MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message says why."""
+    """The kernels cannot be compiled on this machine; the message says why, and what to do."""
 
 
 class Library:
@@ -74,16 +82,41 @@ def choose_instruction_set(name: str) -> None:
 
 @cache
 def library() -> Library | None:
-    """The kernels, compiled if need be; None where that is not possible, of which one warning tells."""
+    """The kernels, compiled if need be. None, and one warning, where that is not possible."""
     if sys.platform != "linux":
         return None
-    from platformdirs import user_cache_path  # which an engine on a GPU does without
-
+    flags, folder = [*FLAGS, INSTRUCTION_SETS[_chosen[0]][0]], cache_folder()
     try:
-        return load(user_cache_path("quire") / "kernels", [*FLAGS, INSTRUCTION_SETS[_chosen[0]][0]])
+        if folder is None:
+            return _load_once(flags, "this user has no home folder")
+        try:
+            return load(folder / "kernels", flags)
+        except OSError as error:
+            return _load_once(flags, error_text(error))
     except (BuildError, OSError) as error:
-        logger.warning("The CPU kernels cannot be compiled; slower torch operations serve instead. %s", error)
+        logger.warning(
+            "There are no compiled CPU kernels, so PyTorch's operations compute every step, several times slower. %s",
+            error_text(error),
+        )
         return None
+
+
+def _load_once(flags: Sequence[str], reason: str) -> Library:
+    """The library for this process alone, from a folder that no other user can enter. reason: why not from the cache.
+
+    Raises BuildError and OSError like `load`.
+    """
+    folder = private_folder("quire-kernels-")
+    try:
+        loaded = load(folder, flags)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    logger.warning(
+        "The compiled CPU kernels cannot be kept, so every start compiles them again: %s. Set XDG_CACHE_HOME to a "
+        "folder that this user can write.",
+        reason,
+    )
+    return loaded
 
 
 class _Recorder(threading.local):
@@ -115,17 +148,24 @@ def recordable(name: str) -> int | None:
 
 
 def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Library:
-    """The library from `folder`, compiled into it if it is not there or is damaged.
+    """The library from `folder`, compiled into it if it is missing or damaged.
 
-    Raises BuildError if there is no compiler or it fails, OSError if the folder cannot be written.
+    Where there is no compiler, one that another compiler made from the same sources will do: an image can bring it.
+    Raises BuildError if there is no compiler or it fails, OSError if the folder cannot be written or be trusted.
     """
-    compiler = _find_compiler()
-    path = folder / f"{_fingerprint(compiler, flags)}.so"
+    compiler, made_from = _find_compiler(), _fingerprint(flags)
+    if compiler is None:
+        for path in sorted(folder.glob(f"{made_from}-*.so")):
+            if (loaded := _open_sound(path)) is not None:
+                return loaded
+        raise BuildError(_MISSING_COMPILER)
+    path = folder / f"{made_from}-{_version(compiler)}.so"
     if (loaded := _open_sound(path)) is not None:
         return loaded
     import fcntl  # not everywhere; `library()` gets here on Linux only
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _check_folder(folder)
     with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for what it makes
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (loaded := _open_sound(path)) is None:
@@ -134,22 +174,51 @@ def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Libr
     return loaded
 
 
-def _find_compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        if (found := shutil.which(name)) is not None:
-            return found
-    raise BuildError(f"There is no compiler {wanted!r} ($CXX)." if wanted else "Installing g++ makes them available.")
+_MISSING_COMPILER = (
+    "No C++ compiler was found (g++, c++, clang++, or what CXX names): install g++ to have the kernels compiled at the "
+    'next start, or bring them compiled (docs/production.md, "Containers").'
+)
 
 
-def _fingerprint(compiler: str, flags: Sequence[str]) -> str:
-    """Changes with everything that the machine code depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    facts = [compiler, version, *flags, _cpu_features()]
+def _find_compiler() -> list[str] | None:
+    """The command. CXX may hold arguments too, as for make."""
+    wanted = shlex.split(os.environ.get("CXX", ""))
+    for command in [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]:
+        if (found := shutil.which(command[0])) is not None:
+            return [found, *command[1:]]
+    return None
+
+
+def _fingerprint(flags: Sequence[str]) -> str:
+    """Changes with everything but the compiler that the machine code depends on."""
+    facts = [*flags, _cpu_features() if "-march=native" in flags else ""]
     digest = hashlib.sha256("\0".join(facts).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
+
+
+def _version(compiler: list[str]) -> str:
+    """Of the compiler, in a few characters."""
+    said = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    return hashlib.sha256("\0".join([*compiler, said]).encode()).hexdigest()[:16]
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises OSError if a library made in this folder could not be loaded, or should not be."""
+    if not _is_trusted(folder):
+        raise OSError(f"{folder} belongs to another user, or anyone may write to it")
+    facts = os.statvfs(folder)
+    if facts.f_flag & os.ST_NOEXEC:
+        raise OSError(f"{folder} is on a file system whose files must not be executed (noexec)")
+    if facts.f_bavail * facts.f_frsize < _DISK:
+        raise OSError(f"{folder} is on a file system that is full; {_DISK >> 20} MB are needed")
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether only this user, or root, can have written it."""
+    facts = path.stat()
+    return facts.st_uid in (0, os.geteuid()) and not facts.st_mode & 0o002
 
 
 def _cpu_features() -> str:
@@ -160,38 +229,53 @@ def _cpu_features() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, flags: Sequence[str], path: Path) -> None:
+def _compile(compiler: list[str], flags: Sequence[str], path: Path) -> None:
     started = time.monotonic()
     print("Compiling CPU kernels (first use) ... ", end="", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         sources = sorted(SOURCES.glob("*.cpp"))
         objects = [f"{temporary}/{source.stem}.o" for source in sources]
-        _run([[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)])
+        commands = [[*compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        _run(commands, temporary)
         linked = Path(temporary, "linked.so")
-        _run([[compiler, "-shared", "-pthread", *objects, "-o", str(linked)]])
+        _run([[*compiler, "-shared", "-pthread", *objects, "-o", str(linked)]], temporary)
         # A digest at the end, which the loader does not mind: a file that lost a part on a full or crashed disk is
         # recognized, where loading it could kill the process.
         code = linked.read_bytes()
         linked.write_bytes(code + hashlib.sha256(code).digest())
+        linked.chmod(0o755)
         os.replace(linked, path)
     print(f"{time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
 
-def _run(commands: list[list[str]]) -> None:
-    """Run the commands side by side; raise BuildError with the first lines of what the first failing one says."""
-    running = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands]
-    said = [process.communicate()[0] for process in running]
-    for command, process, text in zip(commands, running, said, strict=True):
-        if process.returncode != 0:
-            print("failed", file=sys.stderr, flush=True)
-            raise BuildError(f"{command[0]} says:\n" + "\n".join(text.splitlines()[:8]))
+def _run(commands: list[list[str]], temporary: str) -> None:
+    """Run the commands, as many at once as processors and memory allow.
+
+    Raises BuildError with the first lines of what the first failing command says.
+    """
+    free = limits.free_memory()
+    at_once = limits.processors() if free is None else max(1, min(limits.processors(), free // _MEMORY))
+    # If memory does not suffice, the kernel is to end the compiler and not this process.
+    victim = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
+    environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.run([*victim, *command], text=True, env=environment, **pipes)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        for command, process in zip(commands, pool.map(run, commands), strict=True):
+            if process.returncode != 0:
+                print("failed", file=sys.stderr, flush=True)
+                said = "\n".join(process.stdout.splitlines()[:8]) or f"exit status {process.returncode}"
+                raise BuildError(f"{command[0]} failed:\n{said}")
 
 
 def _open_sound(path: Path) -> Library | None:
+    """None if the library is missing, damaged, refused by the loader, or may come from another user."""
     try:
         content = path.read_bytes()
-        if hashlib.sha256(content[:-32]).digest() == content[-32:]:
-            return Library(path)
-    except OSError:  # not there, or the loader refuses it
-        pass
-    return None
+        sound = hashlib.sha256(content[:-32]).digest() == content[-32:]
+        return Library(path) if sound and _is_trusted(path) and _is_trusted(path.parent) else None
+    except OSError:
+        return None

@@ -65,11 +65,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         build.recorder.record = None
-        self._words = (ctypes.c_int64 * len(self._calls))(*self._calls)
-        self._replay = build.kernel("quire_replay", "pl")
+        if self.obstacle is None:  # else there may be no compiled library
+            self._words = (ctypes.c_int64 * len(self._calls))(*self._calls)
+            self._replay = build.kernel("quire_replay", "pl")
 
     def replay(self) -> None:
-        """The recorded calls once more, with the same addresses."""
+        """The recorded calls once more, with the same addresses. Only where there is no obstacle."""
         self._replay(self._words, len(self._words))
 
     def _record(self, name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:

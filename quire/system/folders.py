@@ -1,0 +1,36 @@
+"""Writable folders, without taking a home, a passwd entry or a writable root for granted."""
+
+import tempfile
+from pathlib import Path
+
+_SHARED_MEMORY = "/dev/shm"  # a container with a read-only root still has it
+
+
+def cache_folder() -> Path | None:
+    """The folder for what may be computed again ($XDG_CACHE_HOME/quire or ~/.cache/quire); it need not exist.
+
+    None for a user without a home.
+    """
+    from platformdirs import user_cache_path  # which an engine on a GPU does without
+
+    try:
+        folder = user_cache_path("quire")
+    except RuntimeError:  # of a newer platformdirs; an older one leaves "~" in the path
+        return None
+    return folder if folder.is_absolute() else None
+
+
+def private_folder(prefix: str, longest: int | None = None) -> Path:
+    """A new temporary folder that only this user can enter: in $TMPDIR, /tmp or what Python finds, or in /dev/shm.
+
+    longest: characters that the path may have. Raises OSError if no such folder can be made.
+    """
+    problem: OSError = FileNotFoundError("no folder for temporary files is writable")
+    for parent in (None, _SHARED_MEMORY):
+        try:
+            if longest is None or len(f"{parent or tempfile.gettempdir()}/{prefix}") + 8 <= longest:
+                return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            problem = OSError(f"the path of {parent or tempfile.gettempdir()} is too long")
+        except OSError as error:
+            problem = error
+    raise OSError(f"{problem}; set TMPDIR to a writable folder with a short path") from problem

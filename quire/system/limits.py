@@ -1,0 +1,91 @@
+"""How much memory and how many processors Linux lets this process have: the limits of its cgroup and all above it.
+
+A process is in a folder of the file system of cgroups (one for each controller with version 1). Each folder up to the
+root of the mount may set limits, and all of them hold:
+
+    version 2                                version 1
+    /sys/fs/cgroup                           /sys/fs/cgroup/memory
+      machine.slice/cpu.max = 400000 100000    docker/memory.limit_in_bytes = 8589934592
+        pod/memory.max = 2147483648              a1b2c3/memory.limit_in_bytes = 2147483648
+
+A container sees its own folder as the root of the mount. `root` is the root of the file system, another one in tests.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_NO_LIMIT = 1 << 60  # bytes; version 1 has no word for it, but a number of this size
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that the cgroups leave: limit - usage + page cache that is given back on demand. None without a limit."""
+    free = []
+    for folder in _cgroups("memory", root):
+        limits = [_number(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+        limit = min((n for n in limits if n is not None), default=_NO_LIMIT)
+        if limit < _NO_LIMIT:
+            usages = _number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes")
+            used = next((n for n in usages if n is not None), 0)
+            free.append(max(0, limit - used + _reclaimable(folder)))
+    return min(free, default=None)
+
+
+def processors(root: Path = Path("/")) -> int:
+    """Processors that may run this process at the same time, by its affinity (cpusets too) and by the cgroups' quotas.
+
+    A quota of 2.5 processors counts as 2: with 3 threads, all would be stopped in the midst of each step.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (_quota(folder) for folder in _cgroups("cpu", root))
+    return max(1, min([allowed, *(int(quota) for quota in quotas if quota is not None)]))
+
+
+def _quota(folder: Path) -> float | None:
+    """In processors."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)  # "max" is no number
+    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us is not None and quota_us > 0 and period_us else None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of files that were not read lately, of this cgroup and those below it."""
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """None if the file is missing, or says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders whose limits hold for this process, of either version."""
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux, or /proc is hidden
+        return
+    paths = {name: path for line in memberships for _, names, path in [line.split(":", 2)] for name in names.split(",")}
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ", 2)
+        name = {"cgroup2": "", "cgroup": controller}.get(kind)
+        if name is None or name not in paths or (name and name not in options.split(",")):
+            continue
+        top, mount = (field.encode().decode("unicode_escape") for field in before.split()[3:5])
+        path, top = paths[name], top.rstrip("/")
+        below = path[len(top) :].strip("/") if f"{path}/".startswith(f"{top}/") else ""  # else it is not in this mount
+        mounted = root / mount.strip("/")
+        folder = mounted / below
+        if ".." in folder.parts or not folder.is_dir():
+            folder = mounted
+        yield from (f for f in (folder, *folder.parents) if f.is_relative_to(mounted))
