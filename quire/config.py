@@ -29,15 +29,24 @@ class ModelConfig:
     dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = option(
         "auto", "type of weights and activations; auto is bfloat16"
     )
-    max_model_len: int | None = option(None, "longest prompt + output in tokens (default: the model's)", size=True)
+    max_model_len: int | None = option(
+        None,
+        "longest prompt + output in tokens; auto or -1 takes the longest, up to the model's, whose keys and values fit "
+        "memory (default: the model's)",
+        size=True,
+    )
+    disable_sliding_window: bool = option(
+        False, "limit max_model_len to the model's sliding window, so that every layer sees all tokens"
+    )
     hf_overrides: dict[str, Any] = option({}, "values that replace those of the model's config.json", json=True)
     load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto", "dummy draws random weights of the right shapes instead of reading the checkpoint's"
     )
-    quantization: Literal["int8", "int4", None] = option(
+    quantization: str | None = option(
         None,
         "quantize dense weights when they are loaded: int8 with a scale a channel, or int4 in groups of 128 (the "
-        "language-model head int8); activations are rounded to 8 bits (default: as the checkpoint is)",
+        "language-model head int8); activations are rounded to 8 bits. The name of a format (awq, gptq, fp8, "
+        "compressed-tensors, gguf, mxfp4, ...) only checks that the checkpoint has it (default: as the checkpoint is)",
         flags=("-q",),
     )
     enforce_eager: bool = option(
@@ -50,15 +59,18 @@ class ModelConfig:
     )
     generation_config: str = option(
         "auto",
-        "auto takes default sampling parameters from the model's generation_config.json, vllm takes neutral ones",
+        "where default sampling parameters come from: the model's generation_config.json (auto), that of another "
+        "directory (its path), or nowhere: neutral ones (vllm)",
+    )
+    override_generation_config: dict[str, Any] = option(
+        {}, "default sampling parameters that win over those of the generation config", json=True
     )
     chat_template: str | None = option(None, "a Jinja template, or the file of one, instead of the model's")
     seed: int = option(0, "seed from which requests without a seed draw theirs")
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_model_len")
-        if self.generation_config not in ("auto", "vllm"):
-            raise ConfigError(f"generation_config must be 'auto' or 'vllm', got {self.generation_config!r}")
+        if self.max_model_len != -1:
+            at_least(self, 1, "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -66,10 +78,10 @@ class CacheConfig:
     """The KV cache."""
 
     block_size: int = option(16, "tokens in a KV block")
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = option(
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "int8", "fp8"] = option(
         "auto",
-        "type of the keys and values that are kept: auto is the model's; int8 and fp8 (e4m3) take one byte, and have "
-        "a scale for each token and head",
+        "type of the keys and values that are kept: auto is the model's, which bfloat16 and float16 must equal; int8 "
+        "and fp8 (e4m3) take one byte, and have a scale for each token and head",
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal beginnings")
     kv_cache_memory_bytes: int | None = option(
@@ -165,7 +177,8 @@ class KernelConfig:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
     attention_backend: str | None = option(
         None,
-        "pin the attention backend: triton, torch-varlen, flash-attn, cpu, reference (default: the best that applies)",
+        "pin the attention backend: triton, torch-varlen, flash-attn, cpu, reference; vLLM's names, such as "
+        "FLASH_ATTN, are preferences (default: the best that applies)",
     )
     cpu_isa: Literal["native", "avx512", "avx2"] = option(
         "native", "instructions that the CPU kernels may use: all that the processor has, or those of older ones"
@@ -236,6 +249,14 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+
+    def __post_init__(self) -> None:
+        kept = self.cache.kv_cache_dtype
+        computed = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.model.dtype, self.model.dtype)
+        if kept in ("bfloat16", "float16") and kept != computed:
+            raise ConfigError(
+                f"kv_cache_dtype={kept!r} needs dtype={kept!r}, but dtype is {computed!r}; leave one of them at auto"
+            )
 
     @classmethod
     def create(cls, **options: Any) -> Self:

@@ -3,6 +3,7 @@
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
+from quire.metrics.logging import logger
 from quire.ops import HAS_TRITON
 
 BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
@@ -12,9 +13,30 @@ if HAS_TRITON:
 
     BACKENDS = [TritonAttention, FlashAttention, TorchVarlenAttention, *BACKENDS]
 
+# vLLM's names, by what is nearest to them here. They are preferences: a command line that names one starts anywhere.
+VLLM_BACKENDS = {
+    "CPU_ATTN": "cpu",
+    "TORCH_SDPA": "cpu",
+    "TRITON_ATTN": "triton",
+    "TRITON_MLA": "triton",
+    "FLASH_ATTN": "flash-attn",
+    **dict.fromkeys(
+        """CUTLASS_MLA FLASHINFER FLASHINFER_MLA FLASHINFER_MLA_SPARSE FLASHMLA FLASHMLA_SPARSE FLASH_ATTN_DIFFKV
+        FLASH_ATTN_MLA FLEX_ATTENTION IPEX PALLAS ROCM_AITER_FA ROCM_AITER_MLA ROCM_AITER_MLA_SPARSE
+        ROCM_AITER_TRITON_MLA ROCM_AITER_UNIFIED_ATTN ROCM_ATTN TREE_ATTN XFORMERS""".split()
+    ),
+}
+
 
 def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:
     """The best backend that supports the shape, or the pinned one. Raises ValueError if that one cannot."""
+    if pinned is not None and pinned.upper() in VLLM_BACKENDS:
+        near = next((b for b in BACKENDS if b.name == VLLM_BACKENDS[pinned.upper()]), None)
+        if near is not None and near.unsupported(shape) is None:
+            return near(shape)
+        chosen = choose_backend(shape)
+        logger.warning("attention_backend=%s cannot be used here; %s takes its place", pinned, chosen.name)
+        return chosen
     for backend in BACKENDS:
         if pinned in (None, backend.name):
             reason = backend.unsupported(shape)

@@ -58,7 +58,7 @@ class AsyncLLM:
     ) -> None:
         self.config = EngineConfig.create(model=None if model is None else str(model), **options)
         self.frontend = Frontend(self.config, in_process=False)
-        self.processor, self.max_model_len = self.frontend.processor, self.frontend.max_model_len
+        self.processor = self.frontend.processor
         self.output_processor = OutputProcessor(self.frontend.tokenizer)
         self.client = CoreClient(self.config, self.frontend.directory, self.max_model_len, self._receive)
         self.request_log = request_log or RequestLog(enabled=False)
@@ -72,6 +72,7 @@ class AsyncLLM:
         """Returns when the model is loaded. Raises ConfigError, or EngineDeadError if the core cannot start."""
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
         await self.client.start()
+        self.processor.max_model_len = self.client.size.max_model_len
 
     async def shutdown(self) -> None:
         """End the core's process. Requests that still run end as aborted."""
@@ -80,6 +81,11 @@ class AsyncLLM:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+    @property
+    def max_model_len(self) -> int:
+        """After `start`, that of the core: with max_model_len="auto" it is known only then."""
+        return self.processor.max_model_len
 
     # ---- vLLM's interface
 

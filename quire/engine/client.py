@@ -1,6 +1,8 @@
 """The client side's way to the engine core, and how a core is made."""
 
 import os
+from bisect import bisect_right
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor
+from quire.kvcache.specs import KVCacheSize
 from quire.metrics.logging import logger
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.system.limits import processors
@@ -31,6 +34,19 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     )
 
 
+def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> SchedulerLimits:
+    """The limits with the largest max_model_len, up to theirs, of which one request fits into the KV cache."""
+    chunk = limits.max_num_batched_tokens * limits.depth
+
+    def blocks(num_tokens: int) -> int:
+        return sum(spec.max_blocks(num_tokens, chunk, block_size) for spec in kv.specs)
+
+    longest = bisect_right(range(limits.max_model_len + 1), kv.num_blocks - 1, key=blocks) - 1
+    if longest < limits.max_model_len:
+        logger.info("max_model_len is %d: the model's %d tokens do not fit memory", longest, limits.max_model_len)
+    return replace(limits, max_model_len=max(longest, 1))
+
+
 def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
     """Start the executor, and a scheduler over the cache that it made. Raises ConfigError or ValueError."""
     limits = scheduler_limits(config, max_model_len)
@@ -41,6 +57,9 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     _limit_threads()
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size
+    if config.model.max_model_len == -1:
+        limits = _fitting(limits, kv, block_size)
+        max_model_len = limits.max_model_len
     try:
         scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching)
     except ValueError:

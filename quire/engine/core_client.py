@@ -110,7 +110,7 @@ class CoreClient:
         self._failed_starts = 0
         self.state = CoreState.STARTING
         self.stats = CoreStats()
-        self.size = CoreReady(0, 0)
+        self.size = CoreReady(0, 0, max_model_len)
         self.restarts = 0
         self.cause_of_death = ""
 

@@ -55,8 +55,9 @@ def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, m
     core = None
     try:
         core = make_core(config, directory, max_model_len)
-        kv = core.scheduler.kv
-        report(CoreReady(kv.pool.num_usable, kv.pool.num_usable * config.cache.block_size // len(kv.specs)))
+        kv, limits = core.scheduler.kv, core.scheduler.limits
+        tokens = kv.pool.num_usable * config.cache.block_size // len(kv.specs)
+        report(CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))
         _serve(core, inbox, report)
     except EngineDeadError as error:
         logger.exception("The engine core failed")

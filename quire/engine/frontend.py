@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.config import ConfigError, EngineConfig
+from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.engine.processor import Processor
 from quire.loading.hub import resolve
 from quire.models.load import hf_config, load_generation_config, load_tokenizer, resolve_dtype
 from quire.models.registry import spec_of
+from quire.models.spec import DecoderSpec
+from quire.quantization.config import check_format
 from quire.sampling.logits_processors import load_plugins
 from quire.text.chat_template import render
 
@@ -26,13 +28,11 @@ class Frontend:
         m = config.model
         weights = m.load_format != "dummy"
         self.directory = resolve(m.model, m.revision, m.download_dir, m.hf_token, weights)
-        spec = spec_of(hf_config(self.directory, m.hf_overrides))
+        description = hf_config(self.directory, m.hf_overrides)
+        check_format(m.quantization, description, self.directory.is_file())
+        spec = spec_of(description)
         self.dtype = str(resolve_dtype(m.dtype)).removeprefix("torch.")
-        self.max_model_len = m.max_model_len or spec.max_positions
-        if self.max_model_len > spec.max_positions:
-            raise ConfigError(
-                f"max_model_len={self.max_model_len} is more than the {spec.max_positions} positions of the model"
-            )
+        self.max_model_len = _max_model_len(m, spec)
         tokenizer_directory = self.directory
         if m.tokenizer is not None:
             tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
@@ -42,13 +42,18 @@ class Frontend:
             self.tokenizer,
             self.max_model_len,
             spec.vocab_size,
-            load_generation_config(self.directory) if m.generation_config == "auto" else {},
+            _generation_config(m, self.directory),
             seed=m.seed,
             max_logprobs=config.sampling.max_logprobs,
             plugins=load_plugins(config.sampling.logits_processors),
             in_process=in_process and config.parallel.tensor_parallel_size == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
         )
+        if m.override_generation_config:
+            try:
+                self.processor.default_sampling_params()
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"override_generation_config cannot be used: {error}") from error
 
     @property
     def has_chat_template(self) -> bool:
@@ -76,3 +81,32 @@ def _template_text(template: str | None) -> str | None:
         return Path(template).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"chat_template {template!r} is neither a Jinja template nor a readable file") from error
+
+
+def _max_model_len(options: ModelConfig, spec: DecoderSpec) -> int:
+    """The longest request, as far as the model and the options say. Raises ConfigError."""
+    longest, reason = spec.max_positions, "positions of the model"
+    windows = [window for window in spec.windows if window is not None]
+    if options.disable_sliding_window and windows and min(windows) < longest:
+        longest, reason = min(windows), "tokens of the model's sliding window, which disable_sliding_window keeps to"
+    if options.max_model_len in (None, -1):
+        return longest
+    if options.max_model_len > longest:
+        raise ConfigError(f"max_model_len={options.max_model_len} is more than the {longest} {reason}")
+    return options.max_model_len
+
+
+def _generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
+    """The default sampling parameters, and how a sequence ends. Raises ConfigError."""
+    known: dict[str, Any] = {}
+    if options.generation_config == "auto":
+        known = load_generation_config(directory)
+    elif options.generation_config != "vllm":
+        other = Path(options.generation_config)
+        if not (other / "generation_config.json").is_file():
+            raise ConfigError(
+                f"generation_config={options.generation_config!r} must be 'auto', 'vllm' or a directory with a "
+                "generation_config.json"
+            )
+        known = load_generation_config(other)
+    return {**known, **options.override_generation_config}

@@ -39,11 +39,16 @@ class LLM:
     def _start(self, frontend: Frontend) -> None:
         self.config, self.frontend = frontend.config, frontend
         self.processor, self._tokenizer = self.frontend.processor, self.frontend.tokenizer
-        self.max_model_len, self.dtype = self.frontend.max_model_len, self.frontend.dtype
+        self.dtype = self.frontend.dtype
         self.output_processor = OutputProcessor(self._tokenizer)
-        self.core = make_core(self.config, self.frontend.directory, self.max_model_len)
+        self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
+        self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them
         self._num_requests = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self.processor.max_model_len
 
     # ---- vLLM's interface
 

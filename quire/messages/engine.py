@@ -97,6 +97,7 @@ class CoreStats(msgspec.Struct, array_like=True):
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
     num_blocks: int
     kv_cache_tokens: int
+    max_model_len: int
 
 
 class StepOutputs(msgspec.Struct, array_like=True, tag=True):

@@ -205,6 +205,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 
 # Values of Quire's own options that vLLM writes in another way.
 VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "attention_backend": {"auto": None},
     "hf_token": {True: None},  # the one that the user logged in with
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": dict.fromkeys(("hf", "pt", "gguf", "fastsafetensors", "runai_streamer"), "auto"),

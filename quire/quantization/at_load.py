@@ -33,7 +33,7 @@ class AtLoad:
 
 def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callable[[str], Quantizer | None]:
     """By a layer's name, what --quantization asks for. names: those of the model's layers, by role."""
-    if option is None:
+    if option not in ("int8", "int4"):
         return lambda name: None
     table = AtLoad(8, _ROW)
     layer = table if option == "int8" else AtLoad(4, 128)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from quire.config import ConfigError
 from quire.layers.linear import DenseWeight, LinearMethod
 from quire.quantization.integers import AWQ, GPTQ, PackedIntegers
 from quire.quantization.scaled import ScaledBytes
@@ -24,6 +25,33 @@ _REFUSED = {
 
 def _settings(config: Mapping[str, Any]) -> Settings:
     return config.get("quantization_config") or config.get("compression_config") or {}
+
+
+def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -> None:
+    """Raises ConfigError if --quantization names a format that the checkpoint with this config.json is not in."""
+    if option in (None, "int8", "int4"):
+        return
+    kind = "gguf" if is_gguf else str(_settings(config).get("quant_method", "compressed-tensors"))
+    known = sorted({*map(_plain, _METHODS), "gguf"})
+    if _plain(option) not in known:
+        listed = ", ".join(["int8", "int4", *known])
+        raise ConfigError(f"quantization={option!r} is not supported by Quire yet; supported: {listed}")
+    if not is_gguf and not _settings(config):
+        raise ConfigError(
+            f"quantization={option!r} names the format of a quantized checkpoint, but this one is not quantized; leave "
+            "it out, or let int8 or int4 quantize the weights while they are loaded"
+        )
+    if _plain(kind) != _plain(option):
+        raise ConfigError(
+            f"quantization={option!r} does not fit the checkpoint, which is quantized with {_plain(kind)!r}; leave "
+            "it out, or name that"
+        )
+
+
+def _plain(kind: str) -> str:
+    """A format's name without what tells vLLM which kernels to use for it: gptq_marlin is gptq."""
+    plain = kind.lower().replace("_", "-").removesuffix("-marlin").removeprefix("gpt-oss-")
+    return {"autoawq": "awq", "inc": "auto-round"}.get(plain, plain)
 
 
 def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:

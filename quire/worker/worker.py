@@ -100,7 +100,7 @@ def _forward(
 
 def _cell(config: EngineConfig, spec: DecoderSpec) -> torch.dtype | None:
     """What the cache keeps an element in, None for the model's own type."""
-    if (name := config.cache.kv_cache_dtype) == "auto":
+    if (name := config.cache.kv_cache_dtype) not in CELLS:
         return None
     if isinstance(spec.attention, AttentionSpec) and spec.attention.alibi:
         raise ConfigError(

@@ -55,7 +55,7 @@ def test_code_of_a_checkpoint_is_never_run(path, caplog):
         ({"dtype": "int8"}, "dtype must be one of 'auto', 'bfloat16', 'float16', .* got 'int8'"),
         ({"load_format": "tensorizer"}, "load_format must be one of"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of 'fcfs', 'priority', got 'lifo'"),
-        ({"generation_config": "mine"}, "generation_config must be 'auto' or 'vllm', got 'mine'"),
+        ({"generation_config": "mine"}, "generation_config='mine' must be 'auto', 'vllm' or a directory"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be an integer of at least 2, got 1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0"),
         ({"hf_overrides": "x"}, "hf_overrides: 'x' is not valid JSON"),

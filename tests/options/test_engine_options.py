@@ -1,0 +1,122 @@
+"""Options of vLLM that change what an engine does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.config import ConfigError, EngineConfig
+from quire.quantization.config import check_format
+from support.checkpoints import MAX_POSITIONS, Checkpoints
+from support.engines import GREEDY, generate, make_llm, tokens_of
+
+
+@pytest.fixture
+def path(checkpoints: Checkpoints):
+    return checkpoints.path("llama")
+
+
+@pytest.mark.parametrize("auto", ["auto", -1, "-1"])
+def test_the_longest_request_that_fits_memory_can_be_found_out(path, auto):
+    llm = make_llm(path, max_model_len=auto, num_gpu_blocks_override=6)
+    assert llm.max_model_len == 5 * 16
+    [output] = generate(llm, [[5] * 70], GREEDY.clone(max_tokens=None))
+    assert len(output.outputs[0].token_ids) == 10
+    with pytest.raises(ValueError, match="max_model_len is 80"):
+        generate(llm, [[5] * 80])
+    assert make_llm(path, max_model_len=auto).max_model_len == MAX_POSITIONS
+
+
+def test_a_sliding_window_can_be_the_longest_request(checkpoints):
+    path = checkpoints.path("mistral-window-20")
+    window = json.loads((path / "config.json").read_text())["sliding_window"]
+    assert make_llm(path, disable_sliding_window=True, max_model_len=None).max_model_len == window
+    with pytest.raises(ConfigError, match=f"is more than the {window} tokens of the model's sliding window"):
+        make_llm(path, disable_sliding_window=True, max_model_len=window + 1)
+
+
+def test_default_sampling_parameters_come_from_another_directory(path, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 7}')
+    params = make_llm(path, generation_config=str(tmp_path)).get_default_sampling_params()
+    assert (params.temperature, params.top_k) == (0.25, 7)
+    with pytest.raises(ConfigError, match="must be 'auto', 'vllm' or a directory with a generation_config"):
+        make_llm(path, generation_config=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("source", ["auto", "vllm"])
+def test_single_default_sampling_parameters_can_be_overridden(path, source):
+    overrides = {"temperature": 0.125, "max_new_tokens": 3}
+    llm = make_llm(path, generation_config=source, override_generation_config=overrides)
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.max_tokens) == (0.125, 3)
+    with pytest.raises(ConfigError, match="override_generation_config cannot be used: temperature must be"):
+        make_llm(path, override_generation_config={"temperature": -1})
+
+
+@pytest.mark.parametrize(
+    ("option", "config", "is_gguf"),
+    [
+        ("awq", {"quantization_config": {"quant_method": "awq"}}, False),
+        ("awq_marlin", {"quantization_config": {"quant_method": "awq"}}, False),
+        ("gptq_marlin", {"quantization_config": {"quant_method": "gptq"}}, False),
+        ("fp8", {"quantization_config": {"quant_method": "fp8"}}, False),
+        ("compressed-tensors", {"compression_config": {"format": "pack-quantized"}}, False),
+        ("auto_round", {"quantization_config": {"quant_method": "auto-round"}}, False),
+        ("gguf", {}, True),
+        ("int4", {}, False),
+        (None, {"quantization_config": {"quant_method": "awq"}}, False),
+    ],
+)
+def test_a_format_that_is_the_checkpoints_is_accepted(option, config, is_gguf):
+    check_format(option, config, is_gguf)
+
+
+@pytest.mark.parametrize(
+    ("option", "config", "message"),
+    [
+        ("gptq", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint, which is quantized with 'awq'"),
+        ("awq", {}, "this one is not quantized; leave it out, or let int8 or int4 quantize the weights"),
+        ("gguf", {}, "this one is not quantized"),
+        ("bitsandbytes", {}, "quantization='bitsandbytes' is not supported by Quire yet; supported: int8, int4, "),
+    ],
+)
+def test_a_format_that_is_not_the_checkpoints_is_an_error_that_names_its_own(option, config, message):
+    with pytest.raises(ConfigError, match=message):
+        check_format(option, config, is_gguf=False)
+
+
+def test_an_engine_checks_the_format(path):
+    with pytest.raises(ConfigError, match="quantization='awq' names the format of a quantized checkpoint"):
+        make_llm(path, quantization="awq")
+
+
+def test_the_type_of_the_cache_may_be_named_as_vllm_does(path):
+    assert EngineConfig.create(kv_cache_dtype="fp8_e4m3").cache.kv_cache_dtype == "fp8"
+    named = make_llm(path, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert tokens_of(generate(named, ["a"])) == tokens_of(generate(make_llm(path, dtype="bfloat16"), ["a"]))
+    with pytest.raises(ConfigError, match="kv_cache_dtype='float16' needs dtype='float16', but dtype is 'bfloat16'"):
+        EngineConfig.create(kv_cache_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"), [("FLASH_ATTN", "cpu"), ("TRITON_ATTN", "cpu"), ("flashinfer", "cpu"), ("CPU_ATTN", None)]
+)
+def test_an_attention_backend_of_vllms_is_a_preference(path, name, taken, caplog):
+    expected = tokens_of(generate(make_llm(path), ["a"]))
+    caplog.clear()
+    assert tokens_of(generate(make_llm(path, attention_backend=name), ["a"])) == expected
+    warned = f"attention_backend={name} cannot be used here; {taken} takes its place" in caplog.text
+    assert warned is (taken is not None)
+
+
+@pytest.mark.parametrize("load_format", ["hf", "pt", "fastsafetensors"])
+def test_formats_that_are_told_from_the_files_are_auto(load_format):
+    assert EngineConfig.create(load_format=load_format) == EngineConfig.create()
+
+
+def test_a_long_prompt_in_small_chunks_says_the_same(path):
+    prompts = [[7] * 60, [5, 6] * 20]
+    expected = tokens_of(generate(make_llm(path), prompts))
+    assert tokens_of(generate(make_llm(path, long_prefill_token_threshold=9), prompts)) == expected
+    assert tokens_of(generate(make_llm(path, chunked_prefill_size=9), prompts)) == expected
