@@ -7,13 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.messages.outputs import CompletionOutput
+from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import json_response
 from quire.server.generation import Call, Chunks, EventStream, Meter, Server
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import text_of
 from quire.server.protocol import ChatRequest
-from quire.server.responses import ChatChoice, ChatLogprobs, ChatResponse
+from quire.server.responses import AssistantMessage, ChatChoice, ChatLogprobs, ChatResponse
 from quire.server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
@@ -38,22 +38,34 @@ async def _collect(call: Call, body: ChatRequest) -> dict[str, Any]:
     meter.add(output)
     choices, role, echo = [], _role(body), _echo(body)
     for completion in output.outputs:
+        message = AssistantMessage(
+            role=role,
+            content=echo + completion.text,
+            refusal=None,
+            annotations=None,
+            audio=None,
+            function_call=None,
+            reasoning=None,
+        )
         choice = ChatChoice(
             index=completion.index,
-            message={"role": role, "content": echo + completion.text, "refusal": None},
+            message=message,
             logprobs=_logprobs(call, body, completion),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if body.return_token_ids else None,
+            routed_experts=None,
+            weight_versions=None,
         )
-        if body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
         choices.append(choice)
-    response = call.answer("chat.completion", choices, meter)
-    if output.prompt_logprobs is not None:
-        response["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    if body.return_token_ids:
-        response["prompt_token_ids"] = output.prompt_token_ids
-    return response
+    places = output.prompt_logprobs
+    return call.answer(
+        "chat.completion",
+        choices,
+        meter,
+        prompt_logprobs=None if places is None else prompt_logprobs(places),
+        **_prompt_keys(body, output),
+    )
 
 
 async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
@@ -62,11 +74,9 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
         async for output in outputs:
             events = []
             if not begun:
-                more: dict[str, Any] = {}
+                more = _prompt_keys(body, output)
                 if output.prompt_logprobs is not None:
                     more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-                if body.return_token_ids:
-                    more["prompt_token_ids"] = output.prompt_token_ids
                 for index in range(body.n or 1):
                     events.append(chunks.event(_text_choice(index, role=_role(body), content=""), meter, **more))
                     more = {}
@@ -81,6 +91,14 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
                 yield b"".join(events)
     if last := chunks.last(meter):
         yield last
+
+
+def _prompt_keys(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
+    """What is said of the prompt, in a whole answer and in the first chunk of a stream."""
+    return {
+        "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
+        "prompt_text": output.prompt if body.return_prompt_text else None,
+    }
 
 
 def _role(body: ChatRequest) -> str:
@@ -103,14 +121,13 @@ def _text_choice(index: int, **delta: str) -> dict[str, Any]:
 def _delta(call: Call, body: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "index": completion.index,
-        "delta": {"content": completion.text} if completion.text else {},
+        "delta": {"content": completion.text},
         "logprobs": _logprobs(call, body, completion),
         "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids if body.return_token_ids else None,
     }
     if completion.finish_reason is not None:
         choice["stop_reason"] = completion.stop_reason
-    if body.return_token_ids:
-        choice["token_ids"] = completion.token_ids
     return choice
 
 

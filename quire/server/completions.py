@@ -19,6 +19,7 @@ from quire.server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16
+_NULLS: Any = {"prompt_logprobs": None, "routed_experts": None, "weight_versions": None}  # of choices not streamed
 
 
 @router.post("/v1/completions", responses=stream_answers(CompletionResponse), response_model=None)
@@ -48,7 +49,7 @@ class _Choices:
             async for output in outputs:
                 self._cut(output)
                 self.meter.add(output)
-                choices += [self._choice(output, completion, True) for completion in output.outputs]
+                choices += [{**_NULLS, **self._choice(output, completion, True)} for completion in output.outputs]
         choices.sort(key=lambda choice: choice["index"])
         return self.call.answer("text_completion", choices, self.meter)
 
@@ -83,19 +84,18 @@ class _Choices:
         place, request = self.requests[output.request_id]
         index = place * self.n + completion.index
         echo = first and bool(self.body.echo)
+        with_ids = self.body.return_token_ids
         choice = CompletionChoice(
             index=index,
             text=self._prompt_text(request) + completion.text if echo else completion.text,
             logprobs=self._logprobs(output, completion, index, echo),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
+            token_ids=completion.token_ids if with_ids else None,
+            prompt_token_ids=output.prompt_token_ids if with_ids and first else None,
         )
         if first and self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        if self.body.return_token_ids:
-            choice["token_ids"] = completion.token_ids
-            if first:
-                choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
     def _prompt_text(self, request: ProcessedRequest) -> str:

@@ -217,10 +217,22 @@ class Call:
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 
-    def answer(self, kind: str, choices: list[Any], meter: "Meter") -> dict[str, Any]:
-        """The whole answer of one that is not streamed."""
-        start = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return {**start, "choices": choices, "usage": meter.usage}
+    def answer(self, kind: str, choices: list[Any], meter: "Meter", **more: Any) -> dict[str, Any]:
+        """The whole answer of one that is not streamed, with null for what vLLM has and Quire has not."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": {**meter.usage, "completion_tokens_details": None},
+            **more,
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "metrics": None,
+        }
 
 
 class Meter:

@@ -112,7 +112,7 @@ class Generation(Body):
         None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first; not 0 needs --scheduling-policy priority."
     )
     cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
-    return_token_ids: bool | None = None
+    return_token_ids: bool | None = Field(None, description="Of the prompt and of the output.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs name tokens 'token_id:42'.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
     vllm_xargs: ExtraArguments | None = Field(None, description="extra_args for plugins that process logits.")
@@ -200,6 +200,7 @@ class ChatRequest(Generation, Rendering):
     max_completion_tokens: Positive | None = Field(None, description="Default: what the model's context has room for.")
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
+    return_prompt_text: bool | None = Field(None, description="The text that the chat template made of the messages.")
     tool_choice: str | dict[str, Any] | None = Field(None, description='Only "none" if there are tools.')
 
     @property

@@ -1,4 +1,7 @@
-"""What the server answers, in OpenAI's shapes: the types that the code builds and /openapi.json describes."""
+"""What the server answers, in OpenAI's shapes: the types that the code builds and /openapi.json describes.
+
+As in vLLM, a whole answer has every key, null where there is nothing to say; chunks of a stream have fewer.
+"""
 
 from typing import Any, Literal, NotRequired
 
@@ -27,6 +30,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[None]
 
 
 class CompletionLogprobs(TypedDict):
@@ -42,9 +46,11 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+    routed_experts: NotRequired[None]
+    weight_versions: NotRequired[None]
 
 
 class CompletionResponse(TypedDict):
@@ -53,7 +59,12 @@ class CompletionResponse(TypedDict):
     created: int
     model: str
     choices: list[CompletionChoice]
+    service_tier: None
+    system_fingerprint: None
     usage: Usage
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
 
 
 class TokenLogprob(TypedDict):
@@ -74,6 +85,10 @@ class AssistantMessage(TypedDict):
     role: str
     content: str
     refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    reasoning: None
 
 
 class ChatChoice(TypedDict):
@@ -82,7 +97,9 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: NotRequired[list[int]]
+    token_ids: list[int] | None
+    routed_experts: None
+    weight_versions: None
 
 
 class ChatResponse(TypedDict):
@@ -91,9 +108,15 @@ class ChatResponse(TypedDict):
     created: int
     model: str
     choices: list[ChatChoice]
+    service_tier: None
+    system_fingerprint: None
     usage: Usage
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
+    prompt_text: str | None
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
 
 
 class ModelCard(TypedDict):
