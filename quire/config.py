@@ -216,9 +216,29 @@ class ServerConfig:
         False, "render chat templates that requests bring; a template can keep a core busy for as long as it likes"
     )
     metrics_prefix: str = option("quire", "first part of the metrics' names; vllm fits dashboards made for that")
+    enable_log_requests: bool = option(
+        False,
+        "log each request when it arrives, with its sampling parameters, and each of its sequences when it ends, with "
+        "its tokens and times; --log-level DEBUG adds the prompt",
+    )
+    max_log_len: int | None = option(
+        None, "most characters, and token ids, of a prompt in the log of requests (default: all)"
+    )
+    disable_uvicorn_access_log: bool = option(
+        False, "do not log HTTP requests that succeed; those that are refused are logged in any case"
+    )
+    disable_access_log_for_endpoints: str = option(
+        "/health,/ping,/version,/metrics,/load",
+        "paths, separated by commas, of which requests that succeed are not logged",
+    )
+    disable_log_stats: bool = option(
+        False,
+        "keep no statistics of the engine: no periodic log line, no line when a sequence ends, and /metrics shows HTTP "
+        "requests and the process alone",
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "port", "max_waiting_requests")
+        at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
         at_least(self, 1, "max_body_bytes", "max_generated_tokens")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")

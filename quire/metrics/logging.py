@@ -22,5 +22,5 @@ def logging_level() -> str:
 
 def printable(text: str, limit: int) -> str:
     """Text that clients wrote, for a line of the log: shortened, and control characters escaped."""
-    shown = repr(text[:limit])[1:-1]
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit])
     return f"{shown}... ({len(text):,} characters)" if len(text) > limit else shown

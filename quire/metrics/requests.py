@@ -6,10 +6,11 @@ from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger, printable
 
 MAX_PARAMETERS = 2000  # characters of a request's sampling parameters in the log
+_DEFAULTS = SamplingParams()
 
 
 class RequestLog:
-    """Logs each request when it arrives, and each of its sequences when it ends.
+    """Logs each request when it arrives, with what is not vLLM's default, and each of its sequences when it ends.
 
     max_length: characters of a prompt's text, and token ids of it, that are logged at most; None for all. Prompts are
     logged at level DEBUG only.
@@ -21,7 +22,9 @@ class RequestLog:
     def received(self, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> None:
         if not self.enabled:
             return
-        parameters = printable(repr(params), MAX_PARAMETERS)
+        given = {name: getattr(params, name) for name in params.__struct_fields__ if name != "output_kind"}
+        unusual = [f"{name}={value!r}" for name, value in given.items() if value != getattr(_DEFAULTS, name)]
+        parameters = printable(", ".join(unusual), MAX_PARAMETERS)
         logger.info("Request %s received: %d prompt tokens, %s", request_id, len(token_ids), parameters)
         if logger.isEnabledFor(logging.DEBUG):
             text = None if prompt is None else prompt[: self.max_length]

@@ -43,7 +43,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
     **_each(  # switches that are off
         """data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
         enable_auto_tool_choice enable_batch_sharded_sampling enable_dbo enable_elastic_ep enable_ep_weight_filter
-        enable_eplb enable_expert_parallel enable_log_outputs enable_log_requests enable_logging_iteration_details
+        enable_eplb enable_expert_parallel enable_log_outputs enable_logging_iteration_details
         enable_layerwise_nvtx_tracing enable_lora enable_mfu_metrics enable_mm_embeds enable_per_request_metrics
         enable_prompt_adapter enable_prompt_embeds enable_reasoning enable_return_routed_experts enable_sleep_mode
         enable_ssl_refresh enable_tokenizer_info_endpoint enable_trace_replay engine_use_ray
@@ -154,9 +154,9 @@ NO_EFFECT: Mapping[str, Foreign] = {
         "tokenizer_pool_size tokenizer_pool_type"),
     **_no_effect("deprecated methods are no different here", "", "allow_deprecated_quantization"),
     **_no_effect("there are no such metrics", "kv_cache_metrics_sample show_hidden_metrics_for_version"),
-    **_no_effect("requests are not logged", "max_log_len", "disable_log_requests enable_log_deltas"),
-    **_no_effect("there is no access log", "disable_access_log_for_endpoints", "disable_uvicorn_access_log"),
-    **_no_effect("statistics are cheap, and always kept", "", "disable_log_stats"),
+    **_no_effect("requests are logged with enable_log_requests only", "", "disable_log_requests"),
+    **_no_effect("tokens are not logged", "", "enable_log_deltas"),
+    **_no_effect("only the server logs statistics", "", "disable_log_stats"),
     **_no_effect("Quire does so always", "", "enable_offline_docs enable_prompt_tokens_details "
         "enable_request_id_headers enable_server_load_tracking"),
     **_no_effect("HTTP is not parsed by h11; see max_body_bytes", "h11_max_header_count h11_max_incomplete_event_size"),

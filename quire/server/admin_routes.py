@@ -75,7 +75,8 @@ async def load(request: Request) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
-    return Response(_server(request).llm.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    text: bytes = _server(request).llm.render_metrics() + request.app.state.http_metrics.render()
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.post("/reset_prefix_cache", response_class=Response)

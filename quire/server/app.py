@@ -13,7 +13,8 @@ from quire.engine.async_llm import AsyncLLM
 from quire.server import admin_routes, chat, completions, text_routes
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
-from quire.server.middleware import ApiKeys, BodyLimit, RequestIds, RootPath
+from quire.server.middleware import ApiKeys, BodyLimit, RootPath
+from quire.server.observability import HttpMetrics, Observability
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
@@ -33,8 +34,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
     patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
     app.state.server, app.state.draining = Server(llm, config, model_names, app), False
+    app.state.http_metrics = http_metrics = HttpMetrics()
+    routes = [*app.routes, *admin_routes.router.routes]
     for module in (completions, chat, text_routes):
         app.include_router(module.router, dependencies=bearer)
+        routes += module.router.routes
     app.include_router(admin_routes.router)
     add_error_handlers(app)
     # The last one added is the first to see a request.
@@ -49,7 +53,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.add_middleware(RequestIds)
+    quiet_paths = config.disable_access_log_for_endpoints.split(",")
+    access_log = not config.disable_uvicorn_access_log
+    app.add_middleware(
+        Observability, metrics=http_metrics, routes=routes, access_log=access_log, quiet_paths=quiet_paths
+    )
     if root_path := config.root_path.strip("/"):
         app.add_middleware(RootPath, root_path=f"/{root_path}")
     return app

@@ -119,5 +119,4 @@ def add_error_handlers(app: FastAPI) -> None:
             error = _routing_error(request, error)
         return error_response(api_error(error))
 
-    for kind in (HTTPException, Exception):
-        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, handle)  # other exceptions end up in the Observability middleware

@@ -303,5 +303,6 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 end = b""
             except Exception as error:
-                end = b"data: " + msgspec.json.encode(api_error(error).body) + b"\n\n"
+                scope["state"]["stream_error"] = told = api_error(error)
+                end = b"data: " + msgspec.json.encode(told.body) + b"\n\n"
         await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n", "more_body": False})

@@ -1,8 +1,6 @@
 """Around every request, as plain ASGI: streams pass without a copy or a task in between."""
 
 import hmac
-import re
-import uuid
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -10,10 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import ApiError, error_response
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: for probes and scrapers
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
+def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
@@ -34,32 +31,6 @@ class RootPath:
         await self.app(scope, receive, send)
 
 
-class RequestIds:
-    """X-Request-Id: the client's or a new one, in `request.state` and on the response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        given = _header(scope, b"x-request-id")
-        right = given is None or _REQUEST_ID.fullmatch(given)
-        request_id = given if given is not None and right else uuid.uuid4().hex.encode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
-
-        state = scope.setdefault("state", {})
-        state["request_id"], state["request_id_given"] = request_id.decode(), given is not None
-        message = "X-Request-Id should be 1 to 128 visible ASCII characters"
-        app = self.app if right else error_response(ApiError(400, message, param="X-Request-Id"))
-        await app(scope, receive, send_with_id)
-
-
 class ApiKeys:
     """401 without one of the keys, but for OPEN_PATHS."""
 
@@ -78,7 +49,7 @@ class ApiKeys:
     def _may_pass(self, scope: Scope) -> bool:
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
             return True
-        scheme, _, token = (_header(scope, b"authorization") or b"").partition(b" ")
+        scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
         # Each key is compared whole, and all of them are: the time says nothing of how near a guess was.
         matches = [hmac.compare_digest(token.strip(), key) for key in self.keys]
         return scheme.lower() == b"bearer" and any(matches)
@@ -92,7 +63,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(413, f"the body may have {self.limit} bytes at most", code="body_too_large")
-        declared = (_header(scope, b"content-length") if scope["type"] == "http" else None) or b"0"
+        declared = (header(scope, b"content-length") if scope["type"] == "http" else None) or b"0"
         if declared.isdigit() and int(declared[:20]) > self.limit:
             await error_response(error)(scope, receive, send)
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quire.messages.errors import error_text
@@ -25,7 +25,10 @@ class _StrictRequest(Request):
         subtype = header.get_content_subtype()
         if header.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
             raise ApiError(415, "Content-Type should be application/json", param="Content-Type")
-        return await super().body()
+        try:
+            return await super().body()
+        except ClientDisconnect as error:
+            raise ApiError(499, "the client closed the connection") from error
 
     async def json(self) -> Any:
         try:

@@ -13,6 +13,7 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState
 from quire.metrics.logging import logger
+from quire.metrics.requests import RequestLog
 from quire.server.listening import Acceptor, listening_socket, raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -26,7 +27,14 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
     it cannot start."""
     with contextlib.closing(listening_socket(config)) as listening:
         names = config.served_model_name or [model or "quire-demo"]
-        llm = AsyncLLM(model, metrics_prefix=config.metrics_prefix, served_name=names[0], **options)
+        llm = AsyncLLM(
+            model,
+            metrics_prefix=config.metrics_prefix,
+            served_name=names[0],
+            log_stats=not config.disable_log_stats,
+            request_log=RequestLog(config.enable_log_requests, config.max_log_len),
+            **options,
+        )
         raise_descriptor_limit(llm.config.scheduler.max_num_seqs)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(llm, config, names, listening))

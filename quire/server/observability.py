@@ -1,0 +1,177 @@
+"""Every HTTP request leaves a trace: its id, a line in the log, and metrics under the names of vLLM's.
+
+vLLM's come from prometheus-fastapi-instrumentator. Plain ASGI, so that a stream's chunks pass without a copy or a task
+in between: each is only counted.
+"""
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    Summary,
+    generate_latest,
+)
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.metrics.logging import logger, printable
+from quire.server.errors import ApiError, api_error, error_response
+from quire.server.middleware import header
+
+PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, not in the HTTP metrics
+MAX_PATH, MAX_MESSAGE = 200, 500  # characters in the log
+MAX_ERROR_BODY = 1 << 16  # bytes of an error's body that are looked at for its message
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
+_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
+
+
+class HttpMetrics:
+    """Counts requests and their times and sizes. Also shows this process: its memory, time, files and Python."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        route, call = ["handler"], ["handler", "method"]
+        registry = self.registry
+        self.requests = Counter(
+            "http_requests_total", "HTTP requests, by group of their status", [*call, "status"], registry=registry
+        )
+        self.seconds = Histogram(
+            "http_request_duration_seconds", "From a request's headers to the end of its answer, few buckets", call,
+            buckets=(0.1, 0.5, 1), registry=registry,
+        )  # fmt: skip
+        self.fine_seconds = Histogram(
+            "http_request_duration_highr_seconds", "The same of all requests together, many buckets",
+            buckets=_FINE, registry=registry,
+        )  # fmt: skip
+        self.request_bytes = Summary(
+            "http_request_size_bytes", "Bytes of a request's body, as its headers say", route, registry=registry
+        )
+        self.response_bytes = Summary("http_response_size_bytes", "Bytes of an answer's body", route, registry=registry)
+
+    def count(self, handler: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
+        """handler: the route's path, not the request's, and "none" without a route: labels must not be endless."""
+        method = method if method in _METHODS else "other"
+        self.requests.labels(handler, method, f"{status // 100}xx").inc()
+        self.seconds.labels(handler, method).observe(seconds)
+        self.fine_seconds.observe(seconds)
+        self.request_bytes.labels(handler).observe(received)
+        self.response_bytes.labels(handler).observe(sent)
+
+    def render(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Exchange:
+    """A request and the answer to it, while it is sent."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send, self._request_id = send, request_id
+        self.status, self.num_bytes, self.error_body = 0, 0, b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            body = message.get("body", b"")
+            self.num_bytes += len(body)
+            if self.status >= 400 and len(self.error_body) < MAX_ERROR_BODY:
+                self.error_body += body
+        elif message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+        await self._send(message)
+
+    def error_message(self) -> str:
+        """What the client was told, if it was told that it cannot have what it wants."""
+        try:
+            return str(json.loads(self.error_body)["error"]["message"])
+        except (ValueError, TypeError, KeyError):
+            return self.error_body.decode(errors="replace")
+
+
+class Observability:
+    """The outermost middleware. Gives each request its id, from X-Request-Id or a new one, and sees how it ends.
+
+    routes: whose paths the metrics name. access_log: log requests that succeed, except for those of quiet_paths.
+    Requests that are refused are always logged.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        routes: Sequence[BaseRoute],
+        access_log: bool,
+        quiet_paths: Sequence[str],
+    ) -> None:
+        self.app, self.metrics, self.access_log, self.quiet_paths = app, metrics, access_log, frozenset(quiet_paths)
+        self.routes = [route for route in routes if isinstance(route, Route)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        given = header(scope, b"x-request-id")
+        valid = given is None or _REQUEST_ID.fullmatch(given) is not None
+        request_id = given if given is not None and valid else uuid.uuid4().hex.encode()
+        state = scope.setdefault("state", {})
+        state["request_id"], state["request_id_given"] = request_id.decode(), given is not None
+        message = "X-Request-Id should be 1 to 128 visible ASCII characters"
+        app = self.app if valid else error_response(ApiError(400, message, param="X-Request-Id"))
+        exchange = _Exchange(send, request_id)
+        try:
+            try:
+                await app(scope, receive, exchange.send)
+            except Exception as error:
+                if exchange.status:
+                    raise  # too late to say so
+                await error_response(api_error(error))(scope, receive, exchange.send)
+        finally:
+            self._ended(scope, exchange, time.perf_counter() - began)
+
+    def _handler(self, path: str) -> str:
+        return next((route.path for route in self.routes if route.path_regex.match(path)), "none")
+
+    def _ended(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        status = exchange.status or 500
+        if path not in PROBES:
+            length = header(scope, b"content-length") or b"0"
+            received = int(length[:20]) if length.isdigit() else 0
+            self.metrics.count(self._handler(path), scope["method"], status, seconds, received, exchange.num_bytes)
+        error: ApiError | None = scope["state"].get("stream_error")
+        level = _level(status if error is None else error.status_code)
+        quiet = level == logging.INFO and (path in self.quiet_paths or not self.access_log)
+        if quiet or not logger.isEnabledFor(level):
+            return
+        client = scope.get("client")
+        address = f"{printable(client[0], MAX_PATH)}:{client[1]}" if client else "unix socket"
+        reason = ""
+        if error is not None:
+            reason = f": the stream ended with error {error.status_code}, {printable(error.detail, MAX_MESSAGE)}"
+        elif status >= 400:
+            reason = f": {printable(exchange.error_message(), MAX_MESSAGE)}"
+        logger.log(
+            level, "%s %s %s %d in %.3f s, request %s%s",
+            address, scope["method"], printable(path, MAX_PATH), status, seconds, scope["state"]["request_id"], reason,
+        )  # fmt: skip
+
+
+def _level(status: int) -> int:
+    if status < 400 or status == 499:  # the client closed the connection
+        return logging.INFO
+    return logging.WARNING if status < 500 else logging.ERROR
