@@ -14,7 +14,7 @@ from quire.models.architectures.mixtral import mixtral
 from quire.models.architectures.olmo import olmo2, olmo3
 from quire.models.architectures.opt import opt
 from quire.models.architectures.phi import phi, phi3
-from quire.models.architectures.qwen import qwen2, qwen2_moe, qwen3
+from quire.models.architectures.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
 from quire.models.architectures.stablelm import stablelm
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
@@ -47,7 +47,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
     "SmolLM3ForCausalLM": smollm3,
     "StableLmForCausalLM": stablelm,
     "YiForCausalLM": llama,

@@ -132,3 +132,9 @@ def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: T
     kinds = config.get("layer_types")
     sliding = [k == "sliding_attention" for k in kinds] if kinds else [default(i) for i in range(layers)]
     return tuple(window if slides else None for slides in sliding)
+
+
+def expert_count(config: HfConfig) -> int:
+    """How many experts a layer chooses from. transformers 5 saves `num_local_experts` for families whose first
+    checkpoints say `num_experts`, and reads either name, so every family accepts both. Raises KeyError for neither."""
+    return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])

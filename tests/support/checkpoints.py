@@ -27,7 +27,7 @@ CORPUS = [
 SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
 EOS, END = 2, 3  # generation_config.json names both; the tokenizer's own is EOS
 
-_BASE = {
+BASE = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -43,7 +43,7 @@ _BASE = {
 
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
-# name: (model type, differences from _BASE, how config.json is written:
+# name: (model type, differences from BASE, how config.json is written:
 #   old_rope writes rope_theta and rope_scaling as before transformers 5; without drops fields from the file;
 #   seed: one whose greedy continuations do not run into loops)
 VARIANTS: dict[str, Variant] = {
@@ -129,10 +129,10 @@ def model_class(kind: str) -> Any:
 
 
 def build(kind: str, config: dict[str, Any], seed: int = 0) -> Any:
-    """The model itself. config: differences from those fields of _BASE that the family has."""
+    """The model itself. config: differences from those fields of BASE that the family has."""
     config_class, model = model_class(kind)
     known = {*config_class().to_dict(), *config_class.attribute_map}
-    base = {name: value for name, value in _BASE.items() if name in known}
+    base = {name: value for name, value in BASE.items() if name in known}
     network = model(config_class(**{**base, "pad_token_id": None, **stand_in_config(kind, config)})).float()
     scale_weights(network, seed)
     return network.eval()

@@ -45,15 +45,21 @@ def edit_config(
     config = json.loads(path.read_text())
     if kind in STAND_INS:
         _under_its_own_name(config, kind, differences)
-    if kind == "qwen3_moe":
-        config["num_experts"] = config.pop("num_local_experts")
     if old_rope:
-        config["torch_dtype"] = config.pop("dtype")
-        if "rope_parameters" in config:
-            _old_rope(config, config.pop("rope_parameters"))
+        before_transformers_5(config)
     for name in without:
         del config[name]
     path.write_text(json.dumps({**config, **adds}, indent=2))
+
+
+def before_transformers_5(config: Config) -> None:
+    """Rename the fields to what files written before transformers 5 have."""
+    if "dtype" in config:
+        config["torch_dtype"] = config.pop("dtype")
+    if "rope_parameters" in config:
+        _old_rope(config, config.pop("rope_parameters"))
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"] = config.pop("num_local_experts")
 
 
 def _under_its_own_name(config: Config, kind: str, differences: Config) -> None:

@@ -2,7 +2,7 @@
 
 from quire.layers.moe import MoESpec
 from quire.layers.norm import NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 
 def gpt_oss(config: HfConfig) -> DecoderSpec:
@@ -13,7 +13,7 @@ def gpt_oss(config: HfConfig) -> DecoderSpec:
     }  # fmt: skip
     bias = bool(config.get("attention_bias", True))
     experts = MoESpec(
-        config["num_local_experts"], config.get("num_experts_per_tok", 4), config["intermediate_size"], "swiglu_oai",
+        expert_count(config), config.get("num_experts_per_tok", 4), config["intermediate_size"], "swiglu_oai",
         swiglu=(config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)), bias=True, layout="fused",
     )  # fmt: skip
     return decoder_spec(

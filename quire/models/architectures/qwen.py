@@ -6,7 +6,7 @@ Biases on q, k, v until 2.5, norms on q and k since 3; windows, if any, in upper
 from quire.layers.mlp import MLPSpec
 from quire.layers.moe import MoESpec
 from quire.layers.norm import NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 _EXPERTS = {
     "router": "model.layers.{i}.mlp.gate",
@@ -28,7 +28,7 @@ def _mlps(config: HfConfig, normalize: bool, shared: int | None) -> tuple[MLPSpe
     act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
     dense = MLPSpec(config["intermediate_size"], act)
     experts = MoESpec(
-        config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"], act,
+        expert_count(config), config["num_experts_per_tok"], config["moe_intermediate_size"], act,
         normalize=bool(config.get("norm_topk_prob", normalize)), shared=MLPSpec(shared, act) if shared else None,
         shared_gate=bool(shared),
     )  # fmt: skip
@@ -41,12 +41,15 @@ def qwen2(config: HfConfig) -> DecoderSpec:
     return decoder_spec(config, attention={"qkv_bias": True}, windows=_windows(config))
 
 
-def qwen3(config: HfConfig) -> DecoderSpec:
+def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) -> DecoderSpec:
     bias, eps = bool(config.get("attention_bias", False)), config.get("rms_norm_eps", 1e-6)
     config = {"head_dim": 128, **config}  # the default of a config that does not say
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
-    mlp = _mlps(config, normalize=False, shared=None) if config.get("num_experts") else None
     return decoder_spec(config, attention=attention, mlp=mlp, names=_EXPERTS, windows=_windows(config))
+
+
+def qwen3_moe(config: HfConfig) -> DecoderSpec:
+    return qwen3(config, _mlps(config, normalize=False, shared=None))
 
 
 def qwen2_moe(config: HfConfig) -> DecoderSpec:

@@ -174,6 +174,7 @@ EXPERTS: dict[str, Variant] = {
             "use_sliding_window": True,
             "sliding_window": 24,
             "max_window_layers": 2,
+            "layer_types": [LOCAL, GLOBAL, GLOBAL, GLOBAL],
             "vocab_size": 321,
         },
         {"seed": 5},
