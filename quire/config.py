@@ -66,6 +66,14 @@ class ModelConfig:
         {}, "default sampling parameters that win over those of the generation config", json=True
     )
     chat_template: str | None = option(None, "a Jinja template, or the file of one, instead of the model's")
+    chat_template_content_format: Literal["auto", "string", "openai"] = option(
+        "auto",
+        "what chat templates get as a message's content: a string, or OpenAI's list of parts; auto sees what the "
+        "template takes",
+    )
+    default_chat_template_kwargs: dict[str, Any] = option(
+        {}, 'variables for chat templates, such as {"enable_thinking": false}; a request\'s own win', json=True
+    )
     seed: int = option(0, "seed from which requests without a seed draw theirs")
 
     def __post_init__(self) -> None:
@@ -193,12 +201,32 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = option(8000, "port to listen on; 0 for any that is free")
     uds: str | None = option(None, "listen on this Unix domain socket instead")
-    api_key: list[str] = option([], "keys of which a request must carry one as a bearer token")
+    api_key: list[str] = option(
+        [],
+        "keys of which a request must carry one as a bearer token; they show in lists of processes, other than one in "
+        "the environment variable QUIRE_API_KEY",
+    )
     served_model_name: list[str] = option([], "names of the model in the API (default: as --model says)")
     root_path: str = option("", "path at which a proxy serves this server, such as /llm; it may strip it or not")
     ssl_keyfile: str | None = option(None, "private key for HTTPS")
     ssl_certfile: str | None = option(None, "certificate for HTTPS")
+    ssl_ca_certs: str | None = option(None, "certificates of the authorities that sign clients' certificates")
+    ssl_cert_reqs: int = option(0, "whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes")
+    ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation")
     allowed_origins: list[str] = option([], "web origins whose pages may call the server; * for all")
+    allowed_methods: list[str] = option(["*"], "HTTP methods that those pages may use")
+    allowed_headers: list[str] = option(["*"], "HTTP headers that those pages may send")
+    allow_credentials: bool = option(False, "let browsers send cookies and the like from those pages")
+    middleware: list[str] = option(
+        [], "further ASGI middleware, by import path (package.module.name): a class, or a coroutine function"
+    )
+    response_role: str = option("assistant", "role of the answer in chats that ask for a new message")
+    enable_force_include_usage: bool = option(False, "end every stream with the usage, as if it were asked for")
+    return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs 'token_id:42', unless a request differs")
+    disable_fastapi_docs: bool = option(False, "serve neither /docs nor /openapi.json")
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
+        "warning", "how much the HTTP library logs"
+    )
     max_waiting_requests: int | None = option(
         None, "answer 429 to a request that would find this many waiting ones before it (default: no limit)"
     )
@@ -248,6 +276,12 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
+        if self.ssl_cert_reqs and not self.ssl_ca_certs:
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, to check clients' certificates against")
+        if (self.ssl_ca_certs or self.ssl_ciphers) and not self.ssl_certfile:
+            raise ConfigError("ssl_ca_certs and ssl_ciphers need ssl_certfile and ssl_keyfile")
 
     @classmethod
     def create(cls, **options: Any) -> Self:

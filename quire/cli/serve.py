@@ -1,10 +1,13 @@
 """`quire serve`: an OpenAI-compatible server."""
 
 import argparse
+import os
+from typing import Any
 
 from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire.cli.model import add_model
 from quire.config import ServerConfig
+from quire.metrics.logging import logger
 
 HELP = "serve a model behind the OpenAI API"
 
@@ -17,7 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options, config = engine_options(arguments), ServerConfig.create(**server_options(arguments))
+    options, config = engine_options(arguments), ServerConfig.create(**_with_api_key(server_options(arguments)))
     from quire.server.serve import serve  # torch comes with it
 
     return serve(arguments.model, config, options)
+
+
+def _with_api_key(options: dict[str, Any]) -> dict[str, Any]:
+    """The server's options, with the API key from the environment if they have none.
+
+    It is the one option that the environment can give: on a command line, every user of the machine can read it.
+    """
+    if options.get("api_key"):
+        return options
+    if key := os.environ.get("QUIRE_API_KEY"):
+        return {**options, "api_key": [key]}
+    if os.environ.get("VLLM_API_KEY"):
+        logger.warning("VLLM_API_KEY has no effect: requests need no API key. Quire reads QUIRE_API_KEY")
+    return options

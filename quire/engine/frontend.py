@@ -16,6 +16,12 @@ from quire.text.chat_template import render
 
 Message = Mapping[str, Any]
 
+# Arguments of the renderer that are no variables of a template.
+_RESERVED = frozenset(
+    """messages template chat_template tools documents add_generation_prompt continue_final_message content_format
+    tokenize""".split()
+)
+
 
 class Frontend:
     """A model's tokenizer, chat template and limits, and the Processor that makes requests with them.
@@ -49,6 +55,8 @@ class Frontend:
             in_process=in_process and config.parallel.tensor_parallel_size == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
         )
+        if reserved := sorted(_RESERVED.intersection(m.default_chat_template_kwargs)):
+            raise ConfigError(f"default_chat_template_kwargs cannot set {reserved[0]!r}")
         if m.override_generation_config:
             try:
                 self.processor.default_sampling_params()
@@ -59,8 +67,18 @@ class Frontend:
     def has_chat_template(self) -> bool:
         return (self._chat_template or self.tokenizer.chat_template) is not None
 
-    def render_chat(self, messages: Sequence[Message], *, chat_template: str | None = None, **arguments: Any) -> str:
-        """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses."""
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        content_format: str | None = None,
+        **arguments: Any,
+    ) -> str:
+        """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses.
+
+        content_format: "string", "openai" or "auto"; None is the option chat_template_content_format.
+        """
         template = _template_text(chat_template) or self._chat_template
         if template is None and arguments.get("tools"):
             template = self.tokenizer.chat_templates.get("tool_use")
@@ -70,7 +88,10 @@ class Frontend:
         if "developer" not in template:  # OpenAI's newer name for what templates know as the system
             newer = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
             messages = [{**m, "role": "system"} if is_newer else m for m, is_newer in zip(messages, newer, strict=True)]
-        return render(template, messages, **{**self.tokenizer.special_tokens, **arguments})
+        options = self.config.model
+        variables = {**self.tokenizer.special_tokens, **options.default_chat_template_kwargs, **arguments}
+        content_format = content_format or options.chat_template_content_format
+        return render(template, messages, **{**variables, "content_format": content_format})
 
 
 def _template_text(template: str | None) -> str | None:

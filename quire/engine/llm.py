@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -80,10 +80,11 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the form that the model's chat template gives them."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        reserved = sorted({"template", "messages", "tools"} & set(chat_template_kwargs or {}))
+        reserved = sorted({"template", "messages", "tools", "content_format"} & set(chat_template_kwargs or {}))
         if reserved:
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
         prompts: list[Prompt] = [
@@ -93,6 +94,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
+                content_format=chat_template_content_format,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations

@@ -13,7 +13,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.server import admin_routes, chat, completions, text_routes
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
-from quire.server.middleware import ApiKeys, BodyLimit, RootPath
+from quire.server.middleware import ApiKeys, BodyLimit, RootPath, add_middleware
 from quire.server.observability import HttpMetrics, Observability
 
 
@@ -27,12 +27,14 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         title="Quire",
         version=__version__,
         description="OpenAI's API. Fields that are not listed are ignored; null is as if left out.",
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
     )
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
-    patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
+    if not config.disable_fastapi_docs:
+        patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
     app.state.server, app.state.draining = Server(llm, config, model_names, app), False
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
@@ -49,10 +51,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
             expose_headers=["X-Request-Id"],
         )
+    for path in config.middleware:
+        add_middleware(app, path)
     quiet_paths = config.disable_access_log_for_endpoints.split(",")
     access_log = not config.disable_uvicorn_access_log
     app.add_middleware(

@@ -36,7 +36,7 @@ async def _collect(call: Call, body: ChatRequest) -> dict[str, Any]:
     async with aclosing(call.run()) as outputs:
         output = await anext(outputs)
     meter.add(output)
-    choices, role, echo = [], _role(body), _echo(body)
+    choices, role, echo = [], _role(call, body), _echo(call, body)
     for completion in output.outputs:
         message = AssistantMessage(
             role=role,
@@ -78,9 +78,9 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
                 if output.prompt_logprobs is not None:
                     more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
                 for index in range(body.n or 1):
-                    events.append(chunks.event(_text_choice(index, role=_role(body), content=""), meter, **more))
+                    events.append(chunks.event(_text_choice(index, role=_role(call, body), content=""), meter, **more))
                     more = {}
-                if echo := _echo(body):
+                if echo := _echo(call, body):
                     events += [chunks.event(_text_choice(index, content=echo), meter) for index in range(body.n or 1)]
                 begun = True
             meter.add(output)
@@ -101,15 +101,15 @@ def _prompt_keys(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _role(body: ChatRequest) -> str:
+def _role(call: Call, body: ChatRequest) -> str:
     """Of the answer: the last message's if the prompt does not begin a new one, as in vLLM."""
-    return body.messages[-1].role if body.add_generation_prompt is False else "assistant"
+    return body.messages[-1].role if body.add_generation_prompt is False else call.server.config.response_role
 
 
-def _echo(body: ChatRequest) -> str:
+def _echo(call: Call, body: ChatRequest) -> str:
     """What the answer begins with: the text of the last message, if that was asked for and has the answer's role."""
     last = body.messages[-1]
-    if not body.echo or last.role != _role(body) or last.content is None:
+    if not body.echo or last.role != _role(call, body) or last.content is None:
         return ""
     return last.content if isinstance(last.content, str) else "\n".join(map(text_of, last.content))
 
@@ -135,5 +135,5 @@ def _logprobs(call: Call, body: ChatRequest, completion: CompletionOutput) -> Ch
     if completion.logprobs is None:
         return None
     token_bytes = call.server.llm.get_tokenizer().token_bytes
-    as_ids = bool(body.return_tokens_as_token_ids)
-    return chat_logprobs(completion.token_ids, completion.logprobs, body.top_logprobs or 0, as_ids, token_bytes)
+    top = body.top_logprobs or 0
+    return chat_logprobs(completion.token_ids, completion.logprobs, top, call.tokens_as_ids, token_bytes)

@@ -122,6 +122,12 @@ class Call:
         self._requests: list[ProcessedRequest] = []
         self._ended_by: ApiError | None = None
 
+    @property
+    def tokens_as_ids(self) -> bool:
+        """Whether logprobs name tokens by their ids."""
+        asked = self.body.return_tokens_as_token_ids
+        return self.server.config.return_tokens_as_token_ids if asked is None else asked
+
     async def process(
         self, prompts: Sequence[str | list[int]], default_max_tokens: int | None, add_special_tokens: bool, name: str
     ) -> list[ProcessedRequest]:
@@ -264,7 +270,9 @@ class Chunks:
     def __init__(self, call: Call, kind: str) -> None:
         start = {"id": call.id, "object": kind, "created": call.created, "model": call.model}
         self._head = b"data: " + msgspec.json.encode(start)[:-1]
-        self._with_usage, self._continuous = call.body.include_usage, call.body.continuous_usage
+        options = call.body.stream_options
+        self._with_usage = call.body.include_usage or call.server.config.enable_force_include_usage
+        self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
 
     def event(self, choice: Mapping[str, Any], meter: Meter, **more: Any) -> bytes:
         usage = b""

@@ -51,6 +51,11 @@ def listening_socket(config: ServerConfig) -> socket.socket:
             ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except OSError as error:
             raise ConfigError(f"ssl_keyfile and ssl_certfile cannot be used: {error_text(error)}") from error
+        try:
+            context = ssl.create_default_context(cafile=config.ssl_ca_certs)
+            context.set_ciphers(config.ssl_ciphers or "DEFAULT")
+        except OSError as error:
+            raise ConfigError(f"ssl_ca_certs or ssl_ciphers cannot be used: {error_text(error)}") from error
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # of a server that is gone

@@ -1,13 +1,34 @@
 """Around every request, as plain ASGI: streams pass without a copy or a task in between."""
 
 import hmac
+import importlib
+import inspect
 from collections.abc import Sequence
+from typing import Any, cast
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.config import ConfigError
+from quire.messages.errors import error_text
 from quire.server.errors import ApiError, error_response
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: for probes and scrapers
+
+
+def add_middleware(app: FastAPI, path: str) -> None:
+    """Add the user's middleware that can be imported as `path`. Raises ConfigError if it cannot, or is none."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        middleware: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"middleware {path!r} cannot be imported: {error_text(error)}") from error
+    if isinstance(middleware, type):
+        app.add_middleware(cast(Any, middleware))
+    elif inspect.iscoroutinefunction(middleware):
+        app.middleware("http")(middleware)
+    else:
+        raise ConfigError(f"middleware {path!r} must be a class or a coroutine function")
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

@@ -123,10 +123,6 @@ class Generation(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def continuous_usage(self) -> bool:
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @property
     def max_tokens_field(self) -> str:
         """The name of the field that bounds the output."""
         return "max_tokens"

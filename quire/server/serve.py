@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Collection, Mapping
 from types import FrameType
@@ -64,16 +65,20 @@ class _Server(uvicorn.Server):
         self._ending = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._acceptors: list[Acceptor] = []
+        logging.getLogger("uvicorn").handlers = logger.handlers
         super().__init__(
             uvicorn.Config(
                 self.app,
                 log_config=None,
-                log_level="warning",
+                log_level=config.uvicorn_log_level,
                 access_log=False,
                 lifespan="off",
                 server_header=False,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_certfile=config.ssl_certfile,
+                ssl_ca_certs=config.ssl_ca_certs,
+                ssl_cert_reqs=config.ssl_cert_reqs,
+                ssl_ciphers=config.ssl_ciphers,
             )
         )
 

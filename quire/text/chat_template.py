@@ -33,11 +33,14 @@ def render(
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    content_format: str = "auto",
     **variables: Any,
 ) -> str:
     """The prompt for a chat; raises ChatTemplateError.
 
     continue_final_message: the prompt ends within the last message, for the model to go on with it
+    content_format: what the template gets as a message's content: "string", a list of parts ("openai"), or what it
+        takes ("auto")
     variables: the template's own: special tokens (bos_token="<s>") and switches (enable_thinking=False)
     """
     if not messages:
@@ -48,6 +51,9 @@ def render(
             "goes on with the last"
         )
     compiled = _compile(template)
+    if content_format != "auto":
+        as_string = content_format == "string"
+        compiled = compiled._replace(takes_strings=as_string, takes_lists=not as_string)
     chat = [_prepare(message, f"messages[{i}]", compiled) for i, message in enumerate(_objects(messages, "messages"))]
     if continue_final_message and messages[-1].get("content") is None:
         raise ChatTemplateError(_NOTHING_TO_CONTINUE)

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from quire.config import ConfigError, EngineConfig
+from quire.engine.frontend import Frontend
 from quire.quantization.config import check_format
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
@@ -120,3 +121,32 @@ def test_a_long_prompt_in_small_chunks_says_the_same(path):
     expected = tokens_of(generate(make_llm(path), prompts))
     assert tokens_of(generate(make_llm(path, long_prefill_token_threshold=9), prompts)) == expected
     assert tokens_of(generate(make_llm(path, chunked_prefill_size=9), prompts)) == expected
+
+
+SHOWS_CONTENT = "{{ messages[0].content is string }} {{ greeting }}{{ messages[0].content }}"
+
+
+def render(content, **options):
+    given = {"chat_template": SHOWS_CONTENT, "load_format": "dummy", **options}
+    frontend = Frontend(EngineConfig.create(**given), in_process=True)
+    return frontend, frontend.render_chat([{"role": "user", "content": content}], add_generation_prompt=False)
+
+
+def test_templates_get_content_in_the_form_that_an_option_says():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    loop = "{% for part in messages[0].content %}{{ part.text }};{% endfor %}"
+    assert render(parts, chat_template_content_format="string")[1] == "True a\nb"
+    assert render("a", chat_template_content_format="openai")[1] == "False [{'type': 'text', 'text': 'a'}]"
+    assert render(parts)[1] == "True a\nb"
+    assert render("a", chat_template=loop)[1] == "a;"
+    assert render(parts, chat_template=loop)[1] == "a;b;"
+    assert render("ab", chat_template=loop, chat_template_content_format="string")[1] == ";;"
+
+
+def test_chat_templates_have_default_variables_that_a_request_may_change():
+    frontend, prompt = render("x", default_chat_template_kwargs='{"greeting": "Hello "}')
+    assert prompt == "True Hello x"
+    chat = [{"role": "user", "content": "x"}]
+    assert frontend.render_chat(chat, add_generation_prompt=False, greeting="Bye ") == "True Bye x"
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs cannot set 'messages'"):
+        render("x", default_chat_template_kwargs={"messages": []})

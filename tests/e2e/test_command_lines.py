@@ -1,0 +1,52 @@
+"""`quire serve` with options of vLLM's command line: real processes, the bundled model."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from support.server_process import Server
+
+
+def test_an_api_key_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    with Server("--kv-cache-memory-bytes", "64M", "--load-format", "dummy") as server:
+        assert server.get("/health")[0] == 200
+        assert server.get("/v1/models")[0] == 401
+        right = urllib.request.Request(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(right, timeout=20) as response:
+            assert response.status == 200
+
+
+def certificates(directory: Path) -> None:
+    """An authority (ca.pem), and what it signed: server.pem and client.pem, each with its .key."""
+    (directory / "names").write_text("subjectAltName=IP:127.0.0.1")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
+
+    key = ["-newkey", "rsa:2048", "-nodes", "-subj", "/CN=quire-test"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2")
+    for name in ("server", "client"):
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names"]
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
+
+
+@pytest.mark.slow
+def test_clients_must_show_a_certificate_that_the_authorities_signed(tmp_path: Path):
+    certificates(tmp_path)
+    files = ["--ssl-certfile", f"{tmp_path}/server.pem", "--ssl-keyfile", f"{tmp_path}/server.key"]
+    checked = ["--ssl-ca-certs", f"{tmp_path}/ca.pem", "--ssl-cert-reqs", "2", "--uvicorn-log-level", "info"]
+    with Server(*files, *checked, "--load-format", "dummy", "--kv-cache-memory-bytes", "64M") as server:
+        context = ssl.create_default_context(cafile=f"{tmp_path}/ca.pem")
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            urllib.request.urlopen(server.url + "/health", context=context, timeout=20)
+        context.load_cert_chain(f"{tmp_path}/client.pem", f"{tmp_path}/client.key")
+        with urllib.request.urlopen(server.url + "/health", context=context, timeout=20) as response:
+            assert response.status == 200
