@@ -44,7 +44,6 @@ def summarize(
     done = [o for o in outcomes if not o.error]
     total_in, total_out = sum(o.prompt_len for o in done), sum(o.output_len for o in done)
     good = [o for o in done if all(_of_request(o, name) <= limit for name, limit in goodput.items())]
-    seconds = np.floor(token_times(done)[0]).astype(int)
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
@@ -55,7 +54,7 @@ def summarize(
         "request_goodput": len(good) / duration if goodput else None,
         "output_throughput": total_out / duration,
         "total_token_throughput": (total_in + total_out) / duration,
-        "max_output_tokens_per_s": float(np.bincount(seconds, token_times(done)[1]).max()) if seconds.size else 0.0,
+        "max_output_tokens_per_s": _peak_rate(done, duration),
         "max_concurrent_requests": int(running(outcomes)[1].max(initial=0)),
     }
     values = samples(outcomes)
@@ -87,7 +86,7 @@ def table(result: dict[str, Any], outcomes: Sequence[Outcome], percentiles: Sequ
         "request throughput": f"{result['request_throughput']:.2f} /s",
         "output token throughput": f"{result['output_throughput']:,.1f} /s",
         "total token throughput": f"{result['total_token_throughput']:,.1f} /s",
-        "peak output token throughput": f"{result['max_output_tokens_per_s']:,.0f} /s",
+        "peak output token throughput": f"{result['max_output_tokens_per_s']:,.1f} /s",
         "peak concurrent requests": f"{result['max_concurrent_requests']}",
     }
     if result["request_goodput"] is not None:
@@ -119,6 +118,15 @@ def token_times(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:
     times = [o.start + np.cumsum([o.ttft, *o.itls]) for o in outcomes]
     weights = [np.full(1 + len(o.itls), o.output_len / (1 + len(o.itls))) for o in outcomes]
     return (np.concatenate(times), np.concatenate(weights)) if times else (np.zeros(0), np.zeros(0))
+
+
+def _peak_rate(outcomes: Sequence[Outcome], duration: float) -> float:
+    """Most tokens per second in a window of the run. Windows are equal, and a second long, or a little more so that they
+    fill the run; a run of less than two seconds is one window. So the peak is never below the run's mean."""
+    times, weights = token_times(outcomes)
+    count = max(1, int(duration))
+    windows = np.minimum((times * (count / duration)).astype(int), count - 1)
+    return float(np.bincount(windows, weights, count).max()) * count / duration
 
 
 def running(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:

@@ -54,6 +54,7 @@ def test_tokens_are_counted_and_latencies_are_those_of_the_server(serve, bench, 
     assert result["request_rate"] == "inf"
     assert result["output_throughput"] == pytest.approx(30 / result["duration"])
     assert result["total_token_throughput"] == pytest.approx(150 / result["duration"])
+    assert result["max_output_tokens_per_s"] == pytest.approx(result["output_throughput"])  # the run takes one window
     assert "time to first token (TTFT)" in printed
 
 
