@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from quire.bench.report import summarize, table
@@ -10,7 +12,7 @@ from quire.bench.serve import Outcome
 
 def outcome(start: float, token_times: list[float], error: str = "") -> Outcome:
     """A request that got a token at each of these times, on the clock of the run."""
-    gaps = [b - a for a, b in zip(token_times, token_times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(token_times)]
     ttft, latency = token_times[0] - start, token_times[-1] - start
     return Outcome(start, 10, len(token_times), ttft=ttft, latency=latency, itls=gaps, error=error)
 
