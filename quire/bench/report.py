@@ -121,8 +121,11 @@ def token_times(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:
 
 
 def _peak_rate(outcomes: Sequence[Outcome], duration: float) -> float:
-    """Most tokens per second in a window of the run. Windows are equal, and a second long, or a little more so that they
-    fill the run; a run of less than two seconds is one window. So the peak is never below the run's mean."""
+    """Most tokens per second in a window of the run.
+
+    Windows are equal and fill the run, so the peak is never below the mean. Each is a second long or a little more; a
+    run of less than two seconds is one window.
+    """
     times, weights = token_times(outcomes)
     count = max(1, int(duration))
     windows = np.minimum((times * (count / duration)).astype(int), count - 1)
