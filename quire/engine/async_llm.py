@@ -71,7 +71,8 @@ class AsyncLLM:
     async def start(self) -> None:
         """Returns when the model is loaded. Raises ConfigError, or EngineDeadError if the core cannot start."""
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
-        await self.client.start()
+        bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)  # found while the model is loaded
+        await asyncio.gather(self.client.start(), bound)
         self.processor.max_model_len = self.client.size.max_model_len
 
     async def shutdown(self) -> None:
@@ -154,6 +155,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError."""
+        self.processor.check_length(prompt, params)  # here, so that what is refused waits for no thread
         arguments = (request_id, prompt, params, priority, add_special_tokens)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_PROMPT:

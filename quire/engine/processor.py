@@ -27,6 +27,7 @@ class PromptFields(TypedDict, total=False):
 
 
 Prompt = str | list[int] | PromptFields
+CUT_MARGIN = 4096  # tokens between those that a truncated prompt keeps and the place where its text is cut before
 
 
 class PromptTooLongError(ValueError):
@@ -101,20 +102,15 @@ class Processor:
             )
         params = params.clone()  # checked again: it may have changed
         self._check_params(params)
-        text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens)
-        if params.truncate_prompt_tokens is not None:
-            token_ids = self._truncate(token_ids, params.truncate_prompt_tokens, params)
+        self.check_length(prompt, params)
+        text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens, params)
         if not token_ids:
             raise ValueError("the prompt is empty")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
         if not 0 <= worst < self.vocab_size:
             raise ValueError(f"token id {worst} is outside the vocabulary of {self.vocab_size}")
+        self._check_room(len(token_ids))
         room = self.max_model_len - len(token_ids)
-        if room < 1:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, which leaves no room for output: "
-                f"max_model_len is {self.max_model_len}"
-            )
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         bad_words = self._bad_words(params)
         # The logprobs of a prompt that is completed n times are computed once.
@@ -136,6 +132,34 @@ class Processor:
             for index in range(params.n)
         ]
         return ProcessedRequest(request_id, text, token_ids, params, core_requests)
+
+    def check_length(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Raises PromptTooLongError for a prompt that is too long however it is tokenized; it need not be tokenized.
+
+        params: with truncate_prompt_tokens, no prompt is too long.
+        """
+        if params is not None and params.truncate_prompt_tokens is not None:
+            return
+        token_ids: object = prompt
+        text: object = prompt
+        if isinstance(prompt, dict):
+            token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if isinstance(token_ids, list):
+            self._check_room(len(token_ids))
+        elif isinstance(text, str) and len(text) > self.max_model_len:  # no token is shorter than a byte
+            fewest = self.tokenizer.fewest_tokens(text)
+            if fewest >= self.max_model_len:
+                raise PromptTooLongError(
+                    f"the prompt has {len(text)} characters, which are {fewest} tokens or more and leave no room for "
+                    f"output: max_model_len is {self.max_model_len}"
+                )
+
+    def _check_room(self, num_tokens: int) -> None:
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens, which leaves no room for output: "
+                f"max_model_len is {self.max_model_len}"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         """What SamplingParams cannot check alone: the model's vocabulary, the engine's limits, plugins, processes."""
@@ -168,18 +192,19 @@ class Processor:
                     f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
                 ) from error
 
-    def _truncate(self, token_ids: list[int], keep: int, params: SamplingParams) -> list[int]:
-        """The last `keep` tokens, or the first ones; -1 keeps as many as leave room for max_tokens of output."""
+    def _kept_tokens(self, params: SamplingParams) -> int | None:
+        """How many tokens truncate_prompt_tokens keeps; -1 keeps as many as leave room for max_tokens of output."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return None
         if keep > self.max_model_len:
             raise ValueError(
                 f"truncate_prompt_tokens value ({keep}) is greater than max_model_len "
                 f"({self.max_model_len}). Please, select a smaller truncation size."
             )
-        longest = self.max_model_len - 1  # at least one token of output has to fit, too
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
-        keep = min(keep, longest)
-        return token_ids[:keep] if params.truncation_side == "right" else token_ids[-keep:]
+        return min(keep, self.max_model_len - 1)  # at least one token of output has to fit, too
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token ids of the bad words at the beginning of a text, and behind a space where that is another first token
@@ -201,10 +226,13 @@ class Processor:
             )
         return sequences
 
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int], str | None]:
+    def _tokenize(
+        self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
+    ) -> tuple[str | None, list[int], str | None]:
         """(text, token ids, cache salt) of any form of prompt."""
+        keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens), None
+            return prompt, self._encode(prompt, add_special_tokens, keep, from_left), None
         if isinstance(prompt, dict):
             salt = prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
@@ -214,16 +242,33 @@ class Processor:
             if unknown:
                 raise ValueError(f"prompt field {unknown[0]!r} is not supported by Quire yet")
             if prompt.get("prompt_token_ids") is not None:
-                return text, self._checked(prompt["prompt_token_ids"]), salt
+                return text, self._checked(prompt["prompt_token_ids"], keep, from_left), salt
             if isinstance(text, str):
-                return text, self.tokenizer.encode(text, add_special_tokens), salt
+                return text, self._encode(text, add_special_tokens, keep, from_left), salt
             raise ValueError("a prompt given as a dict needs 'prompt' (a string) or 'prompt_token_ids'")
-        return None, self._checked(prompt), None
+        return None, self._checked(prompt, keep, from_left), None
+
+    def _encode(self, text: str, add_special_tokens: bool, keep: int | None, from_left: bool) -> list[int]:
+        bound = self.tokenizer.length_bound if keep is not None and len(text) > self.max_model_len else None
+        if keep is not None and bound is not None and bound.counts_spaces:
+            # Only this part of a long text can be kept. Tokens near the cut may differ from those of the whole text, so
+            # it is cut far away from the kept ones.
+            text = _end(text, (keep + CUT_MARGIN) * bound.bytes_per_token, from_left)
+        token_ids: list[int] = _end(self.tokenizer.encode(text, add_special_tokens), keep, from_left)
+        return token_ids
 
     @staticmethod
-    def _checked(token_ids: object) -> list[int]:
+    def _checked(token_ids: object, keep: int | None, from_left: bool) -> list[int]:
         if not isinstance(token_ids, Sequence) or isinstance(token_ids, (str, bytes)):
             raise TypeError(f"a prompt must be a string, token ids or a dict, got {type(token_ids).__name__}")
-        if not all(isinstance(t, int) and not isinstance(t, bool) for t in token_ids):
+        kept = list(_end(token_ids, keep, from_left))
+        if not all(isinstance(t, int) and not isinstance(t, bool) for t in kept):
             raise TypeError("prompt_token_ids must contain only integers")
-        return list(token_ids)
+        return kept
+
+
+def _end(sequence: Any, length: int | None, last: bool) -> Any:
+    """The last items of a sequence, or the first ones; all of them if `length` is None."""
+    if length is None:
+        return sequence
+    return sequence[-length:] if last else sequence[:length]

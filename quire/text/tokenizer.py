@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from quire.messages.errors import error_text
 from quire.text.bpe import read_vocab_and_merges
 from quire.text.gguf_tokenizer import gguf_tokenizer
+from quire.text.length_bound import LengthBound
 from quire.text.sentencepiece import read_sentencepiece
 from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes
@@ -92,6 +93,10 @@ class Tokenizer:
             raise ValueError(_why_not_text(text)) from error
         return [*self._prefix, *encoding.ids, *self._suffix] if add_special_tokens else encoding.ids
 
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens, known without tokenizing; 0 where the tokenizer allows no bound."""
+        return 0 if self.length_bound is None else self.length_bound.fewest_tokens(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return _clean_up_spaces(text) if self._clean_up else text
@@ -110,6 +115,11 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+
+    @cached_property
+    def length_bound(self) -> LengthBound | None:
+        """Takes a tenth of a second for a large vocabulary."""
+        return LengthBound.of(self._backend)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

@@ -1,0 +1,62 @@
+"""Prompts that cannot fit are refused without being tokenized; prompts that may be truncated are cut before."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import EngineConfig
+from quire.engine.frontend import Frontend
+from quire.engine.processor import CUT_MARGIN, Processor, PromptTooLongError
+from quire.messages.sampling_params import SamplingParams
+
+WORDS = "Once upon a time there was a small engine. " * 40
+
+
+@pytest.fixture(scope="module")
+def processor() -> Processor:
+    """The bundled model's."""
+    return Frontend(EngineConfig.create(), in_process=False).processor
+
+
+@pytest.mark.parametrize("prompt", ["x" * 10_000_000, "中" * 10_000_000, {"prompt": " " * 10_000_000}])
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(processor, monkeypatch, prompt):
+    monkeypatch.delattr(type(processor.tokenizer), "encode")
+    with pytest.raises(
+        PromptTooLongError, match=r"10000000 characters, which are \d+ tokens or more.*max_model_len is"
+    ):
+        processor.process("a", prompt, SamplingParams())
+
+
+def test_token_ids_that_cannot_fit_are_counted_first(processor):
+    with pytest.raises(PromptTooLongError, match="has 3000000 tokens"):
+        processor.process("a", {"prompt_token_ids": ["not", "looked", "at"] * 1_000_000}, SamplingParams())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    text=st.lists(st.sampled_from([WORDS, "naïve café ", "\n\n", "1234567890", "中文字", "  ", "x"]), max_size=60),
+    times=st.integers(1, 400),
+    keep=st.integers(1, 500),
+    side=st.sampled_from(["left", "right"]),
+)
+def test_a_text_that_is_cut_before_it_is_tokenized_keeps_the_same_tokens(processor, text, times, keep, side):
+    text = "".join([*text, "end"]) * times
+    params = SamplingParams(truncate_prompt_tokens=keep, truncation_side=side)
+    whole = processor.tokenizer.encode(text)
+    expected = whole[-keep:] if side == "left" else whole[:keep]
+    assert processor.process("a", text, params).prompt_token_ids == expected
+
+
+def test_only_a_part_of_a_long_text_is_tokenized_if_it_may_be_truncated(processor, monkeypatch):
+    tokenized = []
+    encode = processor.tokenizer.encode
+    monkeypatch.setattr(
+        processor.tokenizer, "encode", lambda text, special=True: tokenized.append(text) or encode(text)
+    )
+    params = SamplingParams(truncate_prompt_tokens=10)
+    assert len(processor.process("a", "x y " * 5_000_000, params).prompt_token_ids) == 10
+    assert len(tokenized[0]) == (10 + CUT_MARGIN) * processor.tokenizer.length_bound.bytes_per_token
+    ids = processor.process("a", {"prompt_token_ids": [-1] * 1_000_000 + list(range(20))}, params).prompt_token_ids
+    assert ids == list(range(10, 20))
