@@ -33,6 +33,7 @@ from quire.messages.engine import (
     Shutdown,
     StepOutputs,
 )
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger, logging_level
 from quire.system.folders import private_folder
 
@@ -119,7 +120,7 @@ class CoreClient:
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._run(ready), name="core client")
         await ready.wait()
-        if self.state is CoreState.DEAD:
+        if self._task.done():
             await self._task
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
@@ -172,7 +173,11 @@ class CoreClient:
         """Keep a core running until that is hopeless."""
         try:
             while True:
-                self._link = _Link(self._context, *self._core)
+                try:
+                    self._link = _Link(self._context, *self._core)
+                except (OSError, zmq.ZMQError) as problem:  # no folder for the sockets, say
+                    self._lost(CoreDied(error_text(problem), by_user=True), ready.is_set())
+                    raise ConfigError(self.cause_of_death) from problem
                 self._failed_starts += 1
                 self._heard_at = time.monotonic()
                 died, patience = CoreDied(""), PATIENCE_SECONDS

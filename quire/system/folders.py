@@ -3,6 +3,8 @@
 import tempfile
 from pathlib import Path
 
+from quire.messages.errors import error_text
+
 _SHARED_MEMORY = "/dev/shm"  # a container with a read-only root still has it
 
 
@@ -33,4 +35,6 @@ def private_folder(prefix: str, longest: int | None = None) -> Path:
             problem = OSError(f"the path of {parent or tempfile.gettempdir()} is too long")
         except OSError as error:
             problem = error
-    raise OSError(f"{problem}; set TMPDIR to a writable folder with a short path") from problem
+    raise OSError(
+        f"no temporary folder can be made ({error_text(problem)}); set TMPDIR to a writable folder"
+    ) from problem

@@ -261,3 +261,34 @@ def test_an_output_that_cannot_be_processed_ends_its_request_alone(monkeypatch):
             await assert_nothing_is_left(llm)
 
     run(check())
+
+
+def refuse(prefix: str, longest: int | None = None) -> Path:
+    raise OSError("no temporary folder can be made")
+
+
+def test_a_client_that_finds_no_folder_for_its_sockets_does_not_call_itself_ready(monkeypatch):
+    monkeypatch.setattr("quire.engine.core_client.private_folder", refuse)
+
+    async def check() -> None:
+        with pytest.raises(ConfigError, match="no temporary folder can be made"):
+            async with engine():
+                pass
+
+    run(check())
+
+
+def test_a_client_that_cannot_replace_a_lost_core_ends_its_requests(monkeypatch):
+    async def check() -> None:
+        async with engine() as llm:
+            stream = asyncio.create_task(answer(llm, "open", PROMPTS[0], GREEDY.clone(max_tokens=400)))
+            while not llm.client.stats.num_running:
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr("quire.engine.core_client.private_folder", refuse)
+            os.kill(llm.client.process_id, signal.SIGKILL)
+            output = await stream
+            assert output.outputs[0].finish_reason == "error"
+            assert "no temporary folder" in str(output.outputs[0].stop_reason)
+            assert llm.client.state is CoreState.DEAD
+
+    run(check())

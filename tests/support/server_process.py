@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,13 +26,19 @@ class Server:
     url: of the server; log: what it has written so far.
     """
 
-    def __init__(self, *arguments: str, start_timeout: float = 60.0, files: tuple[int, int] | None = None) -> None:
-        """files: soft and hard limit of open files."""
+    def __init__(
+        self,
+        *arguments: str,
+        start_timeout: float = 60.0,
+        files: tuple[int, int] | None = None,
+        wrapper: Sequence[str] = (),
+        **environment: str,
+    ) -> None:
+        """files: soft and hard limit of open files. wrapper: a command that runs the one behind it."""
         tests = Path(__file__).parents[1]
-        environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
-            stderr=subprocess.PIPE, text=True, env=environment,
+            [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1", **environment},
             preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
         )  # fmt: skip
         self._lines: list[str] = []
