@@ -28,6 +28,7 @@ class Tokenizer:
     tokenizer.model means what it means to SentencePiece.
 
     special_tokens: the named ones, {"bos_token": "<s>", ...}: variables of the chat template
+    extra_special_tokens: special ones without a name
     all_special_ids: the ids that `decode(skip_special_tokens=True)` leaves out
     added_tokens: id → content of the tokens matched in the text before the model splits it
     chat_templates: name → template; most checkpoints have "default" alone, some "tool_use" too
@@ -38,6 +39,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = _special_tokens(config)
+        self.extra_special_tokens = _extra_special_tokens(config)
         _add_missing_tokens(backend, config)
         self._backend = backend
         self.chat_templates = chat_templates
@@ -97,6 +99,10 @@ class Tokenizer:
         """A lower bound of the number of tokens, known without tokenizing; 0 where the tokenizer allows no bound."""
         return 0 if self.length_bound is None else self.length_bound.fewest_tokens(text)
 
+    def pieces(self, text: str, add_special_tokens: bool) -> list[str]:
+        """What the ids of a text stand for, as the vocabulary spells it, or as the text does where it has no token."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).tokens
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return _clean_up_spaces(text) if self._clean_up else text
@@ -112,9 +118,17 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
+    def get_vocab(self) -> dict[str, int]:
+        """Token → id, as the vocabulary spells them, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    def count(self, with_added_tokens: bool) -> int:
+        """Tokens in the vocabulary. Ids may have holes: see `vocab_size`."""
+        return self._backend.get_vocab_size(with_added_tokens)
+
     @cached_property
     def vocab_size(self) -> int:
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
+        return max(self.get_vocab().values()) + 1  # ids may have holes
 
     @cached_property
     def length_bound(self) -> LengthBound | None:
@@ -170,13 +184,17 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: content for name, token in named.items() if (content := _content(token)) is not None}
 
 
+def _extra_special_tokens(config: dict[str, Any]) -> list[str]:
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    contents = () if isinstance(extra, dict) else map(_content, extra)
+    return [content for content in contents if content is not None]
+
+
 def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
     """Tokens that only tokenizer_config.json knows get ids in transformers' order. What tokenizer.json calls ordinary
     stays so even if listed as special: decoding would lose the <tool_call> that a parser waits for."""
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    contents = [*_special_tokens(config).values(), *(_content(token) for token in extra if not isinstance(extra, dict))]
-    special = [content for content in contents if content]
+    special = [content for content in (*_special_tokens(config).values(), *_extra_special_tokens(config)) if content]
     tokens = [AddedToken(**{"special": token["content"] in special, **token}) for _, token in listed]
     tokens += [AddedToken(content, special=True) for content in special]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}

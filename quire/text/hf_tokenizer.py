@@ -1,0 +1,219 @@
+"""What `LLM.get_tokenizer` returns: the tokenizer with the interface of Hugging Face's transformers, version 5."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.text.chat_template import render
+from quire.text.tokenizer import Tokenizer
+
+Conversation = Sequence[Mapping[str, Any]]
+
+# Arguments of transformers that change nothing here at these values.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "text_pair": (None,),
+    "padding": (False, None, "do_not_pad"),
+    "truncation": (False, None, "do_not_truncate"),
+    "max_length": (None,),
+    "stride": (0,),
+    "is_split_into_words": (False,),
+    "return_tensors": (None,),
+    "return_token_type_ids": (None, False),
+    "return_overflowing_tokens": (False,),
+    "return_special_tokens_mask": (False,),
+    "return_offsets_mapping": (False,),
+    "return_length": (False,),
+    "verbose": (True, False),
+    "clean_up_tokenization_spaces": (None,),
+    "return_assistant_tokens_mask": (False,),
+    "tokenizer_kwargs": (None,),
+}
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+class BatchEncoding(dict[str, Any]):
+    """A dict whose entries are attributes, too: {"input_ids": ..., "attention_mask": ...}."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class HFTokenizer:
+    """Encodes, decodes and applies the chat template as transformers does with the same files.
+
+    bos_token, bos_token_id, eos_token, eos_token_id, and likewise unk, sep, pad, cls and mask: None where the
+    checkpoint has no such token.
+
+    Arguments of transformers that Quire does not have (padding, truncation, return_tensors) raise a ValueError.
+    """
+
+    is_fast = True
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    bos_token_id: int | None
+    eos_token_id: int | None
+    unk_token_id: int | None
+    pad_token_id: int | None
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, name_or_path: str = "") -> None:
+        """chat_template: replaces the checkpoint's."""
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template or tokenizer.chat_template
+        self.name_or_path = name_or_path
+        self.special_tokens_map = dict(tokenizer.special_tokens)
+        for name in _SPECIAL:
+            token = self.special_tokens_map.get(f"{name}_token")
+            setattr(self, f"{name}_token", token)
+            setattr(self, f"{name}_token_id", None if token is None else tokenizer.token_to_id(token))
+        tokens = [*self.special_tokens_map.values(), *tokenizer.extra_special_tokens]
+        self.all_special_tokens = list(dict.fromkeys(tokens))
+        self.all_special_ids = self.convert_tokens_to_ids(self.all_special_tokens)
+
+    # ---- text to token ids
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any) -> BatchEncoding:
+        """{"input_ids", "attention_mask"}: a list for a text, a list of lists for several."""
+        with_mask = options.pop("return_attention_mask", None) is not False
+        _check(options)
+        input_ids: Any
+        if isinstance(text, str):
+            input_ids = self._tokenizer.encode(text, add_special_tokens)
+            mask: Any = [1] * len(input_ids)
+        else:
+            input_ids = [self._tokenizer.encode(one, add_special_tokens) for one in text]
+            mask = [[1] * len(ids) for ids in input_ids]
+        return BatchEncoding(input_ids=input_ids, **({"attention_mask": mask} if with_mask else {}))
+
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        _check(options)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def tokenize(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[str]:
+        """The pieces that the text is split into; what the vocabulary does not have stands for itself."""
+        _check(options)
+        return self._tokenizer.pieces(text, add_special_tokens)
+
+    # ---- token ids to text
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """The text of a list of ids; a list of texts for a list of lists. Arrays and tensors are taken, too."""
+        _check(options)
+        ids = _as_list(token_ids)
+        if ids and isinstance(ids[0], list | tuple):
+            return [self._tokenizer.decode(one, skip_special_tokens) for one in ids]
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False, **options: Any
+    ) -> list[str]:
+        return [self.decode(_as_list(ids), skip_special_tokens, **options) for ids in sequences]
+
+    # ---- the vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        """Without added tokens; `len(tokenizer)` counts these as well."""
+        return self._tokenizer.count(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self._tokenizer.count(with_added_tokens=True)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token → id, added tokens included."""
+        return self._tokenizer.get_vocab()
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {token: token_id for token_id, token in sorted(self._tokenizer.added_tokens.items())}
+
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        """A token for an id, a list for several; None for an id that the vocabulary does not have."""
+        if isinstance(ids, int):
+            return self._tokenizer.id_to_token(ids)
+        skipped = set(self.all_special_ids) if skip_special_tokens else set[int]()
+        return [self._tokenizer.id_to_token(int(token_id)) for token_id in ids if int(token_id) not in skipped]
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """A token that the vocabulary does not have becomes unk_token_id."""
+        if isinstance(tokens, str):
+            token_id = self._tokenizer.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    # ---- chats
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """The template that is used, given itself or by its name. Raises ValueError if there is none."""
+        templates = self._tokenizer.chat_templates
+        named = templates.get("tool_use") if tools and chat_template is None else None
+        template = templates.get(chat_template, chat_template) if chat_template is not None else named
+        template = template or self.chat_template
+        if template is None:
+            raise ValueError("the tokenizer has no chat template; give one with chat_template")
+        return template
+
+    def apply_chat_template(
+        self,
+        conversation: Conversation | Sequence[Conversation],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """The prompt for a conversation, or a list for several.
+
+        tokenize=False: its text. Otherwise {"input_ids", "attention_mask"}; with return_dict=False, the ids alone.
+        variables: the template's own, such as enable_thinking. Raises ValueError if the template refuses.
+        """
+        _check({name: variables.pop(name) for name in [*variables] if name in _NEUTRAL})
+        if any(callable(tool) for tool in tools or ()):
+            raise ValueError("tools must be JSON schemas; functions are not supported by Quire")
+        template = self.get_chat_template(chat_template, tools)
+        is_one = not conversation or isinstance(conversation[0], Mapping)
+        chats: Any = [conversation] if is_one else conversation
+        prompts = [
+            render(
+                template,
+                chat,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **{**self.special_tokens_map, **variables},
+            )
+            for chat in chats
+        ]
+        texts: Any = prompts[0] if is_one else prompts
+        if not tokenize:
+            return texts
+        encoding = self(texts, add_special_tokens=False)
+        return encoding if return_dict else encoding.input_ids
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what Quire does not have, TypeError for what transformers does not have either."""
+    for name, value in options.items():
+        if name not in _NEUTRAL:
+            raise TypeError(f"unexpected argument {name!r}")
+        if not any(value is neutral or value == neutral for neutral in _NEUTRAL[name]):
+            advice = "; what is returned are lists, for torch.tensor or numpy.array" if name == "return_tensors" else ""
+            raise ValueError(f"{name}={value!r} is not supported by Quire{advice}")
+
+
+def _as_list(ids: Any) -> Any:
+    """Token ids as Python's integers. A single one becomes a list."""
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(ids, Mapping):
+        ids = ids["input_ids"]
+    return [ids] if isinstance(ids, int) else list(ids)
