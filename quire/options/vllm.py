@@ -77,9 +77,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
         "model_weights reasoning_parser reasoning_parser_plugin tool_parser_plugin worker_extension_cls", ""
     ),
     **_unsupported(
-        "additional_config attention_config model_class_overrides model_loader_extra_config profiler_config "
-        "structured_outputs_config",
-        {},
+        "additional_config attention_config model_class_overrides profiler_config structured_outputs_config", {}
     ),
     **_unsupported("cpu_offload_params kv_cache_dtype_skip_layers lora_modules offload_params prompt_adapters", []),
     **_unsupported(
@@ -105,7 +103,7 @@ NO_EFFECT: Mapping[str, Foreign] = {
     **_no_effect("blocks are hashed with SHA-256", "prefix_caching_hash_algo"),
     **_no_effect("a request starts only when its whole prompt has room", "watermark", "scheduler_reserve_full_isl"),
     **_no_effect("Quire loads weights in its own way", "ignore_patterns max_parallel_loading_workers "
-        "pt_load_map_location safetensors_load_strategy safetensors_prefetch_block_size "
+        "model_loader_extra_config pt_load_map_location safetensors_load_strategy safetensors_prefetch_block_size "
         "safetensors_prefetch_num_threads", "use_tqdm_on_load"),
     **_no_effect("Quire chooses what it records, captures and fuses; see enforce_eager, torch_compile and kernels",
         """all2all_backend compilation_config cuda_graph_sizes cudagraph_capture_sizes gdn_prefill_backend

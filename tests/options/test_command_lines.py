@@ -1,0 +1,149 @@
+"""Command lines as vLLM's documentation has them, with `quire` for `vllm` and the bundled model for theirs.
+
+Each is parsed and checked here; a few start a real server, and the rest do so among the slow tests.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.flags import engine_options, server_options
+from quire.cli.main import build_parser
+from quire.config import ConfigError, EngineConfig, ServerConfig
+from support.server_process import Server
+
+SMALL = ["--kv-cache-memory-bytes", "64M", "--cpu-isa", "native"]
+
+STARTS = [
+    "",
+    "--dtype auto --api-key token-abc123",
+    "--served-model-name small another --max-model-len 1024",
+    "--dtype half --enforce-eager --max-num-seqs 16",
+    "--max-model-len 1k --gpu-memory-utilization 0.95 --trust-remote-code",
+    "--max_model_len=1K --max_num_seqs=8",
+    "--max-model-len auto",
+    "-tp 2 --distributed-executor-backend mp --enforce-eager",
+    "--tensor-parallel-size 1 --pipeline-parallel-size 1 --data-parallel-size 1",
+    "--enable-chunked-prefill --max-num-batched-tokens 2048",
+    "--max-num-batched-tokens 128",
+    "--long-prefill-token-threshold 128 --max-num-partial-prefills 1 --max-long-partial-prefills 1",
+    "--enable-prefix-caching --prefix-caching-hash-algo sha256_cbor",
+    "--no-enable-prefix-caching --scheduling-policy priority",
+    "--kv-cache-dtype fp8_e4m3 --calculate-kv-scales",
+    "--kv-cache-dtype bfloat16 --block-size 32",
+    "--attention-backend FLASH_ATTN",
+    "--attention-backend TRITON_ATTN --swap-space 16 --disable-custom-all-reduce",
+    "--generation-config vllm",
+    '--override-generation-config \'{"temperature": 0.6, "top_p": 0.9}\'',
+    "--default-chat-template-kwargs '{\"enable_thinking\": false}' --chat-template-content-format string",
+    '--compilation-config \'{"cudagraph_mode": "FULL"}\'',
+    "-O3 --max-seq-len-to-capture 8192",
+    "-cc.mode 3 -cc.cudagraph_capture_sizes+ 1,2,4",
+    "--limit-mm-per-prompt '{\"image\": 0}' --mm-processor-cache-gb 0",
+    '--allowed-origins \'["*"]\' --allowed-methods \'["GET", "POST"]\' --allow-credentials',
+    "--uvicorn-log-level=warning --disable-log-requests --disable-log-stats --disable-uvicorn-access-log",
+    "--enable-log-requests --max-log-len 100 --enable-force-include-usage --return-tokens-as-token-ids",
+    "--response-role assistant --enable-request-id-headers --enable-prompt-tokens-details --root-path /llm",
+    "--load-format runai_streamer --model-loader-extra-config '{\"concurrency\": 16}'",
+    "--tokenizer-mode auto --runner generate --convert none --seed 0 --device cpu --max-logprobs 50",
+    "--quantization int8 --logprobs-mode processed_logprobs",
+    "--no-enable-lora --no-enable-expert-parallel --cpu-offload-gb 0 --api-server-count 1",
+]
+NOT_YET = [
+    "--tensor-parallel-size 4 --pipeline-parallel-size 2",
+    "--tensor-parallel-size 8 --distributed-executor-backend ray",
+    "-dp 8 -ep",
+    "--data-parallel-size 4 --tensor-parallel-size 2",
+    "--enable-lora --lora-modules sql-lora=/adapters/sql --max-loras 4 --max-lora-rank 64",
+    "--enable-auto-tool-choice --tool-call-parser hermes",
+    "--reasoning-parser deepseek_r1",
+    '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
+    "--speculative-config.method eagle3 --speculative-config.num_speculative_tokens 3",
+    "--otlp-traces-endpoint=http://127.0.0.1:4317",
+    '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
+    "--cpu-offload-gb 10",
+    "--enable-sleep-mode",
+    "--runner pooling --convert embed",
+    "--task embed",
+    "--headless --data-parallel-size 4 --data-parallel-start-rank 2",
+    "--api-server-count 4",
+    "--tokenizer-mode mistral --config-format mistral",
+    "--no-enable-chunked-prefill",
+]
+STARTED_ALWAYS = (3, 10)
+
+
+def configs(line: str) -> tuple[EngineConfig, ServerConfig]:
+    given = build_parser().parse_args(["serve", *shlex.split(line)])
+    return EngineConfig.create(**engine_options(given)), ServerConfig.create(**server_options(given))
+
+
+@pytest.mark.parametrize("line", STARTS)
+def test_a_command_line_of_vllms_is_accepted(line):
+    configs(line)
+
+
+@pytest.mark.parametrize("line", NOT_YET)
+def test_a_command_line_that_asks_for_more_says_what_is_not_supported_yet(line):
+    with pytest.raises(ConfigError, match="is not supported by Quire yet"):
+        configs(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=[] if i in STARTED_ALWAYS else [pytest.mark.slow]) for i, line in enumerate(STARTS)],
+)
+def test_a_server_starts_with_it(line):
+    with Server(*SMALL, *shlex.split(line)) as server:
+        assert server.get("/health")[0] == 200
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+
+
+# ---- the documents that this project began with
+
+
+def test_the_snippets_in_python_run():
+    from quire import LLM, SamplingParams
+
+    llm = LLM(model=None, kv_cache_memory_bytes=64 << 20, max_num_seqs=256, enable_chunked_prefill=True)
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4)
+    outputs = llm.generate(["Hello, my name is", "The capital of France is"], sampling_params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["Hello, my name is", "The capital of France is"]
+    assert all(isinstance(output.outputs[0].text, str) for output in outputs)
+    llm.shutdown()
+
+
+def test_the_size_of_a_chunk_is_that_of_one_prompt():
+    config = EngineConfig.create(max_num_seqs=256, enable_chunked_prefill=True, chunked_prefill_size=1024)
+    assert config.scheduler.long_prefill_token_threshold == 1024
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported by Quire yet"):
+        EngineConfig.create(tensor_parallel_size=4, pipeline_parallel_size=2, chunked_prefill_size=1024)
+
+
+def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
+    file = tmp_path / "config.yaml"
+    options = {"max_model_len": 1024, "gpu_memory_utilization": 0.9, "max_num_batched_tokens": 8192}
+    options |= {"max_num_seqs": 256, "enable_prefix_caching": "true", "enable_chunked_prefill": "true"}
+    options |= {"num_scheduler_steps": 10, "allowed-origins": '["*"]', "hf-overrides": "{a: 1}", "seed": "null"}
+    file.write_text("\n".join(f"{name}: {value}" for name, value in options.items()))
+    engine, server = configs(f"--config {file}")
+    assert (engine.model.max_model_len, engine.scheduler.max_num_batched_tokens) == (1024, 8192)
+    assert (server.allowed_origins, engine.model.hf_overrides) == (["*"], {"a": 1})
+    assert "num_scheduler_steps is retired in vLLM" in caplog.text
+    file.write_text("enable-lora: true")
+    with pytest.raises(ConfigError, match="enable_lora is not supported by Quire yet"):
+        configs(f"--config {file}")
+
+
+@pytest.mark.parametrize("module", ["quire.entrypoints.api_server", "quire.entrypoints.openai.api_server"])
+def test_the_server_has_its_older_names(module):
+    command = [sys.executable, "-m", module, "--tensor-parallel-size", "4", "--pipeline-parallel-size", "8"]
+    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "quire: error: --pipeline-parallel-size 8 is not supported by Quire yet (supported: 1)\n"
