@@ -1,0 +1,37 @@
+"""What every client is asked, and how it tells what it was answered: JSON on standard input and output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Question:
+    """url: the API's base, with /v1. tokens: the length of the answers. long_prompt: too long for the model."""
+
+    url: str
+    key: str
+    model: str
+    prompt: str
+    long_prompt: str
+    tokens: int
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": self.prompt}]
+
+    @classmethod
+    def answer_with(cls, ask: Callable[[Question], dict[str, object]]) -> None:
+        """Read a question from standard input, and print what `ask` makes of it."""
+        print(json.dumps(ask(cls(**json.load(sys.stdin)))))
+
+
+def answer(ask: Callable[[], object]) -> str:
+    """The error that a question ends in: its type and text."""
+    try:
+        return f"no error: {ask()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
