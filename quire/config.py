@@ -138,9 +138,12 @@ class SchedulerConfig:
     async_scheduling: bool | None = option(
         None, "schedule a step while the device runs the one before (default: on GPU, where it hides the host's work)"
     )
+    stream_interval: int = option(
+        1, "tokens between two outputs of a stream; the first and the last output of a request come at once"
+    )
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
         if self.max_num_seqs is None:
             fewest = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)

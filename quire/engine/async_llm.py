@@ -59,7 +59,7 @@ class AsyncLLM:
         self.config = EngineConfig.create(model=None if model is None else str(model), **options)
         self.frontend = Frontend(self.config, in_process=False)
         self.processor = self.frontend.processor
-        self.output_processor = OutputProcessor(self.frontend.tokenizer)
+        self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
         self.client = CoreClient(self.config, self.frontend.directory, self.max_model_len, self._receive)
         self.request_log = request_log or RequestLog(enabled=False)
         self.metrics = EngineMetrics(metrics_prefix, served_name or model or "quire", self.request_log, log_stats)

@@ -40,7 +40,7 @@ class LLM:
         self.config, self.frontend = frontend.config, frontend
         self.processor, self._tokenizer = self.frontend.processor, self.frontend.tokenizer
         self.dtype = self.frontend.dtype
-        self.output_processor = OutputProcessor(self._tokenizer)
+        self.output_processor = OutputProcessor(self._tokenizer, self.config.scheduler.stream_interval)
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them

@@ -1,7 +1,7 @@
 """From packed logprobs to vLLM's {token id: Logprob}."""
 
 from codecs import utf_8_decode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.messages.outputs import Logprob
 from quire.messages.step import Logprobs
@@ -14,21 +14,27 @@ class LogprobUnpacker:
     the whole character where it ends. So the decoded tokens of a sequence, special ones included, make up its text.
     """
 
-    def __init__(self, token_bytes: Mapping[int, bytes] | None, partial: bytes = b"") -> None:
-        """token_bytes: of each token, or None to leave decoded_token out; partial: of the last character before."""
-        self._token_bytes, self._partial = token_bytes, partial
+    def __init__(self, token_bytes: Mapping[int, bytes] | None, partial: bytes = b"", likeliest: bool = True) -> None:
+        """token_bytes: of each token, or None to leave decoded_token out; partial: of the last character before;
+        likeliest: False if the request named the tokens, so that the ranks of all but the one that is there are not
+        known."""
+        self._token_bytes, self._partial, self._likeliest = token_bytes, partial, likeliest
 
     def unpack(self, packed: Logprobs) -> list[dict[int, Logprob]]:
-        """For each place, the token that is there and then the likeliest."""
+        """For each place, the token that is there and then the likeliest, or those that the request named."""
         width = packed.width
         token_ids = memoryview(packed.token_ids).cast("i").tolist()
         logprobs = memoryview(packed.logprobs).cast("f").tolist()
-        made = []
+        made: list[dict[int, Logprob]] = []
+        others: Sequence[int | None] = range(1, width) if self._likeliest else [None] * (width - 1)
         for place, rank in enumerate(memoryview(packed.ranks).cast("i").tolist()):
             cells = slice(place * width, (place + 1) * width)
-            ranks, tokens = (rank, *range(1, width)), self._decode(token_ids[cells])
-            columns = zip(token_ids[cells], logprobs[cells], ranks, tokens, strict=True)
+            columns = zip(
+                token_ids[cells], logprobs[cells], (rank, *others), self._decode(token_ids[cells]), strict=True
+            )
             made.append({token_id: Logprob(logprob, rank, token) for token_id, logprob, rank, token in columns})
+            if not self._likeliest:  # the token that is there may be one of those that were named
+                made[-1][token_ids[cells.start]].rank = rank
         return made
 
     def skip(self, token_id: int) -> None:

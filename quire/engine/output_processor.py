@@ -19,15 +19,17 @@ class _Sequence:
     request: RequestOutput
     completion: CompletionOutput
     final_only: bool
+    interval: int  # tokens between two outputs
     detokenizer: IncrementalDetokenizer | None
     logprobs: LogprobUnpacker
+    num_told: int = 0  # tokens of the last output that was passed on
 
 
 class OutputProcessor:
     """Keeps the unfinished completions. `process` updates the RequestOutputs that `add` returned, in place."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, stream_interval: int = 1) -> None:
+        self.tokenizer, self.stream_interval = tokenizer, stream_interval
         self._sequences: dict[str, _Sequence] = {}  # by core request id
 
     def add(self, request: ProcessedRequest) -> RequestOutput:
@@ -50,16 +52,18 @@ class OutputProcessor:
                 )
                 token_bytes, partial = self.tokenizer.token_bytes, detokenizer.partial
             completion = CompletionOutput(index, "", [])
-            if params.logprobs is not None:
+            if params.num_logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
             output.outputs.append(completion)
-            unpacker = LogprobUnpacker(token_bytes, partial)
-            self._sequences[core_request.request_id] = _Sequence(output, completion, final_only, detokenizer, unpacker)
+            unpacker = LogprobUnpacker(token_bytes, partial, likeliest=params.logprob_token_ids is None)
+            interval = max(self.stream_interval, params.stream_interval or 1)
+            sequence = _Sequence(output, completion, final_only, interval, detokenizer, unpacker)
+            self._sequences[core_request.request_id] = sequence
         return output
 
     def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Apply a step's outputs. Returns the requests that changed (those with FINAL_ONLY when they are finished), and
-        core request ids that a stop string ended."""
+        """Apply a step's outputs. Returns the requests that changed (those with FINAL_ONLY when they are finished,
+        others once in stream_interval tokens), and core request ids that a stop string ended."""
         changed: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
         for output in outputs:
@@ -87,8 +91,10 @@ class OutputProcessor:
                 completion.text += detokenizer.next_delta(finish_reason is not None)
             if finish_reason is not None:
                 self._finish(output.request_id, finish_reason, stop_reason)
-            if not sequence.final_only or request.finished:
-                changed[request.request_id] = request
+            if finish_reason is not None or self._is_due(sequence):
+                sequence.num_told = len(completion.token_ids)
+                if not sequence.final_only or request.finished:
+                    changed[request.request_id] = request
         return list(changed.values()), to_abort
 
     def abort(self, core_requests: list[EngineCoreRequest]) -> list[str]:
@@ -105,6 +111,12 @@ class OutputProcessor:
             return []
         self._finish(request_id, FinishReason.ERROR, reason)
         return [sequence.request]
+
+    @staticmethod
+    def _is_due(sequence: _Sequence) -> bool:
+        """Whether an output is to be passed on before the last one: the first, and then one an interval."""
+        new = len(sequence.completion.token_ids) - sequence.num_told
+        return not sequence.num_told or new >= sequence.interval
 
     @staticmethod
     def _add_logprobs(sequence: _Sequence, token_ids: list[int], packed: Logprobs) -> None:

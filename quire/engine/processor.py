@@ -163,18 +163,21 @@ class Processor:
 
     def _check_params(self, params: SamplingParams) -> None:
         """What SamplingParams cannot check alone: the model's vocabulary, the engine's limits, plugins, processes."""
-        for name, count in (("sample", params.logprobs), ("prompt", params.prompt_logprobs)):
+        named = params.logprob_token_ids
+        sampled = params.logprobs if named is None else None
+        for name, count in (("sample", sampled), ("prompt", params.prompt_logprobs)):
             asked = self.vocab_size if count == -1 else count or 0
             if asked > self.max_logprobs:
                 raise ValueError(
                     f"Requested {name} logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
                 )
-        outside = [token_id for token_id in params.logit_bias or () if not 0 <= token_id < self.vocab_size]
-        if outside:
-            raise ValueError(
-                f"token_id(s) {outside} in logit_bias contain out-of-vocab token ids. "
-                f"Vocabulary size: {self.vocab_size}"
-            )
+        for name, token_ids in (("logit_bias", params.logit_bias), ("logprob_token_ids", named)):
+            outside = [token_id for token_id in token_ids or () if not 0 <= token_id < self.vocab_size]
+            if outside:
+                raise ValueError(
+                    f"token_id(s) {outside} in {name} contain out-of-vocab token ids. "
+                    f"Vocabulary size: {self.vocab_size}"
+                )
         if not all(0 <= token_id < self.vocab_size for token_id in params.allowed_token_ids or ()):
             raise ValueError("allowed_token_ids contains out-of-vocab token id!")
         for plugin in self.plugins:

@@ -12,6 +12,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"  # the client went away
+    REPETITION = "repetition"  # the output repeats itself, and the request asked to end then
     ERROR = "error"  # this request could not be run; stop_reason says why
 
 

@@ -19,8 +19,8 @@ class CompletionOutput:
     cumulative_logprob, logprobs: if the request asked for logprobs; logprobs holds {token id: Logprob} for each token,
     itself first.
 
-    finish_reason: "stop", "length", "abort", "error", or None while it runs; stop_reason: the stop string or the stop
-    token id that ended it, None for end-of-sequence.
+    finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs; stop_reason: the stop string
+    or the stop token id that ended it, None for end-of-sequence.
     """
 
     index: int

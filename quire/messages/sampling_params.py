@@ -7,9 +7,11 @@ from typing import Any, Self
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is arg-max
+MAX_LOGPROB_TOKEN_IDS = 128  # token ids whose logprobs one request may ask for, as in vLLM
+MAX_PATTERN_SIZE = 1000  # tokens; the scheduler compares so many for each token of a request that asks
 
 _INTEGERS = ("n", "top_k", "min_tokens")
-_OPTIONAL_INTEGERS = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_OPTIONAL_INTEGERS = """max_tokens seed logprobs prompt_logprobs truncate_prompt_tokens stream_interval""".split()
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FLAGS = """ignore_eos detokenize skip_special_tokens spaces_between_special_tokens
     include_stop_str_in_output""".split()
@@ -21,6 +23,28 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """When output that repeats itself ends a request. Raises ValueError for values that contradict each other.
+
+    A request ends when its output ends with min_count equal patterns in a row, each of min_pattern_size (0 is as 1) to
+    max_pattern_size tokens. max_pattern_size=0 looks for none.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size <= MAX_PATTERN_SIZE:
+            raise ValueError(
+                "repetition_detection: max_pattern_size and min_pattern_size must be at least 0 and at most "
+                f"{MAX_PATTERN_SIZE}, with min_pattern_size <= max_pattern_size, got {self.max_pattern_size} and "
+                f"{self.min_pattern_size}."
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(f"repetition_detection: min_count must be at least 2, got {self.min_count}.")
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True):
@@ -36,9 +60,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     max_tokens: None is "up to max_model_len". min_tokens: no stop before that many.
     logprobs, prompt_logprobs: log-probabilities of so many of the likeliest tokens at each place (-1: of all), and of
         the token that is there. A request with prompt_logprobs does not read the prefix cache.
+    logprob_token_ids: return log-probabilities of these tokens at each place of the output, instead of the likeliest,
+        and of the token that is there. logprobs is then None, or as many as there are token ids.
     detokenize: False gives token ids and no text. skip_special_tokens, spaces_between_special_tokens,
         include_stop_str_in_output: what the text holds.
-    output_kind: what LLM.stream yields; LLM.generate always returns finished outputs.
+    output_kind: what LLM.stream yields; LLM.generate always returns finished outputs. stream_interval: tokens between
+        two outputs of a stream; the first and the last output come at once. It counts if it is above the engine's.
+    repetition_detection: RepetitionDetectionParams, or a dict of its fields. A request that it ends has the finish
+        reason "repetition".
     logit_bias: {token id: what is added to its logit}. allowed_token_ids: no other token. bad_words: the token that
         would complete one of them is not drawn.
     truncate_prompt_tokens: shorten the prompt to this many tokens; -1: to as many as leave room for max_tokens.
@@ -64,11 +93,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -88,6 +120,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.seed = None if self.seed == -1 else self.seed
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
+        if isinstance(self.repetition_detection, dict):
+            self.repetition_detection = msgspec.convert(self.repetition_detection, RepetitionDetectionParams)
         self._check_types()
         self._check_ranges()
         if self.greedy:
@@ -100,6 +134,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     @property
     def stop_strings(self) -> list[str]:
         return self.stop if isinstance(self.stop, list) else []
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Tokens whose logprobs are returned at each place of the output, besides the one that is there."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -123,7 +162,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             raise TypeError(f"stop must be a string or a list of strings, got {self.stop}.")
         if isinstance(self.bad_words, str) or not all(isinstance(word, str) for word in self.bad_words or ()):
             raise TypeError(f"bad_words must be a list of strings, got {self.bad_words!r}.")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
+            kind = type(self.repetition_detection).__name__
+            raise TypeError(f"repetition_detection must be RepetitionDetectionParams, got {kind}.")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if not all(isinstance(v, int) and not isinstance(v, bool) for v in getattr(self, name) or ()):
                 raise TypeError(f"{name} must contain only integers, got {getattr(self, name)}.")
         for name in ("logit_bias", "extra_args"):
@@ -158,6 +200,17 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         _check(-(2**63) <= (self.seed or 0) < 2**63, "seed must fit in 64 bits", self.seed)
         _check((self.logprobs or 0) >= -1, "logprobs must be non-negative or -1", self.logprobs)
         _check((self.prompt_logprobs or 0) >= -1, "prompt_logprobs must be non-negative or -1", self.prompt_logprobs)
+        if self.logprob_token_ids is not None:
+            count = len(self.logprob_token_ids)
+            rule = f"logprob_token_ids must hold 1 to {MAX_LOGPROB_TOKEN_IDS} token ids"
+            _check(1 <= count <= MAX_LOGPROB_TOKEN_IDS, rule, count)
+            _check(
+                self.logprobs in (None, count),
+                f"logprobs must equal len(logprob_token_ids)={count} when both are set",
+                self.logprobs,
+            )
+        interval = self.stream_interval
+        _check(interval is None or interval >= 1, "stream_interval must be at least 1", interval)
         keep = self.truncate_prompt_tokens
         _check(keep is None or keep == -1 or keep >= 1, "truncate_prompt_tokens must be -1 or at least 1", keep)
         side = self.truncation_side

@@ -56,7 +56,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
     **_unsupported(
         """api_server_count data_parallel_size data_parallel_size_local decode_context_parallel_size
         max_long_partial_prefills max_num_partial_prefills nnodes pipeline_parallel_size prefill_context_parallel_size
-        prefill_schedule_interval stream_interval""",
+        prefill_schedule_interval""",
         1,
     ),
     **_unsupported(

@@ -12,17 +12,22 @@ from quire.messages.step import Logprobs
 
 @dataclass
 class TopLogprobs:
-    """At each place: the token that is there, then the likeliest, best first."""
+    """At each place: the token that is there, then the likeliest, best first, or those that the request named."""
 
     token_ids: Tensor  # int32 [places, 1 + count]
     logprobs: Tensor  # float32 [places, 1 + count]
     ranks: Tensor  # int32 [places]: of the token that is there, 1 for the likeliest
 
     @classmethod
-    def of(cls, scores: Tensor, tokens: Tensor, count: int) -> Self:
-        """scores: [places, vocab], float32; tokens: [places], int64, what is there"""
+    def of(cls, scores: Tensor, tokens: Tensor, count: int, named: Tensor | None = None) -> Self:
+        """scores: [places, vocab], float32; tokens: [places], int64, what is there; named: [places, at most count],
+        int64, token ids that are wanted instead of the likeliest, -1 for those"""
         own = scores.gather(1, tokens[:, None])
         best, ids = scores.topk(count, dim=-1)
+        if named is not None:
+            named = torch.nn.functional.pad(named, (0, count - named.shape[1]), value=-1)
+            ids = torch.where(named < 0, ids, named)
+            best = scores.gather(1, ids)
         above = torch.gt(scores, own, out=torch.empty_like(scores))  # as floats, which are added up three times as fast
         ranks = above.sum(-1) + 1
         return cls(torch.cat((tokens[:, None], ids), 1).int(), torch.cat((own, best), 1), ranks.int())

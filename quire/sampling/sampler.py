@@ -21,7 +21,7 @@ from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, Min
 class SamplingBatch:
     """The parameters of the rows that sample, as tensors over those that are not greedy; None where none asks for it.
 
-    num_logprobs and rows are about all rows.
+    num_logprobs, named_tokens and rows are about all rows.
     """
 
     random: Tensor | None = None  # int64: which rows are not greedy, None for all (if there is a temperature)
@@ -32,6 +32,7 @@ class SamplingBatch:
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     num_logprobs: Ints | None = None  # -1 where a row has none
+    named_tokens: Ints | None = None  # [rows with logprobs, most]: the tokens they are of, -1 for the likeliest
     rows: SamplingRows | None = None  # for logits processors
 
     @classmethod
@@ -73,7 +74,8 @@ class Sampler:
         if asks is None or batch.num_logprobs is None:
             return tokens, None
         scores = self.score(logits[asks]) if scores is None else scores
-        return tokens, TopLogprobs.of(scores, tokens[asks], int(batch.num_logprobs.max()))
+        named = None if batch.named_tokens is None else upload(batch.named_tokens, logits.device)
+        return tokens, TopLogprobs.of(scores, tokens[asks], int(batch.num_logprobs.max()), named)
 
     def score(self, logits: Tensor) -> Tensor:
         """What is reported of logits [places, vocab], as a copy: log-probabilities, or what logprobs_mode says."""

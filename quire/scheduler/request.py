@@ -4,6 +4,7 @@ from enum import Enum, auto
 
 from quire.kvcache.block_pool import Block
 from quire.messages.engine import EngineCoreRequest
+from quire.scheduler.repetition import RepetitionDetector
 
 
 class Status(Enum):
@@ -27,8 +28,8 @@ class Request:
 
     __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
         num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_in_flight_steps
-        num_preemptions num_prompt_tokens num_retired_tokens request_id row source status stop_token_ids
-        token_ids""".split()
+        num_preemptions num_prompt_tokens num_retired_tokens repetition request_id row source status
+        stop_token_ids token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
         self.source = source
@@ -42,6 +43,8 @@ class Request:
         self.min_total_tokens = self.num_prompt_tokens + source.sampling_params.min_tokens
         eos = [] if source.eos_token_id is None else [source.eos_token_id]
         self.stop_token_ids = frozenset([*eos, *source.stop_token_ids])
+        detection = source.sampling_params.repetition_detection
+        self.repetition = None if detection is None else RepetitionDetector(detection, source.output_token_ids)
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
         self.num_in_flight_samples = 0

@@ -258,11 +258,14 @@ class Scheduler:
         for token in sampled:
             token_ids.append(token)
             total = len(token_ids)
+            repeats = request.repetition is not None and request.repetition.append(token)
             if token in request.stop_token_ids and total > request.min_total_tokens:
                 output.finish_reason = FinishReason.STOP
                 output.stop_reason = None if token == request.source.eos_token_id else token
             elif total >= request.max_total_tokens:
                 output.finish_reason = FinishReason.LENGTH
+            elif repeats and total >= request.min_total_tokens:
+                output.finish_reason, output.stop_reason = FinishReason.REPETITION, "repetition_detected"
             else:
                 continue
             output.new_token_ids = sampled[: total - before]

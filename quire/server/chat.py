@@ -135,5 +135,5 @@ def _logprobs(call: Call, body: ChatRequest, completion: CompletionOutput) -> Ch
     if completion.logprobs is None:
         return None
     token_bytes = call.server.llm.get_tokenizer().token_bytes
-    top = body.top_logprobs or 0
-    return chat_logprobs(completion.token_ids, completion.logprobs, top, call.tokens_as_ids, token_bytes)
+    count = None if body.logprob_token_ids else body.top_logprobs or 0
+    return chat_logprobs(completion.token_ids, completion.logprobs, count, call.tokens_as_ids, token_bytes)

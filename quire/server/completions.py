@@ -105,9 +105,9 @@ class _Choices:
     def _logprobs(
         self, output: RequestOutput, completion: CompletionOutput, index: int, echo: bool
     ) -> CompletionLogprobs | None:
-        count = self.body.logprobs
-        if count is None or completion.logprobs is None:
+        if self.body.logprobs is None or completion.logprobs is None:
             return None
+        count = None if self.body.logprob_token_ids else self.body.logprobs
         token_ids: list[int] = completion.token_ids
         places: list[Any] = completion.logprobs
         if echo:

@@ -14,16 +14,20 @@ def _name(token_id: int, logprob: Logprob, as_id: bool) -> str:
     return f"token_id:{token_id}" if as_id else logprob.decoded_token or ""
 
 
-def _likeliest(place: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
-    """`count` of them (all if -1), without the token that is there, should it not be one of them."""
+def _likeliest(place: Mapping[int, Logprob], count: int | None) -> list[tuple[int, Logprob]]:
+    """`count` of them (all if -1), without the token that is there, should it not be one of them. None: all as they
+    are, since the request named the tokens."""
+    if count is None:
+        return list(place.items())
     ranked = sorted(place.items(), key=lambda item: item[1].rank or 0)
     return ranked if count == -1 else ranked[:count]
 
 
 def completion_logprobs(
-    token_ids: Sequence[int], places: Places, count: int, as_ids: bool, offset: int, tokenizer: Tokenizer
+    token_ids: Sequence[int], places: Places, count: int | None, as_ids: bool, offset: int, tokenizer: Tokenizer
 ) -> CompletionLogprobs:
-    """count: how many were asked for. offset: characters of text before the first token."""
+    """count: how many were asked for, None for tokens that the request named. offset: characters of text before the
+    first token."""
     made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, place in zip(token_ids, places, strict=True):
         if place is None:  # the first of a prompt: nothing comes before it
@@ -43,7 +47,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], places: Places, count: int, as_ids: bool, token_bytes: Mapping[int, bytes]
+    token_ids: Sequence[int], places: Places, count: int | None, as_ids: bool, token_bytes: Mapping[int, bytes]
 ) -> ChatLogprobs:
     """`bytes` are those of the token itself, also where it ends within a character."""
 

@@ -18,6 +18,7 @@ from quire.server.fields import (
     Objects,
     Positive,
     Prompts,
+    RepetitionDetection,
     StreamOptions,
     Strings,
     TemplateArguments,
@@ -101,6 +102,9 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: Logprobs | None = Field(None, description="Logprobs at each place of the prompt; -1: of all.")
+    logprob_token_ids: TokenIds | None = Field(
+        None, min_length=1, description="With logprobs: return those of these tokens, instead of the likeliest."
+    )
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=MAX_INT, description="Shorten the prompt to so many tokens; -1: to what leaves room for output."
     )
@@ -112,6 +116,10 @@ class Generation(Body):
         None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first; not 0 needs --scheduling-policy priority."
     )
     cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
+    repetition_detection: RepetitionDetection | None = Field(None, description="End output that repeats itself.")
+    stream_interval: Positive | None = Field(
+        None, description="Tokens of an event of a stream; it counts if it is above the server's --stream-interval."
+    )
     return_token_ids: bool | None = Field(None, description="Of the prompt and of the output.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs name tokens 'token_id:42'.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
@@ -131,6 +139,10 @@ class Generation(Body):
         """Of SamplingParams' fields, those that the request sets."""
         names = (name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields)
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = self.repetition_detection.model_dump()
+        if self.logprob_token_ids is not None:
+            values["logprobs"] = None
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return {**values, "output_kind": kind, "extra_args": self.vllm_xargs}
 
@@ -170,6 +182,8 @@ class CompletionRequest(Generation):
     def unsupported(self) -> tuple[str, str] | None:
         if self.best_of not in (None, self.n or 1):
             return "best_of", "is not supported, unless it equals n"
+        if self.logprob_token_ids is not None and (self.logprobs is None or self.max_tokens == 0):
+            return "logprob_token_ids", "needs logprobs, and a max_tokens above 0"
         if self.max_tokens == 0 and not self.echo:
             return "max_tokens", "should be at least 1, unless echo is true"
         if self.stream and self.echo and self.logprobs is not None and (self.n or 1) > 1:
@@ -206,7 +220,7 @@ class ChatRequest(Generation, Rendering):
     def given(self) -> dict[str, Any]:
         values = super().given()
         values.pop("logprobs", None)
-        if self.logprobs:
+        if self.logprobs and self.logprob_token_ids is None:
             values["logprobs"] = self.top_logprobs or 0
         if self.max_completion_tokens is not None:
             values["max_tokens"] = self.max_completion_tokens
@@ -215,6 +229,8 @@ class ChatRequest(Generation, Rendering):
     def unsupported(self) -> tuple[str, str] | None:
         if self.top_logprobs and not self.logprobs:
             return "top_logprobs", "is only allowed when logprobs is true"
+        if self.logprob_token_ids is not None and not self.logprobs:
+            return "logprob_token_ids", "is only allowed when logprobs is true"
         if self.tools and self.tool_choice != "none":
             return "tools", f"{_NOT_YET} unless tool_choice is 'none'"
         if self.tool_choice not in (None, "none", "auto"):

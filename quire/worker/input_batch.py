@@ -86,6 +86,7 @@ class InputBatch:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
+        self.logprob_token_ids: dict[int, list[int]] = {}  # by row, of those that name the tokens
         self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # the same, or where they have been reported
 
     def install(self, new: NewRequest) -> None:
@@ -108,6 +109,10 @@ class InputBatch:
         self.min_p[row] = params.min_p
         self.seed[row] = new.seed
         self.num_logprobs[row] = self._count(params.logprobs)
+        self.logprob_token_ids.pop(row, None)
+        if params.logprob_token_ids is not None:
+            self.logprob_token_ids[row] = named = list(dict.fromkeys(params.logprob_token_ids))
+            self.num_logprobs[row] = len(named)
         # A preempted request that has output has had its prompt's logprobs reported with the first of it.
         resumed = len(tokens) > new.num_prompt_tokens
         self.num_prompt_logprobs[row] = -1 if resumed else self._count(params.prompt_logprobs)
@@ -143,6 +148,17 @@ class InputBatch:
             seq_lens=seq_lens.astype(np.int32),
             samples=seq_lens == self.num_tokens[rows],
         )
+
+    def named_tokens(self, rows: Ints) -> Ints | None:
+        """[rows, most] token ids whose logprobs these rows ask for by name, -1 where there is none; None if no row
+        does."""
+        named = [self.logprob_token_ids.get(row, []) for row in rows.tolist()] if self.logprob_token_ids else []
+        if not any(named):
+            return None
+        token_ids = np.full((len(rows), max(map(len, named))), -1, np.int64)
+        for place, of_row in enumerate(named):
+            token_ids[place, : len(of_row)] = of_row
+        return token_ids
 
     def sampling_rows(self, rows: Ints) -> SamplingRows:
         """These rows as logits processors see them: the logits of rows[i] are those of place i."""

@@ -152,6 +152,7 @@ class ModelRunner:
         num_logprobs = batch.num_logprobs[rows]
         if (num_logprobs >= 0).any():
             launched.sampling.num_logprobs = num_logprobs
+            launched.sampling.named_tokens = batch.named_tokens(rows[num_logprobs >= 0])
         tokens, logprobs = self.sampler(launched.logits, launched.sampling)
         sampled = _Sampled(output, rows, batch.expect(rows), places.tolist(), self.device.download(tokens))
         if self.staging.last_tokens is not None and launched.sample_rows is not None:

@@ -64,6 +64,7 @@ def requests_of_every_kind(plain: list[int]) -> list[SamplingParams]:
         drawn.clone(repetition_penalty=1.2, presence_penalty=0.4, top_k=30, logprobs=2),
         drawn.clone(frequency_penalty=1.0, min_p=0.02, top_p=0.95, logprobs=1, prompt_logprobs=2),
         drawn.clone(allowed_token_ids=list(range(40, 90)), logit_bias={41: 3.0, 300: 99.0}, min_tokens=3),
+        drawn.clone(logprob_token_ids=[9, *plain[:3], 250, 9]),
     ]
 
 
@@ -88,14 +89,17 @@ def check_with_transformers(llm: LLM, model: Any, output: RequestOutput, params:
         final = processed(row.tolist(), prompt, before, params, bad_words, stop_ids(params))
         ranking = scores(final, params, params.seed or 0, place)
         assert ranking[token] >= max(ranking) - 2 * NEAR / (params.temperature or 1), (place, token)
-    if params.logprobs is None:
+    if params.num_logprobs is None:
         assert completion.logprobs is None
         assert completion.cumulative_logprob is None
         return
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
     rows = raw[len(prompt) - 1 : -1].log_softmax(-1)
-    check_logprobs(completion.logprobs, rows, completion.token_ids, params.logprobs)
+    if params.logprob_token_ids is None:
+        check_logprobs(completion.logprobs, rows, completion.token_ids, params.logprobs)
+    else:
+        check_named_logprobs(completion.logprobs, rows, completion.token_ids, params.logprob_token_ids)
     total = sum(made[token].logprob for made, token in zip(completion.logprobs, completion.token_ids, strict=True))
     assert completion.cumulative_logprob == pytest.approx(total)
     assert "".join(m[t].decoded_token or "" for m, t in zip(completion.logprobs, completion.token_ids, strict=True))
@@ -113,6 +117,16 @@ def check_logprobs(made: list[dict[int, Logprob]], rows: Tensor, token_ids: list
         for t, logprob in place.items():
             assert logprob.logprob == pytest.approx(row[t].item(), abs=NEAR)
             assert logprob.logprob == pytest.approx(best.values[logprob.rank - 1].item(), abs=NEAR)
+
+
+def check_named_logprobs(made: list[dict[int, Logprob]], rows: Tensor, token_ids: list[int], named: list[int]) -> None:
+    """The token that is there, then the named ones in their order; only the first has a rank."""
+    for place, row, token in zip(made, rows, token_ids, strict=True):
+        assert list(place) == list(dict.fromkeys([token, *named]))
+        assert place[token].rank == int((row > row[token]).sum()) + 1
+        assert all(logprob.rank is None for t, logprob in place.items() if t != token)
+        for t, logprob in place.items():
+            assert logprob.logprob == pytest.approx(row[t].item(), abs=NEAR)
 
 
 @each_variant
@@ -305,6 +319,36 @@ def test_a_bad_word_that_would_come_does_not(llm):
     assert word not in held.text
     assert held.token_ids[: at + 1] == free.token_ids[: at + 1]  # its first token may come
     assert held.token_ids[at + 1] != free.token_ids[at + 1]
+
+
+def test_named_logprobs_need_not_fit_the_limit_of_likeliest_ones(llm):
+    named = list(range(100, 200))
+    [place] = one(llm, TEXT, SHORT.clone(max_tokens=1, logprob_token_ids=named, logprobs=100)).logprobs
+    assert len(place) in (100, 101)
+    with pytest.raises(ValueError, match=r"token_id\(s\) \[320\] in logprob_token_ids contain out-of-vocab"):
+        llm.generate([TEXT], SHORT.clone(logprob_token_ids=[5, 320]), use_tqdm=False)
+
+
+def test_output_that_repeats_itself_ends_if_asked_for(llm):
+    same = SHORT.clone(allowed_token_ids=[7], max_tokens=30, ignore_eos=True)
+    ended = one(
+        llm, TEXT, same.clone(repetition_detection={"max_pattern_size": 2, "min_pattern_size": 2, "min_count": 3})
+    )
+    assert ended.token_ids == [7] * 6
+    assert (ended.finish_reason, ended.stop_reason) == ("repetition", "repetition_detected")
+    assert one(llm, TEXT, same).finish_reason == "length"
+
+
+def test_a_stream_interval_gathers_tokens_but_for_the_first_and_the_last(llm, checkpoints):
+    params = SHORT.clone(output_kind=RequestOutputKind.DELTA, max_tokens=12, ignore_eos=True)
+    slow = make_llm(checkpoints.path("llama"), stream_interval=4)
+    for engine, interval, lengths in (
+        (llm, None, [1] * 12), (llm, 5, [1, 5, 5, 1]), (slow, None, [1, 4, 4, 3]), (slow, 2, [1, 4, 4, 3]),
+        (slow, 100, [1, 11]),
+    ):  # fmt: skip
+        outputs = list(engine.stream(TEXT, params.clone(stream_interval=interval)))
+        assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+        assert "".join(output.outputs[0].text for output in outputs) == one(llm, TEXT, params).text
 
 
 def test_a_truncated_prompt_keeps_its_last_tokens_and_room_for_output(llm):
