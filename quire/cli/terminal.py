@@ -46,6 +46,8 @@ class Wrapper:
         if self._column + columns > self.columns:
             if character == " ":
                 return self._place("\n")
+            if columns == 2:  # a line may end in front of it, too
+                self._word, self._word_columns = "", 0
             written = self._next_line()
         self._column += columns
         if character == " " or columns == 2:  # a line may end behind either
