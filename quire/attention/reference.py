@@ -37,7 +37,9 @@ class ReferenceAttention(AttentionBackend):
         return math.prod(self._block_shape) * self._dtype.itemsize
 
     def allocate(self, num_blocks: int) -> Tensor:
-        return torch.zeros(num_blocks, *self._block_shape, dtype=self._dtype, device=self.shape.device)
+        cache = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self.shape.device)
+        cache[0] = 0  # the null block, read where a window has passed; memory of the others is taken when they are used
+        return cache
 
     def plan(self, layout: StepLayout, over: StepLayout | None = None) -> StepLayout:
         return layout

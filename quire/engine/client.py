@@ -78,5 +78,5 @@ def _limit_threads() -> None:
     """Have no more threads than processors may run at once: torch knows the affinity, but no cgroup's quota."""
     wanted, allowed = torch.get_num_threads(), processors()
     if allowed < wanted and "OMP_NUM_THREADS" not in os.environ:
-        logger.info("%d threads instead of %d, as the quota of the cgroup allows", allowed, wanted)
+        logger.info("Threads: %d instead of %d, since the cgroup has a quota of processors", allowed, wanted)
         torch.set_num_threads(allowed)
