@@ -7,6 +7,7 @@ from typing import Any
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.engine.processor import Processor
 from quire.loading.hub import resolve
+from quire.messages.errors import error_text
 from quire.models.load import hf_config, load_generation_config, load_tokenizer, resolve_dtype
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -43,7 +44,7 @@ class Frontend:
         if m.tokenizer is not None:
             tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
         self.tokenizer = load_tokenizer(tokenizer_directory)
-        self._chat_template = _template_text(m.chat_template)
+        self.given_chat_template = _template_text(m.chat_template)
         self.processor = Processor(
             self.tokenizer,
             self.max_model_len,
@@ -61,11 +62,11 @@ class Frontend:
             try:
                 self.processor.default_sampling_params()
             except (ValueError, TypeError) as error:
-                raise ConfigError(f"override_generation_config cannot be used: {error}") from error
+                raise ConfigError(f"override_generation_config cannot be used: {error_text(error)}") from error
 
     @property
     def has_chat_template(self) -> bool:
-        return (self._chat_template or self.tokenizer.chat_template) is not None
+        return (self.given_chat_template or self.tokenizer.chat_template) is not None
 
     def render_chat(
         self,
@@ -79,7 +80,7 @@ class Frontend:
 
         content_format: "string", "openai" or "auto"; None is the option chat_template_content_format.
         """
-        template = _template_text(chat_template) or self._chat_template
+        template = _template_text(chat_template) or self.given_chat_template
         if template is None and arguments.get("tools"):
             template = self.tokenizer.chat_templates.get("tool_use")
         template = template or self.tokenizer.chat_template

@@ -1,7 +1,8 @@
 """LLM: the engine as a Python object, with vLLM's interface."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -10,22 +11,34 @@ from quire.config import EngineConfig
 from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.client import make_core
 from quire.engine.frontend import Frontend, Message
+from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.text.tokenizer import Tokenizer
+from quire.metrics.engine import EngineMetrics
+from quire.metrics.reader import Metric, snapshot
+from quire.text.hf_tokenizer import HFTokenizer
+
+Progress = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one: tqdm, or a class like it
 
 
 class LLM:
     """A model, its KV cache and a scheduler in this process.
 
     model: a directory, a .gguf file, a Hugging Face id, or nothing for the bundled model; `options`: see
-    `quire generate --help`, with underscores for dashes. Raises ConfigError (a ValueError) for options that are
-    unknown or cannot be met.
+    `quire generate --help`, with underscores for dashes. disable_log_stats=False keeps statistics for `get_metrics`,
+    whose names begin with metrics_prefix. Raises ConfigError (a ValueError) for options that are unknown or cannot be
+    met.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    _metrics: EngineMetrics | None = None
+
+    def __init__(
+        self, model: str | None = None, *, disable_log_stats: bool = True, metrics_prefix: str = "quire", **options: Any
+    ) -> None:
+        if not disable_log_stats:
+            self._metrics = EngineMetrics(metrics_prefix, str(model or "quire-demo"))
         config = EngineConfig.create(model=None if model is None else str(model), **options)
         self._start(Frontend(config, in_process=True))
 
@@ -38,9 +51,9 @@ class LLM:
 
     def _start(self, frontend: Frontend) -> None:
         self.config, self.frontend = frontend.config, frontend
-        self.processor, self._tokenizer = self.frontend.processor, self.frontend.tokenizer
+        self.processor = self.frontend.processor
         self.dtype = self.frontend.dtype
-        self.output_processor = OutputProcessor(self._tokenizer, self.config.scheduler.stream_interval)
+        self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them
@@ -57,15 +70,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete the prompts, all at once; the outputs are in their order.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
-        sampling_params: one for all, or one a prompt; None takes the model's defaults. Raises ValueError or TypeError,
-        before anything runs, for a prompt or parameters that are wrong.
+        sampling_params: one for all, or one a prompt; None takes the model's defaults. priority: one a prompt, the
+        lowest first, with scheduling_policy="priority". Raises ValueError or TypeError, before anything runs, for a
+        prompt or parameters that are wrong.
         """
+        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         requests = self._process(_as_list(prompts), sampling_params, priority)
         return self._complete(requests, use_tqdm)
 
@@ -73,16 +90,25 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, in the form that the model's chat template gives them."""
+        """Answer a conversation, or each of several, in the form that the model's chat template gives them.
+
+        priority: one a conversation, as for `generate`.
+        """
+        _refuse(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         reserved = sorted({"template", "messages", "tools", "content_format"} & set(chat_template_kwargs or {}))
         if reserved:
@@ -99,7 +125,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._complete(self._process(prompts, sampling_params, None, add_special_tokens=False), use_tqdm)
+        return self._complete(self._process(prompts, sampling_params, priority, add_special_tokens=False), use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
@@ -116,7 +142,7 @@ class LLM:
         generate = partial(self.generate, use_tqdm=False)
         outputs = beam_search(starts, params, generate, self.max_model_len, self.processor.eos_token_ids)
         for sequence in (sequence for output in outputs for sequence in output.sequences):
-            sequence.text = self._tokenizer.decode(sequence.tokens)
+            sequence.text = self.frontend.tokenizer.decode(sequence.tokens)
         return outputs
 
     def stream(
@@ -129,22 +155,40 @@ class LLM:
         """
         yield from self._run(self._process([prompt], sampling_params, None, add_special_tokens))
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
+    def get_tokenizer(self) -> HFTokenizer:
+        """The tokenizer, with the interface of Hugging Face's."""
+        return self._hf_tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's metrics as they are now. Raises ValueError unless it was made with disable_log_stats=False."""
+        if self._metrics is None:
+            raise ValueError("no statistics are kept; make the engine with LLM(..., disable_log_stats=False)")
+        return snapshot(self._metrics.registry)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The counts of unfinished requests, and facts about the model."""
+        return LLMEngine(self)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends; a fresh copy."""
         return self.processor.default_sampling_params()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Always True: it cannot fail."""
         self.core.reset_prefix_cache()
+        return True
 
     def shutdown(self) -> None:
         """End the processes that were started. The object cannot be used afterwards."""
         self.core.shutdown()
 
     # ---- how
+
+    @cached_property
+    def _hf_tokenizer(self) -> HFTokenizer:
+        name = self.config.model.tokenizer or self.config.model.model or "quire-demo"
+        return HFTokenizer(self.frontend.tokenizer, self.frontend.given_chat_template, name)
 
     def _process(
         self,
@@ -171,18 +215,20 @@ class LLM:
             )
         return requests
 
-    def _complete(self, requests: list[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(self, requests: list[ProcessedRequest], use_tqdm: Progress) -> list[RequestOutput]:
         for request in requests:  # their parameters are copies
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: dict[str, RequestOutput] = {}
         num_in = num_out = 0
-        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        started = time.monotonic()
+        make_bar: Any = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+        with make_bar(total=len(requests), desc="Processed prompts", dynamic_ncols=True) as bar:
             for output in self._run(requests):
                 if output.finished:
                     finished[output.request_id] = output
                     num_in += len(output.prompt_token_ids)
                     num_out += sum(len(c.token_ids) for c in output.outputs)
-                    elapsed = max(bar.format_dict["elapsed"], 1e-9)
+                    elapsed = max(time.monotonic() - started, 1e-9)
                     bar.set_postfix_str(
                         f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s", refresh=False
                     )
@@ -195,6 +241,8 @@ class LLM:
         try:
             for request in requests:
                 self.output_processor.add(request)
+                if self._metrics is not None:
+                    self._metrics.add(request.core_requests)
                 for core_request in request.core_requests:
                     self.core.add_request(core_request)
             running = {request.request_id for request in requests}
@@ -210,13 +258,21 @@ class LLM:
                     yield deltas[request_id].read(output) if request_id in deltas else output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
             for request in requests:
-                self.core.abort_requests(self.output_processor.abort(request.core_requests))
+                aborted = self.output_processor.abort(request.core_requests)
+                self.core.abort_requests(aborted)
+                if self._metrics is not None:
+                    self._metrics.abort(aborted)
                 self._grown.pop(request.request_id, None)
 
     def _step(self) -> None:
         """One step, for everyone: several streams may be open at once, and each takes its own from `_grown`."""
-        changed, to_abort = self.output_processor.process(self.core.step())
+        outputs = self.core.step()
+        if self._metrics is not None:
+            self._metrics.step(outputs, self.core.stats)
+        changed, to_abort = self.output_processor.process(outputs)
         self.core.abort_requests(to_abort)
+        if self._metrics is not None:
+            self._metrics.stop(to_abort)
         self._grown.update((output.request_id, output) for output in changed)
 
 
@@ -225,3 +281,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _refuse(**arguments: Any) -> None:
+    """Raises ValueError for an argument of vLLM that Quire does not have, unless it is left at its neutral value."""
+    for name, value in arguments.items():
+        if value:
+            raise ValueError(f"{name} is not supported by Quire yet")

@@ -1,11 +1,12 @@
 """From EngineCoreOutputs to RequestOutputs: detokenizing, stop strings, logprobs, gathering a prompt's completions."""
 
+import time
 from dataclasses import dataclass
 
 from quire.engine.logprobs import LogprobUnpacker
 from quire.engine.processor import ProcessedRequest
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.outputs import CompletionOutput, RequestOutput, RequestStateStats
 from quire.messages.sampling_params import RequestOutputKind
 from quire.messages.step import Logprobs
 from quire.text.detokenizer import IncrementalDetokenizer
@@ -34,6 +35,8 @@ class OutputProcessor:
 
     def add(self, request: ProcessedRequest) -> RequestOutput:
         output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids)
+        queued_at = request.core_requests[0].arrival_time
+        output.metrics = RequestStateStats(arrival_time=time.time(), queued_ts=queued_at)
         params = request.params
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         if params.prompt_logprobs is not None:
@@ -66,6 +69,7 @@ class OutputProcessor:
         others once in stream_interval tokens), and core request ids that a stop string ended."""
         changed: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
+        now = time.monotonic()
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
@@ -75,6 +79,8 @@ class OutputProcessor:
             if not completion.token_ids and completion.index == 0:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.token_ids += new_token_ids
+            if new_token_ids:
+                self._note(request.metrics, output, now)
             if output.logprobs is not None:
                 self._add_logprobs(sequence, new_token_ids, output.logprobs)
             if output.prompt_logprobs is not None and request.prompt_logprobs is not None:
@@ -111,6 +117,21 @@ class OutputProcessor:
             return []
         self._finish(request_id, FinishReason.ERROR, reason)
         return [sequence.request]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that have not ended."""
+        return len(self._sequences)
+
+    @staticmethod
+    def _note(metrics: RequestStateStats | None, output: EngineCoreOutput, now: float) -> None:
+        assert metrics is not None
+        if not metrics.first_token_ts:
+            metrics.scheduled_ts = output.scheduled_at or now
+            metrics.first_token_ts = now
+            metrics.first_token_latency = now - metrics.queued_ts
+        metrics.last_token_ts = now
+        metrics.num_generation_tokens += len(output.new_token_ids)
 
     @staticmethod
     def _is_due(sequence: _Sequence) -> bool:
@@ -162,5 +183,5 @@ class DeltaReader:
         # Not with dataclasses.replace, which would be a tenth of what a streamed token costs.
         return RequestOutput(
             output.request_id, output.prompt, output.prompt_token_ids, news, output.finished,
-            output.num_cached_tokens, prompt_logprobs,
+            output.num_cached_tokens, prompt_logprobs, output.metrics,
         )  # fmt: skip

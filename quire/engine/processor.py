@@ -95,6 +95,8 @@ class Processor:
         """Raises ValueError or TypeError naming what is wrong with the prompt or the parameters."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise ValueError(f"priority must be an integer of 64 bits, got {priority!r}")
         if priority and self.scheduling_policy != "priority":
             raise ValueError(
                 f"Got priority {priority} but priority scheduling is not enabled; start the engine with "
@@ -189,8 +191,8 @@ class Processor:
                     "(option logits_processors), or set tensor_parallel_size to 1"
                 )
             try:
-                msgspec.msgpack.encode(params)
-            except TypeError as error:
+                msgspec.msgpack.encode(params.extra_args)
+            except (TypeError, ValueError, OverflowError, RecursionError) as error:
                 raise ValueError(
                     f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
                 ) from error

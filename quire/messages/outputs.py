@@ -35,6 +35,24 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+@dataclass(slots=True)
+class RequestStateStats:
+    """When things happened to a request, in seconds, and how many tokens it has brought.
+
+    arrival_time: of the wall clock. The others are times of time.monotonic(), 0 for what has not happened: when the
+    request was queued, first scheduled, and brought its first and its latest token. first_token_latency: from arrival.
+    num_generation_tokens: of all n completions.
+    """
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0
+
+
 @dataclass
 class RequestOutput:
     """A prompt and its completions so far.
@@ -50,3 +68,4 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestStateStats | None = None

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import msgspec
 
+MAX_N = 16_384  # completions of a prompt, vLLM's limit
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is arg-max
 MAX_LOGPROB_TOKEN_IDS = 128  # token ids whose logprobs one request may ask for, as in vLLM
 MAX_PATTERN_SIZE = 1000  # tokens; the scheduler compares so many for each token of a request that asks
@@ -153,6 +154,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if isinstance(value, bool) or not isinstance(value, kinds):
                 kind = "a number" if name in _NUMBERS else "an integer"
                 raise TypeError(f"{name} must be {kind}, got {type(value).__name__}.")
+            _check_size(name, value)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -174,11 +176,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         for token_id, bias in (self.logit_bias or {}).items():
             if not isinstance(token_id, int) or not isinstance(bias, int | float):
                 raise TypeError(f"logit_bias must map integer token ids to numbers, got {token_id!r}: {bias!r}.")
+            _check_size("logit_bias", bias)
+        for token_id in self.stop_token_ids or ():
+            _check_size("stop_token_ids", token_id)
         if not all(callable(processor) for processor in self.logits_processors or ()):
             raise TypeError("logits_processors must contain only functions; plugins are given to the engine.")
 
     def _check_ranges(self) -> None:
         _check(self.n >= 1, "n must be at least 1", self.n)
+        _check(self.n <= MAX_N, f"n must be at most {MAX_N}", self.n)
         _check(self.n == 1 or not self.greedy, "n must be 1 when using greedy sampling", self.n)
         _check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty)
         _check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", self.frequency_penalty)
@@ -197,7 +203,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             f"min_tokens must be less than or equal to max_tokens={self.max_tokens}",
             self.min_tokens,
         )
-        _check(-(2**63) <= (self.seed or 0) < 2**63, "seed must fit in 64 bits", self.seed)
         _check((self.logprobs or 0) >= -1, "logprobs must be non-negative or -1", self.logprobs)
         _check((self.prompt_logprobs or 0) >= -1, "prompt_logprobs must be non-negative or -1", self.prompt_logprobs)
         if self.logprob_token_ids is not None:
@@ -230,6 +235,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def clone(self, **changes: object) -> Self:
         return msgspec.structs.replace(self, **changes)
+
+
+def _check_size(name: str, value: float) -> None:
+    """Raises ValueError for an integer that neither numpy nor another process takes."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, got {value if value.bit_length() < 100 else 'a larger number'}.")
 
 
 def _check(right: bool, rule: str, value: object) -> None:

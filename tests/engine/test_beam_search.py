@@ -58,7 +58,7 @@ def test_without_an_end_it_is_transformers_beam_search(checkpoints: Checkpoints,
         for sequence in output.sequences:
             taken = [m[t].logprob for m, t in zip(sequence.logprobs, sequence.tokens[len(prompt) :], strict=True)]
             assert sum(taken) == pytest.approx(sequence.cum_logprob)
-            assert sequence.text == llm.get_tokenizer().decode(sequence.tokens)
+            assert sequence.text == llm.get_tokenizer().decode(sequence.tokens, skip_special_tokens=True)
             assert sequence.finish_reason == "length"
 
 

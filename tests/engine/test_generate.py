@@ -188,7 +188,7 @@ def test_the_tokenizers_own_end_of_sequence_has_no_stop_reason(llm, checkpoints,
     start, *tokens = free_run
     path = tmp_path / "copy"
     shutil.copytree(checkpoints.path("llama"), path)
-    name = llm.get_tokenizer().id_to_token(tokens[3])
+    name = llm.frontend.tokenizer.id_to_token(tokens[3])
     if name is None:
         pytest.skip("the token is in the model's vocabulary only")
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))

@@ -166,7 +166,7 @@ def test_logprobs_have_openais_shape_and_the_offline_engines_values(server, offl
     choices = [c for event in (answer if stream else [answer]) for c in event["choices"]]
     content = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
     [completion] = output.outputs
-    token_bytes = offline.get_tokenizer().token_bytes
+    token_bytes = offline.frontend.tokenizer.token_bytes
     assert len(content) == 5
     for entry, token, place in zip(content, completion.token_ids, completion.logprobs, strict=True):
         assert entry["token"] == place[token].decoded_token

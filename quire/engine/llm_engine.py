@@ -1,0 +1,57 @@
+"""`LLM.llm_engine`: what vLLM's users look up there, the engine's counts and facts about its model."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.models.load import resolve_dtype
+from quire.text.hf_tokenizer import HFTokenizer
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """max_model_len: the context in tokens. vocab_size: the model's, which can exceed the tokenizer's."""
+
+    model: str
+    tokenizer: str
+    dtype: torch.dtype
+    max_model_len: int
+    vocab_size: int
+    seed: int | None
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+class LLMEngine:
+    """A view of an LLM."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm = llm
+
+    @property
+    def model_config(self) -> ModelFacts:
+        llm, options = self._llm, self._llm.config.model
+        model = options.model or "quire-demo"
+        return ModelFacts(
+            model=model,
+            tokenizer=options.tokenizer or model,
+            dtype=resolve_dtype(options.dtype),
+            max_model_len=llm.max_model_len,
+            vocab_size=llm.processor.vocab_size,
+            seed=options.seed,
+        )
+
+    def get_num_unfinished_requests(self) -> int:
+        """Sequences that have not ended: n for a request that asks for n."""
+        return self._llm.output_processor.num_unfinished
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def get_tokenizer(self) -> HFTokenizer:
+        return self._llm.get_tokenizer()
