@@ -14,13 +14,19 @@ if TYPE_CHECKING:
     from quire.engine.async_llm import AsyncLLM
     from quire.engine.llm import LLM
     from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput
-    from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from quire.messages.sampling_params import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
 
 _HOME = {
     "LLM": "quire.engine.llm",
     "AsyncLLM": "quire.engine.async_llm",
     "SamplingParams": "quire.messages.sampling_params",
     "BeamSearchParams": "quire.messages.sampling_params",
+    "RepetitionDetectionParams": "quire.messages.sampling_params",
     "RequestOutputKind": "quire.messages.sampling_params",
     "RequestOutput": "quire.messages.outputs",
     "CompletionOutput": "quire.messages.outputs",
@@ -32,6 +38,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Logprob",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -87,7 +87,10 @@ class Server:
             raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
         frontend = self.llm.frontend
         chat = [message.model_dump(exclude_none=True) for message in messages]
-        variables = {"tools": body.tools, "documents": body.documents, "reasoning_effort": body.reasoning_effort}
+        names = ("tools", "documents", "reasoning_effort")
+        variables: dict[str, Any] = {name: getattr(body, name) for name in names}
+        if body.reasoning_effort is not None:  # for templates with a switch instead of degrees, as in vLLM
+            variables["enable_thinking"] = body.reasoning_effort != "none"
         arguments: dict[str, Any] = {
             "chat_template": template,
             "continue_final_message": bool(body.continue_final_message),

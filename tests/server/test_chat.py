@@ -177,6 +177,20 @@ def test_logprobs_have_openais_shape_and_the_offline_engines_values(server, offl
         assert [top["token"] for top in entry["top_logprobs"]] == [value.decoded_token for value in ranked[:3]]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_named_tokens_stand_in_place_of_the_likeliest(server, offline, stream):
+    named = [1000, 20, 1000, 300]
+    params = GREEDY.clone(max_tokens=3, logprob_token_ids=named)
+    [output] = offline.chat(CHAT, params, use_tqdm=False)
+    answer = ask(server, logprobs=True, logprob_token_ids=named, top_logprobs=1, max_tokens=3, stream=stream)
+    choices = [c for event in (answer if stream else [answer]) for c in event["choices"]]
+    content = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    for entry, place in zip(content, output.outputs[0].logprobs, strict=True):
+        expected = [(value.decoded_token, pytest.approx(value.logprob, abs=1e-4)) for value in place.values()]
+        assert [(top["token"], top["logprob"]) for top in entry["top_logprobs"]] == expected
+        assert len(expected) == 4
+
+
 def test_logprobs_without_top_ones_have_an_empty_list(server):
     [choice] = ask(server, logprobs=True, max_tokens=2)["choices"]
     assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[], []]
@@ -189,6 +203,17 @@ def test_prompt_logprobs_and_token_ids_stand_beside_the_choices(server, stream):
     assert len(first["prompt_logprobs"]) == len(first["prompt_token_ids"])
     choices = [c for event in (answer if stream else [answer]) for c in event["choices"]]
     assert len([token for choice in choices for token in choice.get("token_ids", [])]) == 4
+
+
+def test_reasoning_effort_reaches_templates_with_degrees_and_with_a_switch(host: Host):
+    template = "{% for m in messages %}{{ reasoning_effort }} {{ enable_thinking }}{% endfor %}"
+    trusting = host.serve(trust_request_chat_template=True)
+    for effort, kwargs, expected in (
+        ("high", {}, "high True"), ("none", {}, "none False"), ("low", {"enable_thinking": False}, "low False"),
+        (None, {"enable_thinking": True}, " True"),
+    ):  # fmt: skip
+        fields = {"reasoning_effort": effort, "chat_template": template, "chat_template_kwargs": kwargs}
+        assert prompt_of(trusting, CHAT[:1], **fields).strip() == expected.strip()
 
 
 def test_a_template_of_a_request_needs_the_servers_trust(server, host: Host):

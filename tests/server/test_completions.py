@@ -137,6 +137,25 @@ def test_what_stopped_a_request_is_told(server):
     assert server.complete(TEXT, max_tokens=3)["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_output_that_repeats_itself_ends_if_asked_for(server, stream):
+    detection = {"max_pattern_size": 3, "min_pattern_size": 3, "min_count": 2}
+    fields = {"allowed_token_ids": [1000], "max_tokens": 30, "ignore_eos": True, "stream": stream}
+    answer = server.complete(TEXT, repetition_detection=detection, return_token_ids=True, **fields)
+    choices = [c for event in (answer if stream else [answer]) for c in event["choices"]]
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("repetition", "repetition_detected")
+    assert sum(len(choice["token_ids"]) for choice in choices) == 6
+
+
+def test_a_stream_interval_gathers_tokens_in_events(server):
+    fields = {"max_tokens": 20, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    events = server.complete(TEXT, stream_interval=8, **fields)
+    counts = [len(event["choices"][0]["token_ids"]) for event in events]
+    assert (counts[0], sum(counts)) == (1, 20)
+    assert all(count >= 8 for count in counts[1:-1])
+    assert texts_of(events) == texts_of(server.complete(TEXT, **fields))
+
+
 # ---- echo, logprobs, token ids
 
 
@@ -179,6 +198,18 @@ def test_logprobs_are_those_of_the_offline_engine(server, offline, stream):
     assert made["text_offset"] == [len("".join(made["tokens"][:at])) for at in range(6)]
     for top, place in zip(made["top_logprobs"], completion.logprobs, strict=True):
         assert top == pytest.approx({v.decoded_token: v.logprob for v in place.values()}, abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_named_tokens_stand_in_place_of_the_likeliest(server, offline, stream):
+    named = [1000, 20, 300]
+    params = GREEDY.clone(max_tokens=3, logprob_token_ids=named)
+    [output] = offline.generate([TEXT], params, use_tqdm=False)
+    fields = {"logprobs": 1, "logprob_token_ids": named, "return_tokens_as_token_ids": True}
+    made = logprobs_of(server.complete(TEXT, max_tokens=3, **fields, stream=stream))
+    for top, place in zip(made["top_logprobs"], output.outputs[0].logprobs, strict=True):
+        assert top == pytest.approx({f"token_id:{token}": value.logprob for token, value in place.items()}, abs=1e-4)
+        assert len(top) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
