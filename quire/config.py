@@ -13,6 +13,9 @@ from quire.options.vllm import FOREIGN, VALUES, translate, unknown
 
 _MAX_NUM_SEQS = 256
 
+# Sections of the server's options in the help.
+_HTTPS, _CORS, _LIMITS, _LOG = "HTTPS", "Web pages (CORS)", "Limits", "Log and metrics"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -211,15 +214,19 @@ class ServerConfig:
     )
     served_model_name: list[str] = option([], "names of the model in the API (default: as --model says)")
     root_path: str = option("", "path at which a proxy serves this server, such as /llm; it may strip it or not")
-    ssl_keyfile: str | None = option(None, "private key for HTTPS")
-    ssl_certfile: str | None = option(None, "certificate for HTTPS")
-    ssl_ca_certs: str | None = option(None, "certificates of the authorities that sign clients' certificates")
-    ssl_cert_reqs: int = option(0, "whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes")
-    ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation")
-    allowed_origins: list[str] = option([], "web origins whose pages may call the server; * for all")
-    allowed_methods: list[str] = option(["*"], "HTTP methods that those pages may use")
-    allowed_headers: list[str] = option(["*"], "HTTP headers that those pages may send")
-    allow_credentials: bool = option(False, "let browsers send cookies and the like from those pages")
+    ssl_keyfile: str | None = option(None, "private key for HTTPS", section=_HTTPS)
+    ssl_certfile: str | None = option(None, "certificate for HTTPS", section=_HTTPS)
+    ssl_ca_certs: str | None = option(
+        None, "certificates of the authorities that sign clients' certificates", section=_HTTPS
+    )
+    ssl_cert_reqs: int = option(
+        0, "whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes", section=_HTTPS
+    )
+    ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation", section=_HTTPS)
+    allowed_origins: list[str] = option([], "web origins whose pages may call the server; * for all", section=_CORS)
+    allowed_methods: list[str] = option(["*"], "HTTP methods that those pages may use", section=_CORS)
+    allowed_headers: list[str] = option(["*"], "HTTP headers that those pages may send", section=_CORS)
+    allow_credentials: bool = option(False, "let browsers send cookies and the like from those pages", section=_CORS)
     middleware: list[str] = option(
         [], "further ASGI middleware, by import path (package.module.name): a class, or a coroutine function"
     )
@@ -228,44 +235,57 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs 'token_id:42', unless a request differs")
     disable_fastapi_docs: bool = option(False, "serve neither /docs nor /openapi.json")
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "warning", "how much the HTTP library logs"
+        "warning", "how much the HTTP library logs", section=_LOG
     )
     max_waiting_requests: int | None = option(
-        None, "answer 429 to a request that would find this many waiting ones before it (default: no limit)"
+        None,
+        "answer 429 to a request that would find this many waiting ones before it (default: no limit)",
+        section=_LIMITS,
     )
-    request_timeout: float | None = option(None, "seconds after which a request is ended (default: never)")
+    request_timeout: float | None = option(
+        None, "seconds after which a request is ended (default: never)", section=_LIMITS
+    )
     drain_timeout: float = option(
         30.0,
         "seconds that running requests get to finish after SIGTERM; then they end with an error",
         flags=("--shutdown-timeout",),
+        section=_LIMITS,
     )
-    max_body_bytes: int = option(64 << 20, "largest body of a request", size=True)
+    max_body_bytes: int = option(64 << 20, "largest body of a request", size=True, section=_LIMITS)
     max_generated_tokens: int | None = option(
-        None, "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)", size=True
+        None,
+        "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)",
+        size=True,
+        section=_LIMITS,
     )
     trust_request_chat_template: bool = option(
         False, "render chat templates that requests bring; a template can keep a core busy for as long as it likes"
     )
-    metrics_prefix: str = option("quire", "first part of the metrics' names; vllm fits dashboards made for that")
+    metrics_prefix: str = option(
+        "quire", "first part of the metrics' names; vllm fits dashboards made for that", section=_LOG
+    )
     enable_log_requests: bool = option(
         False,
         "log each request when it arrives, with its sampling parameters, and each of its sequences when it ends, with "
         "its tokens and times; --log-level DEBUG adds the prompt",
+        section=_LOG,
     )
     max_log_len: int | None = option(
-        None, "most characters, and token ids, of a prompt in the log of requests (default: all)"
+        None, "most characters, and token ids, of a prompt in the log of requests (default: all)", section=_LOG
     )
     disable_uvicorn_access_log: bool = option(
-        False, "do not log HTTP requests that succeed; those that are refused are logged in any case"
+        False, "do not log HTTP requests that succeed; those that are refused are logged in any case", section=_LOG
     )
     disable_access_log_for_endpoints: str = option(
         "/health,/ping,/version,/metrics,/load",
         "paths, separated by commas, of which requests that succeed are not logged",
+        section=_LOG,
     )
     disable_log_stats: bool = option(
         False,
         "keep no statistics of the engine: no periodic log line, no line when a sequence ends, and /metrics shows HTTP "
         "requests and the process alone",
+        section=_LOG,
     )
 
     def __post_init__(self) -> None:
@@ -321,7 +341,8 @@ class EngineConfig:
         names = {canonical_name(name): value for name, value in options.items()}
         if misplaced := [name for name in names if name in OPTIONS[ServerConfig] and name not in FOREIGN]:
             raise ConfigError(f"{misplaced[0]} is an option of the server (quire serve)")
-        given = _checked(translate(names, {name for config in GROUPS.values() for name in OPTIONS[config]}))
+        engine_names = {name for config in GROUPS.values() for name in OPTIONS[config]}
+        given = _checked(translate(names, engine_names, others=OPTIONS[ServerConfig]))
         groups = {group: {n: v for n, v in given.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         return cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
@@ -353,7 +374,9 @@ def canonical_name(name: str) -> str:
 
 
 def read_option(name: str, value: Any) -> Any:
-    """The value that a text or a spelling of vLLM's stands for. Raises ConfigError."""
+    """The value that a text, a type of torch's or a spelling of vLLM's stands for. Raises ConfigError."""
+    if name == "dtype":
+        value = str(value).removeprefix("torch.")
     spellings = VALUES.get(name, {})
     if isinstance(value, str | bool) and value in spellings:
         return spellings[value]

@@ -21,6 +21,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     if isinstance(parser, Parser):
         parser.takes_engine_options = True
         first = parser._get_positional_actions()
+        parser.epilog = "vLLM's other options are accepted where they ask for nothing; docs/from-vllm.md lists them."
         parser.usage = " ".join(["%(prog)s", *(f"[{a.metavar or a.dest.upper()}]" for a in first), "[OPTIONS]"])
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="read options from here; those on the command line win"
@@ -31,11 +32,15 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
     """A flag for every option of a class of config.py."""
-    group = parser.add_argument_group(config.__doc__.strip().rstrip("."))
+    heading = config.__doc__.strip().rstrip(".")
+    groups: dict[str, Any] = {}
     for name, option in OPTIONS[config].items():
         if name != "model":
+            title = option.metadata.get("section", heading)
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
             default = option.default if option.default_factory is MISSING else None
-            _add_flag(group, name, default, option.metadata)
+            _add_flag(groups[title], name, default, option.metadata)
 
 
 def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:

@@ -20,6 +20,15 @@ class MergeJson(argparse.Action):
         setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Shows a switch as --[no-]flag."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0].replace("--", "--[no-]", 1)
+        return super()._format_action_invocation(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Takes flags with underscores (--max_model_len), switches with values (--enforce-eager=true), and parts of JSON
     objects (--hf-overrides.rope_theta 1e6).
@@ -29,7 +38,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        super().__init__(*arguments, **{"allow_abbrev": False, "formatter_class": _Formatter, **options})
         self.takes_engine_options = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -17,6 +17,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
     """A field with a help text.
 
     metadata: size=True accepts texts such as 4G and 32k, json=True a JSON object, empty=True the flag without a value.
+    section is the heading of the help under which it stands, if not its class's.
     flags lists further flags, such as "-tp"; those with two dashes are further names of the option everywhere.
     """
     metadata = {"help": help, **metadata}

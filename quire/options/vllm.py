@@ -211,17 +211,18 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
 }
 
 
-def translate(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable[str] = ()) -> dict[str, Any]:
     """The options that Quire has, of those that a user of vLLM gives. None stands for an option that is left out.
 
-    known: the names of Quire's options. Raises ConfigError for an option that is unknown or not supported.
+    known: the names of Quire's options. others: names that may be meant where one is unknown. Raises ConfigError for
+    an option that is unknown or not supported.
     """
     known = frozenset(known)
     result: dict[str, Any] = {}
     for name, value in options.items():
         if value is None:
             if name not in known and name not in FOREIGN:
-                raise ConfigError(unknown(name, known))
+                raise ConfigError(unknown(name, [*known, *others]))
         elif name in known:
             result[name] = {**result[name], **value} if name == "hf_overrides" and name in result else value
         elif name in RETIRED:
@@ -235,7 +236,7 @@ def translate(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any
             else:
                 result.setdefault(successor, value)
         else:
-            _check(name, value, known)
+            _check(name, value, [*known, *others])
     return result
 
 

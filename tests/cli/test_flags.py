@@ -22,7 +22,9 @@ def test_every_option_has_a_flag_with_its_help(capsys):
     text = capsys.readouterr().out
     for options in OPTIONS.values():
         for name in options:
-            assert f"--{name.replace('_', '-')}" in text or name == "model"
+            flag = name.replace("_", "-")
+            assert f"--{flag}" in text or f"--[no-]{flag}" in text or name == "model"
+    assert "--pipeline-parallel-size" not in text
 
 
 def test_flags_become_options():

@@ -6,6 +6,7 @@ import logging
 import shlex
 
 import pytest
+import torch
 
 from quire.cli.flags import engine_options
 from quire.cli.main import build_parser, main
@@ -118,6 +119,15 @@ def test_flags_are_written_as_vllm_takes_them():
     assert from_line("--hf-token").model.hf_token is None
     overrides = '--hf-overrides.rope.theta 1e6 --hf-overrides.list+ 1,2 --hf_overrides \'{"a": "b"}\''
     assert from_line(overrides).model.hf_overrides == {"rope": {"theta": 1e6}, "list": [1, 2], "a": "b"}
+
+
+def test_names_of_the_server_are_suggested_too():
+    with pytest.raises(ConfigError, match="unknown option 'metrics_prefx'; did you mean 'metrics_prefix'"):
+        EngineConfig.create(metrics_prefx="a")
+
+
+def test_types_of_torch_are_types():
+    assert EngineConfig.create(dtype=torch.float16).model.dtype == "float16"
 
 
 def test_texts_stand_for_sizes_lists_and_objects_in_python_too():
