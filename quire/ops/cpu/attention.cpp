@@ -2,7 +2,13 @@
 //
 // A task's rows are the tokens of a tile of one request's queries, times the query heads that share a KV head; keys are
 // visited in tiles of 64 with an online softmax (arXiv:2205.14135). Decode is a tile of one token. Where there are too
-// few tasks for the threads, the keys are split as well and the partial results merged.
+// few tasks for the threads, the keys are shared out as well.
+//
+// A row's result does not depend on the other rows, on the chunk, or on the number of threads, bit for bit:
+//   - tiles and splits (attention.h) begin at fixed positions of the sequence;
+//   - a split's result starts from zero, and the results are merged in order by one function, `fold`;
+//   - a row's sums are formed in one order, however many rows and columns a kernel computes at a time;
+//   - a key that a row does not see adds exactly 0 to its sums: its probability is 0, and its value is a finite number.
 #include "attention.h"
 #include "replay.h"
 #include "team.h"
@@ -132,18 +138,20 @@ struct Scratch {
   std::vector<float> storage;
   float *q, *p, *keys, *values, *edges;  // these hold words
   float *scores, *scales, *out, *maximum, *rescale;
+  float *merged, *merged_maximum, *merged_sum;  // of the splits that the task has completed
   f32x16* sums;
 
   void reserve(int rows, const Geometry& g) {
     const size_t keys_size = g.cells ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
-    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + g.out_pad + LANES) + 2 * g.out_pad + keys_size +
-                          values_size + 2 * TILE_KEYS + 2 * (rows + LANES) + LANES;
+    const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + 2 * g.out_pad + LANES) + 2 * g.out_pad + keys_size +
+                          values_size + 2 * TILE_KEYS + 4 * (rows + LANES) + LANES;
     if (storage.size() < needed) storage.resize(needed);
     float* at = storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) / 4 % LANES;
     auto take = [&](size_t n) { float* p = at; at += n; return p; };
     q = take(rows * g.dim), scores = take(rows * TILE_KEYS), p = take(rows * TILE_KEYS), out = take(rows * g.out_pad);
     edges = take(2 * g.out_pad), keys = take(keys_size), values = take(values_size), scales = take(2 * TILE_KEYS);
-    sums = reinterpret_cast<f32x16*>(take(rows * LANES)), maximum = take(rows), rescale = take(rows);
+    sums = reinterpret_cast<f32x16*>(take(rows * LANES)), merged = take(rows * g.out_pad);
+    maximum = take(rows), rescale = take(rows), merged_maximum = take(rows), merged_sum = take(rows);
   }
 };
 
@@ -176,10 +184,11 @@ struct Attention {
   int first_key(const Task& t) const { return std::max(t.key_begin, window ? t.position - window + 1 : 0); }
   int last_key(const Task& t) const { return std::min(t.key_end, t.position + t.tokens); }
 
+  // The lines of the tile at `base` that hold keys of the task.
   Tile tile_at(const Task& t, int head, int base) const {
     Tile tile;
     const int end = std::min(base + TILE_KEYS, last_key(t)), scales = g.block_size * g.dim / 4;
-    for (int c = 0; base + c * LANES < end; c++) {
+    for (int c = std::max(first_key(t) - base, 0) / LANES; base + c * LANES < end; c++) {
       const int token = base + c * LANES, offset = token % g.block_size;
       const int64_t block = step.block_table[t.request * step.table_stride + token / g.block_size];
       const uint32_t* keys = cache + (block * g.kv_heads + head) * g.planes() * plane_words<S>(g);
@@ -193,7 +202,7 @@ struct Attention {
     return tile;
   }
 
-  static int tile_start(int key) { return key / LANES * LANES; }
+  static int tile_start(int key) { return key / TILE_KEYS * TILE_KEYS; }
 
   void gather_queries(const Task& t, int head, Scratch& s) const {
     T* row = reinterpret_cast<T*>(s.q);
@@ -259,14 +268,14 @@ struct Attention {
     }
   }
 
-  // The task's rows against the keys of [from, to), at most a tile; base is the multiple of 16 at or below `from`.
+  // The task's rows against the keys of [from, to), which lie in the tile at `base`.
   void visit_tile(const Task& t, int base, int from, int to, Tile& tile, const Tile& ahead, Scratch& s) const {
     const int rows = t.tokens * group();
     // Cells are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
     const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
     const bool as_stored = !S::SCALED || read_once;
-    if (as_stored) score_rows<S>(rows, to - base, tile, g.block_size, ahead, s);
-    else score_rows<Whole<T>>(rows, to - base, expand_keys(tile, ahead, s), TILE_KEYS, Tile{}, s);
+    if (as_stored) score_rows<S>(rows, from - base, to - base, tile, g.block_size, ahead, s);
+    else score_rows<Whole<T>>(rows, from - base, to - base, expand_keys(tile, ahead, s), TILE_KEYS, Tile{}, s);
 
     if (S::SCALED) gather_scales(base, from, to, tile, ahead, s.scales);
     const bool masked = from > base || to < base + TILE_KEYS || to > t.position + 1 ||
@@ -281,7 +290,8 @@ struct Attention {
 
   // Expands the cells of the keys into the working memory, into lines TILE_KEYS words apart.
   Tile& expand_keys(Tile& tile, const Tile& ahead, Scratch& s) const {
-    for (int c = 0; c < TILE_LINES && tile.keys[c]; c++) {
+    for (int c = 0; c < TILE_LINES; c++) {
+      if (!tile.keys[c]) continue;
       uint32_t* to = reinterpret_cast<uint32_t*>(s.keys) + c * LANES;
       expand<S>(tile.keys[c], g.block_size, g.dim / 4, LANES, to, TILE_KEYS, ahead.keys[c]);
       tile.keys[c] = to;
@@ -292,7 +302,8 @@ struct Attention {
   // Likewise the values', in place of the keys.
   Tile& expand_values(Tile& tile, const Tile& ahead, Scratch& s) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.keys);
-    for (int c = 0; c < TILE_LINES && tile.values[c]; c++, to += LANES / PAIR<T> * g.dim) {
+    for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.dim) {
+      if (!tile.values[c]) continue;
       expand<S>(tile.values[c], g.dim, LANES / 4, g.dim, to, g.dim, ahead.values[c]);
       tile.values[c] = to;
     }
@@ -302,19 +313,22 @@ struct Attention {
   // Makes values of the keys of a latent cache.
   Tile& transpose_keys(Tile& tile, Scratch& s) const {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.values);
-    for (int c = 0; c < TILE_LINES && tile.keys[c]; c++, to += LANES / PAIR<T> * g.out_pad) {
+    for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.out_pad) {
+      if (!tile.keys[c]) continue;
       transpose<T>(tile.keys[c], S::SCALED ? TILE_KEYS : g.block_size, g.out_pad, to);
       tile.values[c] = to;
     }
     return tile;
   }
 
-  // The rows' scores for the tile's first keys, which are kept as K says.
+  // The rows' scores for the tile's keys [from, to), which are kept as K says.
   template <class K>
-  void score_rows(int rows, int keys, const Tile& tile, int stride, const Tile& ahead, Scratch& s) const {
+  void score_rows(int rows, int from, int to, const Tile& tile, int stride, const Tile& ahead, Scratch& s) const {
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.q);
+    const int first = from / LANES, lines = (to + LANES - 1) / LANES - first;
     in_pieces<K::ROWS>(rows, [&](auto r, int row) {
-      in_pieces<std::min(K::columns(r.value), MAX_COLUMNS)>((keys + LANES - 1) / LANES, [&](auto c, int line) {
+      in_pieces<std::min(K::columns(r.value), MAX_COLUMNS)>(lines, [&](auto c, int i) {
+        const int line = first + i;
         score<K, r.value, c.value>(queries + row * words(), words(), tile.keys + line, stride,
                                    s.scores + row * TILE_KEYS + line * LANES, row ? nullptr : ahead.keys + line);
       });
@@ -361,37 +375,75 @@ struct Attention {
       sum = sum * weight + std::exp2(sink - raised);
       maximum = raised;
     }
-    for_lanes(g.out_dim, [&](int64_t i, int n) { store_up_to(to + i, load(from + i) * (weight / sum), n); });
+    const f32x16 factor = splat(weight / sum);
+    // Adding 0 makes +0 of -0: a zero's sign may depend on how many zeros were added.
+    for_lanes(g.out_dim, [&](int64_t i, int n) { store_up_to(to + i, fma(load(from + i), factor, f32x16{}), n); });
     lse[int64_t(token) * g.heads + head] = maximum * LN_2 + std::log(sum);
+  }
+
+  // Adds a split's result for one row to that of the splits before it.
+  void fold(const float* split, float split_maximum, float split_sum, float* merged, float& maximum, float& sum) const {
+    if (split_maximum == MINUS_INFINITY) return;  // the row sees no key of the split
+    const float raised = std::max(maximum, split_maximum);
+    const f32x16 lost = f32x16{maximum - raised, split_maximum - raised};
+    const f32x16 weights = lost == 0.0f ? splat(1.0f) : quire::exp2(lost);  // exp2(0) is not exactly 1
+    const f32x16 old_weight = splat(weights[0]), weight = splat(weights[1]);
+    maximum = raised;
+    sum = sum * weights[0] + split_sum * weights[1];
+    for (int i = 0; i < g.out_pad; i += LANES)
+      store(merged + i, fma(load(split + i), weight, load(merged + i) * old_weight));
   }
 
   // `next` is the task this thread will run afterwards, if any: its first keys are fetched in time.
   void run(const Task& t, int head, const Task* next, int next_head, Scratch& s) const {
-    const int rows = t.tokens * group(), from = first_key(t), to = last_key(t);
+    const int rows = t.tokens * group(), first = first_key(t), last = last_key(t);
     s.reserve(std::max(rows, TILE_ROWS), g);
     gather_queries(t, head, s);
-    std::fill(s.maximum, s.maximum + rows, MINUS_INFINITY);
-    std::fill(s.sums, s.sums + rows, f32x16{});
-    memset(s.out, 0, rows * g.out_pad * sizeof(float));
-    Tile tile = tile_at(t, head, tile_start(from));
-    for (int base = tile_start(from); base < to; base += TILE_KEYS) {
-      Tile ahead;
-      if (base + TILE_KEYS < to) ahead = tile_at(t, head, base + TILE_KEYS);
-      else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)));
-      visit_tile(t, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
-      tile = ahead;
+    const bool is_whole = t.partial < 0, is_one_split = is_whole && split_end(g, first) >= last;
+    if (is_whole && !is_one_split) {
+      std::fill(s.merged_maximum, s.merged_maximum + rows, MINUS_INFINITY);
+      std::fill(s.merged_sum, s.merged_sum + rows, 0.0f);
+      memset(s.merged, 0, rows * g.out_pad * sizeof(float));
     }
-    for (int row = 0; row < rows; row++) {
-      const float total = sum(s.sums[row]);
-      if (t.partial < 0) {
-        const int query_head = head * group() + row % group();
-        write_row(s.out + row * g.out_pad, total, s.maximum[row], t.token + row / group(), query_head);
-        continue;
+    Tile tile = tile_at(t, head, tile_start(first));
+    for (int begin = t.key_begin, partial = t.partial, end; begin < t.key_end; begin = end, partial += rows) {
+      end = std::min(split_end(g, begin), t.key_end);
+      if (is_whole && end <= first) continue;
+      std::fill(s.maximum, s.maximum + rows, MINUS_INFINITY);
+      std::fill(s.sums, s.sums + rows, f32x16{});
+      memset(s.out, 0, rows * g.out_pad * sizeof(float));
+      const int from = std::max(begin, first), to = std::min(end, last);
+      for (int base = tile_start(from); base < to; base += TILE_KEYS) {
+        Tile ahead;
+        if (base + TILE_KEYS < last) ahead = tile_at(t, head, base + TILE_KEYS);
+        else if (next) ahead = tile_at(*next, next_head, tile_start(first_key(*next)));
+        visit_tile(t, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
+        tile = ahead;
       }
-      float* partial = partials + (int64_t(head) * step.partial_rows + t.partial + row) * partial_size();
-      memcpy(partial, s.out + row * g.out_pad, g.out_pad * sizeof(float));
-      partial[g.out_pad] = s.maximum[row];
-      partial[g.out_pad + 1] = total;
+      if (is_whole && !is_one_split) fold_rows(rows, s);
+      else if (!is_whole) save_rows(rows, head, partial, s);
+    }
+    if (!is_whole) return;
+    for (int row = 0; row < rows; row++) {
+      const float total = is_one_split ? sum(s.sums[row]) : s.merged_sum[row];
+      write_row((is_one_split ? s.out : s.merged) + row * g.out_pad, total,
+                (is_one_split ? s.maximum : s.merged_maximum)[row], t.token + row / group(),
+                head * group() + row % group());
+    }
+  }
+
+  void fold_rows(int rows, Scratch& s) const {
+    for (int row = 0; row < rows; row++)
+      fold(s.out + row * g.out_pad, s.maximum[row], sum(s.sums[row]), s.merged + row * g.out_pad,
+           s.merged_maximum[row], s.merged_sum[row]);
+  }
+
+  void save_rows(int rows, int head, int partial, const Scratch& s) const {
+    float* to = partials + (int64_t(head) * step.partial_rows + partial) * partial_size();
+    for (int row = 0; row < rows; row++, to += partial_size()) {
+      memcpy(to, s.out + row * g.out_pad, g.out_pad * sizeof(float));
+      to[g.out_pad] = s.maximum[row];
+      to[g.out_pad + 1] = sum(s.sums[row]);
     }
   }
 
@@ -399,18 +451,12 @@ struct Attention {
     const int rows = m.tokens * group();
     s.reserve(TILE_ROWS, g);
     for (int row = 0; row < rows; row++) {
-      const float* first = partials + (int64_t(head) * step.partial_rows + m.partial + row) * partial_size();
-      const int64_t next = int64_t(rows) * partial_size();
+      const float* split = partials + (int64_t(head) * step.partial_rows + m.partial + row) * partial_size();
       float maximum = MINUS_INFINITY, total = 0;
-      for (int i = 0; i < m.splits; i++) maximum = std::max(maximum, first[i * next + g.out_pad]);
-      memset(s.out, 0, g.out_pad * sizeof(float));
-      for (int i = 0; i < m.splits; i++) {
-        const float* partial = first + i * next;
-        const float weight = std::exp2(partial[g.out_pad] - maximum);
-        total += weight * partial[g.out_pad + 1];
-        for (int d = 0; d < g.out_pad; d++) s.out[d] += weight * partial[d];
-      }
-      write_row(s.out, total, maximum, m.token + row / group(), head * group() + row % group());
+      memset(s.merged, 0, g.out_pad * sizeof(float));
+      for (int i = 0; i < m.splits; i++, split += int64_t(rows) * partial_size())
+        fold(split, split[g.out_pad], split[g.out_pad + 1], s.merged, maximum, total);
+      write_row(s.merged, total, maximum, m.token + row / group(), head * group() + row % group());
     }
   }
 

@@ -26,7 +26,6 @@ namespace quire {
 
 constexpr int TILE_KEYS = 64;
 constexpr int TILE_ROWS = 64;        // a tile of queries holds about as many rows
-constexpr int MIN_SPLIT_KEYS = 256;  // splitting costs a merge
 constexpr int TASKS_PER_THREAD = 4;  // enough that threads end together
 constexpr int64_t PARALLEL_COST = 8 * 256;  // below it, one thread is done before a second one has woken up
 
@@ -38,6 +37,9 @@ struct Geometry {
   int32_t out_dim, out_pad;  // of values and the result, and that padded
 
   int group() const { return heads / kv_heads; }
+  // Keys of the shortest splits (see split_end). Merging a split costs 1 % of computing one of this size; with few KV
+  // heads, splits must be shorter for a single sequence to occupy all threads.
+  int split_keys() const { return is_latent ? 256 : kv_heads < 8 ? 512 : 1024; }
   int planes() const { return is_latent ? 1 : 2; }
 };
 
@@ -63,15 +65,26 @@ inline void with_storage(const Geometry& g, F f) {
   g.is_bf16 ? of_type(bf16{}) : of_type(float{});
 }
 
+// The keys of a sequence are divided into splits, whose borders depend on nothing but the model and the position: 32 splits
+// of split_keys, and from there 16 splits between two powers of two. Every row computes a result for each split and merges
+// the results in order. So a row's result is the same bit for bit, whichever thread computes which splits. Returns the
+// end of the split that holds `key`.
+inline int split_end(const Geometry& g, int key) {
+  int size = g.split_keys();
+  while (key / size >= 32) size *= 2;
+  return (key / size + 1) * size;
+}
+
 struct Task {
   int32_t request;
   int32_t token, tokens;       // rows of q, and how many
   int32_t position;            // of the first token in its sequence
-  int32_t key_begin, key_end;  // multiples of TILE_KEYS, except the last task's end
-  int32_t partial;             // first row of the partial results, or -1 where the keys were not split
+  int32_t key_begin, key_end;  // whole splits; the last one ends with the last token's key
+  int32_t partial;             // first row of the partial results, or -1 if the task has all keys
   int32_t cost;
 };
 
+// The rows of some tokens, whose splits were computed by several tasks.
 struct Merge {
   int32_t token, tokens, partial, splits;
 };

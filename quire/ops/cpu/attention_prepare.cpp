@@ -143,15 +143,21 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
   *step = {step->block_table, step->table_stride, tasks, merges, 0, 0, 0, total < PARALLEL_COST ? 1 : threads};
   for_tiles([&](int request, int token, int tokens, int position, int64_t cost) {
     const int keys = position + tokens, rows = tokens * group;
-    const int wanted = threads == 1 ? 1 : std::min<int64_t>((cost + share - 1) / share, keys / MIN_SPLIT_KEYS);
-    const int size = ((keys - 1) / std::max(wanted, 1) / TILE_KEYS + 1) * TILE_KEYS, splits = (keys + size - 1) / size;
-    const int32_t cost_of_split = std::min<int64_t>(cost / splits, INT32_MAX);
-    for (int i = 0; i < splits; i++) {
-      const int partial = splits > 1 ? step->partial_rows + i * rows : -1, end = std::min((i + 1) * size, keys);
-      tasks[step->num_tasks++] = {request, token, tokens, position, i * size, end, partial, cost_of_split};
+    // A task has all keys, or a run of splits of about this many keys.
+    const int64_t wanted = threads == 1 ? 1 : std::min<int64_t>((cost + share - 1) / share, keys / g->split_keys());
+    const int64_t run = wanted <= 1 ? keys : (keys + wanted - 1) / wanted;
+    const int first_partial = step->partial_rows, first_task = step->num_tasks;
+    int splits = 0;
+    for (int begin = 0, end; begin < keys; begin = end) {
+      const int partial = first_partial + splits * rows;
+      for (end = begin; end < keys && end - begin < run; splits++) end = std::min(split_end(*g, end), keys);
+      const int32_t cost_of_run = std::min<int64_t>(cost * (end - begin) / keys, INT32_MAX);
+      tasks[step->num_tasks++] = {request, token, tokens, position, begin, end, partial, cost_of_run};
     }
-    if (splits > 1) {
-      merges[step->num_merges++] = {token, tokens, step->partial_rows, splits};
+    if (step->num_tasks == first_task + 1) {
+      tasks[first_task].partial = -1;
+    } else {
+      merges[step->num_merges++] = {token, tokens, first_partial, splits};
       step->partial_rows += splits * rows;
     }
   });

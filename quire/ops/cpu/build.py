@@ -28,7 +28,7 @@ from quire.system.folders import cache_folder, private_folder
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: vector.h's fma
 # What the kernels may use of a processor: all that it has, or no more than an older one (to see what that costs, and to
 # test it); the compiler's flag, and features that the processor must have.
 INSTRUCTION_SETS = {

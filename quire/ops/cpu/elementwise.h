@@ -14,11 +14,11 @@ float inverse_rms(const T* x, int64_t dim, float eps) {
   for (; i + 4 * LANES <= dim; i += 4 * LANES)
     for (int j = 0; j < 4; j++) {
       f32x16 v = load(x + i + j * LANES);
-      squares[j] += v * v;
+      squares[j] = fma(v, v, squares[j]);
     }
   for_lanes(dim - i, [&](int64_t at, int n) {
     f32x16 v = load_up_to(x + i + at, n);
-    squares[0] += v * v;
+    squares[0] = fma(v, v, squares[0]);
   });
   return 1.0f / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / float(dim) + eps);
 }

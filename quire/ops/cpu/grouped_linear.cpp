@@ -63,7 +63,8 @@ struct GroupedLinear {
     for_lanes(in - i, [&](int64_t at, int n) {
       for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++)
-          sums[r][c] += load_up_to(from + r * x_stride + i + at, n) * load_up_to(w + c * output_stride + i + at, n);
+          sums[r][c] = fma(load_up_to(from + r * x_stride + i + at, n),
+                           load_up_to(w + c * output_stride + i + at, n), sums[r][c]);
     });
     const f32x16 added = bias ? load_part(bias + expert * out + output, C) : f32x16{};
 #pragma GCC unroll 6

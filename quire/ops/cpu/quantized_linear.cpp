@@ -149,8 +149,8 @@ struct Quantized {
         for (int c = 0; c < C; c++) {
           float* to = sums + r * PANEL + c * LANES;
           f32x16 all = is_first && begin == 0 ? f32x16{} : load(to);
-          all += __builtin_convertvector(sum[r][c], f32x16) * (load(scales + at + c * LANES) * x_scale);
-          if (offsets) all += load(offsets + at + c * LANES) * x_sum;
+          all = fma(__builtin_convertvector(sum[r][c], f32x16), load(scales + at + c * LANES) * x_scale, all);
+          if (offsets) all = fma(load(offsets + at + c * LANES), splat(x_sum), all);
           store(to, all);
         }
       }

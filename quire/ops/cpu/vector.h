@@ -112,6 +112,27 @@ inline void store_up_to(T* p, f32x16 v, int n) {
   else store_part(p, v, n);
 }
 
+// a * b + c, rounded once where the processor has an instruction for it. This is the only way in which the kernels fuse
+// operations: the compiler itself must not (-ffp-contract=off in build.py), since it fuses the same expression in one
+// instance of a kernel and not in another, and a row's result would depend on how many rows are computed with it.
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  return as<f32x16>(_mm512_fmadd_ps(as<__m512>(a), as<__m512>(b), as<__m512>(c)));
+#elif defined(__FMA__)
+  __m256 x[2], y[2], z[2];
+  memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
+  for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  memcpy(&c, z, 64);
+  return c;
+#elif defined(__FP_FAST_FMAF)
+  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+inline f32x16 fma(f32x16 a, f32x16 b, float c) { return fma(a, b, splat(c)); }
+
 inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 #define QUIRE_FOLD(v, combine)                                                                                \
@@ -169,11 +190,11 @@ inline f32x16 exp2(f32x16 x) {
   f32x16 shifted = clamped + shift;
   f32x16 f = clamped - (shifted - shift);  // in [-1/2, 1/2]
   f32x16 p = splat(0.0013276472028438645f);
-  p = p * f + 0.009675541479846317f;
-  p = p * f + 0.05550713274650802f;
-  p = p * f + 0.24022119721166582f;
-  p = p * f + 0.6931469670632635f;
-  p = p * f + 1.000000071655221f;
+  p = fma(p, f, 0.009675541479846317f);
+  p = fma(p, f, 0.05550713274650802f);
+  p = fma(p, f, 0.24022119721166582f);
+  p = fma(p, f, 0.6931469670632635f);
+  p = fma(p, f, 1.000000071655221f);
   f32x16 scaled = as<f32x16>(as<u32x16>(p) + (as<u32x16>(shifted) << 23));
   return x < -126.0f ? f32x16{} : scaled;
 }
@@ -182,13 +203,13 @@ inline f32x16 exp2(f32x16 x) {
 inline f32x16 tanh(f32x16 x) {
   f32x16 size = x < 0.0f ? -x : x, square = x * x;
   f32x16 p = splat(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
+  p = fma(p, square, 2.06390887954e-2f);
+  p = fma(p, square, -5.37397155531e-2f);
+  p = fma(p, square, 1.33314422036e-1f);
+  p = fma(p, square, -3.33332819422e-1f);
   f32x16 grown = exp2((size < 40.0f ? size : splat(40.0f)) * 2.8853900817779268f);
   f32x16 far = 1.0f - 2.0f / (grown + 1.0f);
-  return size < 0.625f ? x + x * square * p : (x < 0.0f ? -far : far);
+  return size < 0.625f ? fma(x * square, p, x) : (x < 0.0f ? -far : far);
 }
 
 // The standard normal distribution function, to a relative 1e-5 also in the lower tail. That is t = 1 / (1 + 0.4 |x|)
@@ -196,14 +217,14 @@ inline f32x16 tanh(f32x16 x) {
 inline f32x16 normal_distribution(f32x16 x) {
   f32x16 t = 1.0f / (1.0f + 0.4f * (x < 0.0f ? -x : x));
   f32x16 p = splat(0.276698911f);
-  p = p * t - 1.41620878f;
-  p = p * t + 2.82860752f;
-  p = p * t - 2.54610317f;
-  p = p * t + 0.795098092f;
-  p = p * t - 0.267053262f;
-  p = p * t + 0.538132596f;
-  p = p * t + 1.43833632f;
-  p = p * t - 2.64750809f;
+  p = fma(p, t, -1.41620878f);
+  p = fma(p, t, 2.82860752f);
+  p = fma(p, t, -2.54610317f);
+  p = fma(p, t, 0.795098092f);
+  p = fma(p, t, -0.267053262f);
+  p = fma(p, t, 0.538132596f);
+  p = fma(p, t, 1.43833632f);
+  p = fma(p, t, -2.64750809f);
   f32x16 tail = t * exp2(p - 0.72134752f * x * x);
   return x < 0.0f ? tail : 1.0f - tail;
 }
@@ -214,14 +235,14 @@ inline f32x16 log(f32x16 x) {
   f32x16 e = __builtin_convertvector(as<i32x16>(bits >> 23) - 127, f32x16);
   f32x16 f = as<f32x16>((bits & 0x7fffff) + 0x3f3504f3) - 1.0f;
   f32x16 p = splat(7.0376836292e-2f);
-  p = p * f - 1.1514610310e-1f;
-  p = p * f + 1.1676998740e-1f;
-  p = p * f - 1.2420140846e-1f;
-  p = p * f + 1.4249322787e-1f;
-  p = p * f - 1.6668057665e-1f;
-  p = p * f + 2.0000714765e-1f;
-  p = p * f - 2.4999993993e-1f;
-  p = p * f + 3.3333331174e-1f;
+  p = fma(p, f, -1.1514610310e-1f);
+  p = fma(p, f, 1.1676998740e-1f);
+  p = fma(p, f, -1.2420140846e-1f);
+  p = fma(p, f, 1.4249322787e-1f);
+  p = fma(p, f, -1.6668057665e-1f);
+  p = fma(p, f, 2.0000714765e-1f);
+  p = fma(p, f, -2.4999993993e-1f);
+  p = fma(p, f, 3.3333331174e-1f);
   f32x16 square = f * f;
   f32x16 tail = p * f * square + e * -2.12194440e-4f - 0.5f * square;
   return f + tail + e * 0.693359375f;
@@ -236,7 +257,7 @@ inline f32x16 dot(f32x16 sum, u32x16 line, u32x16 word);
 
 template <>
 inline f32x16 dot<float>(f32x16 sum, u32x16 line, u32x16 word) {
-  return sum + as<f32x16>(line) * as<f32x16>(word);
+  return fma(as<f32x16>(line), as<f32x16>(word), sum);
 }
 
 template <>
@@ -244,8 +265,8 @@ inline f32x16 dot<bf16>(f32x16 sum, u32x16 line, u32x16 word) {
 #ifdef __AVX512BF16__
   return as<f32x16>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(line), as<__m512bh>(word)));
 #else
-  sum += as<f32x16>(line << 16) * as<f32x16>(word << 16);
-  return sum + as<f32x16>(line & 0xffff0000u) * as<f32x16>(word & 0xffff0000u);
+  sum = fma(as<f32x16>(line << 16), as<f32x16>(word << 16), sum);
+  return fma(as<f32x16>(line & 0xffff0000u), as<f32x16>(word & 0xffff0000u), sum);
 #endif
 }
 
