@@ -20,11 +20,14 @@ _Array = NDArray[Any]
 
 
 def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The milliseconds behind each metric, of requests that succeeded. One-token answers have no TPOT."""
+    """The milliseconds behind each metric, of requests that succeeded.
+
+    Answers of one token, and those that came in one piece, have no TPOT: nothing is known of when their tokens came.
+    """
     done = [o for o in outcomes if not o.error]
     return {
         "ttft": [o.ttft * 1e3 for o in done],
-        "tpot": [o.tpot * 1e3 for o in done if o.output_len > 1],
+        "tpot": [o.tpot * 1e3 for o in done if o.output_len > 1 and o.itls],
         "itl": [gap * 1e3 for o in done for gap in o.itls],
         "e2el": [o.latency * 1e3 for o in done],
     }

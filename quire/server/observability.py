@@ -164,7 +164,7 @@ class Observability:
         if error is not None:
             reason = f": the stream ended with error {error.status_code}, {printable(error.detail, MAX_MESSAGE)}"
         elif status >= 400:
-            reason = f": {printable(exchange.error_message(), MAX_MESSAGE)}"
+            reason = f": {printable(exchange.error_message() or 'no answer was sent', MAX_MESSAGE)}"
         logger.log(
             level, "%s %s %s %d in %.3f s, request %s%s",
             address, scope["method"], printable(path, MAX_PATH), status, seconds, scope["state"]["request_id"], reason,

@@ -46,3 +46,10 @@ def test_nothing_that_succeeded_has_no_rates():
     result = summarize([outcome(0.0, [0.4], error="HTTP 500")], 1.0, ["ttft"], [99], {})
     assert result["max_output_tokens_per_s"] == result["output_throughput"] == 0
     assert result["mean_ttft_ms"] is None
+
+
+def test_an_answer_that_came_in_one_piece_says_nothing_of_the_time_per_token():
+    whole = Outcome(0.0, 10, output_len=50, ttft=2.0, latency=2.0)
+    result = summarize([whole, outcome(0.0, [0.5, 1.0])], 2.0, ["tpot"], [], {})
+    assert result["mean_tpot_ms"] == pytest.approx(500)
+    assert summarize([whole], 2.0, ["tpot"], [], {})["mean_tpot_ms"] is None

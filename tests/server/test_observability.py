@@ -186,6 +186,17 @@ def test_the_access_log_can_be_switched_off_for_paths_and_altogether(host: Host,
     assert not any(answer.headers["x-request-id"] in logged for answer in quiet)
 
 
+def test_paths_are_those_behind_the_root_path(host: Host, caplog):
+    service = host.serve(root_path="/llm")
+    for path in ("/llm/health", "/health", "/llm/v1/models", "/v1/models"):
+        answer = service.get(path)
+        assert answer.status == 200
+    lines(caplog, answer)
+    said = [record.getMessage().split()[1:4] for record in caplog.records]
+    assert said == [["GET", "/v1/models", "200"]] * 2
+    assert counted(service, "http_requests_total", handler="/v1/models", method="GET", status="2xx") == 2
+
+
 # ---- metrics
 
 
