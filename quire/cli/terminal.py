@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from platformdirs import user_state_path
+from quire.system.folders import state_folder
 
 _QUOTES = '"""'
 _HISTORY_LINES = 1000
@@ -173,16 +173,17 @@ class _History:
     """The lines that were typed, of this session and those before. Where they cannot be kept, they are not."""
 
     def __init__(self, readline: ModuleType | None) -> None:
-        self._readline, self._file = readline, user_state_path("quire") / "chat_history"
-        self._before = 0
-        if readline is not None and self._file.is_absolute():  # it is not, if this user has no home
+        folder = state_folder()
+        self._file = None if folder is None else folder / "chat_history"
+        self._readline, self._before = readline, 0
+        if readline is not None and self._file is not None:
             with contextlib.suppress(OSError):
                 readline.read_history_file(self._file)
             readline.set_history_length(_HISTORY_LINES)
             self._before = readline.get_current_history_length()
 
     def save(self) -> None:
-        if self._readline is None or not self._file.is_absolute():
+        if self._readline is None or self._file is None:
             return
         new = self._readline.get_current_history_length() - self._before
         with contextlib.suppress(OSError):

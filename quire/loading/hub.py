@@ -1,6 +1,7 @@
 """Where a model's files are: a directory, the bundled model, or a download from the Hugging Face hub."""
 
 import json
+import os
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -35,7 +36,7 @@ def resolve(
     """
     if model is None:
         return bundled_model()
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # which leaves "~" to a user without a home, where Path's raises
     if path.is_dir():
         return _gguf_in(path) or path
     if path.is_file() and path.suffix == ".gguf":
@@ -59,8 +60,8 @@ def resolve(
         if weights and not any(found.glob("*.safetensors")):
             fetch(["pytorch_model*.bin"])  # where there is nothing better
         return found
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = error_text(error).strip().split("\n")[0]
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
+        reason = error_text(error).split("\n")[0]
         raise ModelNotFoundError(
             f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
         ) from error

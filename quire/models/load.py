@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config import ConfigError, EngineConfig
 from quire.layers.build import Builder
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_models import gguf_checkpoint, gguf_config, gguf_generation_config
@@ -15,7 +15,7 @@ from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_che
 from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
-from quire.ops.cpu.build import choose_instruction_set
+from quire.ops.cpu.build import choose_instruction_set, find_compiler
 from quire.parallel.mesh import TensorGroup
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import extra_tensors, quantization_method
@@ -68,6 +68,8 @@ def load_model(
     choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)
     if config.model.torch_compile:
+        if device.type == "cpu" and find_compiler() is None:
+            raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
     builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names))
     model = Decoder(builder, spec, max_model_len)

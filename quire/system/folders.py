@@ -1,6 +1,7 @@
 """Writable folders, without taking a home, a passwd entry or a writable root for granted."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from quire.messages.errors import error_text
@@ -9,15 +10,26 @@ _SHARED_MEMORY = "/dev/shm"  # a container with a read-only root still has it
 
 
 def cache_folder() -> Path | None:
-    """The folder for what may be computed again ($XDG_CACHE_HOME/quire or ~/.cache/quire); it need not exist.
+    """For what may be computed again: $XDG_CACHE_HOME/quire or ~/.cache/quire. It need not exist.
 
     None for a user without a home.
     """
     from platformdirs import user_cache_path  # which an engine on a GPU does without
 
+    return _of_user(user_cache_path)
+
+
+def state_folder() -> Path | None:
+    """For what should be kept, such as a history: $XDG_STATE_HOME/quire or ~/.local/state/quire. Otherwise the same."""
+    from platformdirs import user_state_path
+
+    return _of_user(user_state_path)
+
+
+def _of_user(find: Callable[[str], Path]) -> Path | None:
     try:
-        folder = user_cache_path("quire")
-    except RuntimeError:  # of a newer platformdirs; an older one leaves "~" in the path
+        folder = find("quire")
+    except RuntimeError:  # of a newer platformdirs for a user without a home; an older one leaves "~" in the path
         return None
     return folder if folder.is_absolute() else None
 

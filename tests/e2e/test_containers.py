@@ -94,6 +94,13 @@ def test_in_a_container_quire_chat_answers_what_comes_from_a_pipe(llm):
 
 
 @pytest.mark.slow
+def test_in_a_container_a_model_of_the_hub_is_an_error_that_names_it():
+    result = quire("generate", "--model", "owner/name", PROMPT, wrapper=container())
+    assert result.returncode == 1
+    assert "'owner/name' is no directory here and could not be fetched" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_in_a_container_a_served_chat_streams_the_same_answer(llm):
     with Server(*FLOAT32, wrapper=container()) as server:
         assert streamed(server.url) == answered(llm)

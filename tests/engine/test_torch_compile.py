@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from quire.config import ConfigError
+from quire.engine.llm import LLM
 from support.engines import GREEDY, generate, make_llm
 
 
@@ -12,3 +16,9 @@ def test_a_compiled_model_says_the_same(checkpoints, references):
     for continuation, output in zip(expected, generate(llm, [c.prompt for c in expected], params), strict=True):
         said = min(6, continuation.certain)
         assert output.outputs[0].token_ids[:said] == continuation.token_ids[:said]
+
+
+def test_without_a_compiler_it_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setenv("CXX", "missing-compiler")
+    with pytest.raises(ConfigError, match="torch_compile needs a C"):
+        LLM(torch_compile=True)

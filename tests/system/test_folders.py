@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.loading.hub import ModelNotFoundError, resolve
 from quire.system import folders
 
 
@@ -48,9 +49,13 @@ def test_where_no_folder_can_be_written_the_error_says_what_to_set(no_temporary_
         folders.private_folder("quire-")
 
 
-def test_a_user_without_a_home_has_no_cache_folder(monkeypatch):
+def test_a_user_without_a_home_has_no_folders_in_it(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user who is not in /etc/passwd
     assert folders.cache_folder() is None
+    assert folders.state_folder() is None
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert folders.cache_folder() == Path("/somewhere/quire")
+    with pytest.raises(ModelNotFoundError, match="'~/model' is neither a directory"):
+        resolve("~/model")

@@ -153,7 +153,7 @@ def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Libr
     Where there is no compiler, one that another compiler made from the same sources will do: an image can bring it.
     Raises BuildError if there is no compiler or it fails, OSError if the folder cannot be written or be trusted.
     """
-    compiler, made_from = _find_compiler(), _fingerprint(flags)
+    compiler, made_from = find_compiler(), _fingerprint(flags)
     if compiler is None:
         for path in sorted(folder.glob(f"{made_from}-*.so")):
             if (loaded := _open_sound(path)) is not None:
@@ -180,7 +180,7 @@ _MISSING_COMPILER = (
 )
 
 
-def _find_compiler() -> list[str] | None:
+def find_compiler() -> list[str] | None:
     """The command. CXX may hold arguments too, as for make."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]:
