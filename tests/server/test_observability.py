@@ -6,12 +6,14 @@ import json
 import logging
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.requests import RequestLog
+from quire.server.observability import HttpMetrics
 from support.server import Answer, Host, Service, eventually
 
 SHORT = {"prompt": "a", "max_tokens": 1}
@@ -254,3 +256,17 @@ def test_requests_are_logged_with_their_parameters_and_prompts_only_for_debuggin
     caplog.clear()
     RequestLog(enabled=False).received("cmpl-1", "x", [1], params)
     assert not caplog.records
+
+
+def test_the_documented_http_metrics_are_those_that_there_are():
+    document = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(http_\w+)` \| (\w+) \| (.+?) \|", document, re.MULTILINE)
+    metrics = HttpMetrics()
+    metrics.count("/v1/models", "GET", 200, 0.1, 0, 10)
+    shown = set()
+    for family in metrics.registry.collect():
+        for sample in family.samples[:1]:
+            names = ", ".join(f"`{name}`" for name in sample.labels if name != "le") or "none"
+            if family.name.startswith("http_"):
+                shown.add((family.name + ("_total" if family.type == "counter" else ""), family.type, names))
+    assert set(rows) == shown
