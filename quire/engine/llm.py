@@ -79,11 +79,12 @@ class LLM:
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
         sampling_params: one for all, or one a prompt; None takes the model's defaults. priority: one a prompt, the
-        lowest first, with scheduling_policy="priority". Raises ValueError or TypeError, before anything runs, for a
-        prompt or parameters that are wrong.
+        lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens, truncation_side
+        (as in SamplingParams, for all prompts) and add_special_tokens. Raises ValueError or TypeError, before anything
+        runs, for a prompt or parameters that are wrong.
         """
-        _refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        requests = self._process(_as_list(prompts), sampling_params, priority)
+        _refuse(lora_request=lora_request)
+        requests = self._process(_as_list(prompts), sampling_params, priority, tokenization_kwargs)
         return self._complete(requests, use_tqdm)
 
     def chat(
@@ -104,11 +105,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the form that the model's chat template gives them.
 
-        priority: one a conversation, as for `generate`.
+        priority (one a conversation) and tokenization_kwargs: as for `generate`.
         """
-        _refuse(
-            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
-        )
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         reserved = sorted({"template", "messages", "tools", "content_format"} & set(chat_template_kwargs or {}))
         if reserved:
@@ -125,7 +124,8 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._complete(self._process(prompts, sampling_params, priority, add_special_tokens=False), use_tqdm)
+        tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
+        return self._complete(self._process(prompts, sampling_params, priority, tokenization), use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
@@ -153,7 +153,7 @@ class LLM:
 
         Leaving the loop early aborts the request.
         """
-        yield from self._run(self._process([prompt], sampling_params, None, add_special_tokens))
+        yield from self._run(self._process([prompt], sampling_params, None, {"add_special_tokens": add_special_tokens}))
 
     def get_tokenizer(self) -> HFTokenizer:
         """The tokenizer, with the interface of Hugging Face's."""
@@ -195,8 +195,12 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
-        add_special_tokens: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ProcessedRequest]:
+        truncation = dict(tokenization_kwargs or {})
+        add_special_tokens = truncation.pop("add_special_tokens", True)
+        if unknown := sorted(truncation.keys() - {"truncate_prompt_tokens", "truncation_side"}):
+            raise ValueError(f"tokenization_kwargs: {unknown[0]} is not supported by Quire yet")
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -210,6 +214,8 @@ class LLM:
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             self._num_requests += 1
             value = 0 if priority is None else priority[i]
+            if truncation and isinstance(param, SamplingParams):
+                param = param.clone(**truncation)
             requests.append(
                 self.processor.process(str(self._num_requests - 1), prompt, param, value, add_special_tokens)
             )

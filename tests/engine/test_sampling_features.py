@@ -368,6 +368,17 @@ def test_a_prompt_truncated_on_the_right_keeps_its_first_tokens(llm):
         assert output.prompt_token_ids == expected
 
 
+def test_tokenization_kwargs_truncate_all_prompts(llm):
+    long = [10 + i % 300 for i in range(100)]
+    options = {"truncate_prompt_tokens": 7, "truncation_side": "right"}
+    outputs = llm.generate([long, long[50:]], SHORT, use_tqdm=False, tokenization_kwargs=options)
+    assert [output.prompt_token_ids for output in outputs] == [long[:7], long[50:57]]
+    [bare] = llm.generate([TEXT], SHORT, use_tqdm=False, tokenization_kwargs={"add_special_tokens": False})
+    assert bare.prompt_token_ids == llm.get_tokenizer().encode(TEXT, add_special_tokens=False)
+    with pytest.raises(ValueError, match="tokenization_kwargs: padding is not supported by Quire yet"):
+        llm.generate([TEXT], SHORT, use_tqdm=False, tokenization_kwargs={"padding": True})
+
+
 def test_functions_of_a_request_see_its_tokens_whatever_else_runs(checkpoints):
     seen: dict[int, list[Any]] = {}
 
