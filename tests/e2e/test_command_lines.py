@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import subprocess
 import urllib.error
@@ -13,14 +14,14 @@ import pytest
 from support.server_process import Server
 
 
-def test_an_api_key_comes_from_the_environment(monkeypatch):
+def test_an_api_key_comes_from_the_environment_and_the_longest_request_from_memory(monkeypatch):
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
-    with Server("--kv-cache-memory-bytes", "64M", "--load-format", "dummy") as server:
+    with Server("--num-gpu-blocks-override", "9", "--max_model_len", "auto", "--load-format", "dummy") as server:
         assert server.get("/health")[0] == 200
         assert server.get("/v1/models")[0] == 401
         right = urllib.request.Request(server.url + "/v1/models", headers={"Authorization": "Bearer secret"})
         with urllib.request.urlopen(right, timeout=20) as response:
-            assert response.status == 200
+            assert json.load(response)["data"][0]["max_model_len"] == 8 * 16
 
 
 def certificates(directory: Path) -> None:

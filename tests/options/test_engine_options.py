@@ -11,6 +11,7 @@ from quire.engine.frontend import Frontend
 from quire.quantization.config import check_format
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
+from support.quantized import FORMATS, write_quantized
 
 
 @pytest.fixture
@@ -87,9 +88,14 @@ def test_a_format_that_is_not_the_checkpoints_is_an_error_that_names_its_own(opt
         check_format(option, config, is_gguf=False)
 
 
-def test_an_engine_checks_the_format(path):
+def test_an_engine_checks_the_format(path, checkpoints, tmp_path):
     with pytest.raises(ConfigError, match="quantization='awq' names the format of a quantized checkpoint"):
         make_llm(path, quantization="awq")
+    quantized, _ = write_quantized(checkpoints.path("llama-gqa4-llama3-old"), tmp_path, FORMATS["fp8"])
+    expected = tokens_of(generate(make_llm(quantized), ["a"]))
+    assert tokens_of(generate(make_llm(quantized, quantization="fp8"), ["a"])) == expected
+    with pytest.raises(ConfigError, match=r"'compressed-tensors' does not fit the checkpoint, which is .* 'fp8'"):
+        make_llm(quantized, quantization="compressed-tensors")
 
 
 def test_the_type_of_the_cache_may_be_named_as_vllm_does(path):
