@@ -54,7 +54,7 @@ def main() -> None:
     )
     try:
         assert server.stderr is not None
-        url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+)", line)))
+        url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+): ", line)))
         llm = LLM(arguments.model, **options)
         params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
         draw, seconds = random.Random(0), {"offline": [], "served": []}

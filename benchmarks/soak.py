@@ -97,7 +97,7 @@ def main() -> None:
     )  # fmt: skip
     try:
         assert server.stderr is not None
-        url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+)", line)))
+        url = next(found[1] for line in server.stderr if (found := re.search(r"Serving at (\S+): ", line)))
         drain = subprocess.Popen(
             ["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL
         )  # the log must not fill a pipe

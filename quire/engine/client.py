@@ -67,7 +67,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         raise
     tokens = (kv.num_blocks - 1) * block_size // len(kv.specs)
     logger.info(
-        "KV cache: %s tokens (%s blocks of %d, %.2f GiB), room for %.1f requests of full length (%s tokens)",
+        "KV cache: %s tokens (%s blocks of %d, %.2f GiB), room for %.1f requests at once of the full context of %s "
+        "tokens",
         f"{tokens:,}", f"{kv.num_blocks:,}", block_size, kv.num_blocks * kv.block_bytes / 2**30,
         (kv.num_blocks - 1) / scheduler.kv.max_blocks(max_model_len), f"{max_model_len:,}",
     )  # fmt: skip

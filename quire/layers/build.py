@@ -1,5 +1,6 @@
 """What layers are built with, and how they say which part of which checkpoint tensor each of their parameters is."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ class Builder:
         self.tensor_group = tensor_group
         self.method_of, self.quantizer_of = method_of, quantizer_of
         self.slots: list[WeightSlot] = []
+        self._sizes: dict[str, int] = {}  # parameters in each of the checkpoint's tensors, or in what one stands for
         self._actions: list[tuple[int, Callable[[], None]]] = []  # and how many slots must be filled before
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -55,12 +57,26 @@ class Builder:
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter that every rank keeps whole, such as a norm's weight."""
         target = self.parameter(*shape, dtype=dtype)
-        self.slots.append(WeightSlot(name, target, shape))
+        self.part(name, target, shape)
         return target
 
     def part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice, transposed: bool = False) -> None:
         """Note that `target` is the part [pick] of the tensor called `name`."""
+        self.count(name, math.prod(shape))
         self.slots.append(WeightSlot(name, target, shape, pick, transposed))
+
+    def quantized_part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice) -> None:
+        """The same of a tensor that holds codes or scales: `count` says how many parameters they stand for."""
+        self.slots.append(WeightSlot(name, target, shape, pick))
+
+    def count(self, name: str, num_parameters: int) -> None:
+        """Count the parameters of the weight `name`, of all ranks together; once, however often it is named."""
+        self._sizes.setdefault(name, num_parameters)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, on all ranks."""
+        return sum(self._sizes.values())
 
     def when_loaded(self, action: Callable[[], None]) -> None:
         """Have `action` called as soon as the slots noted so far are filled."""

@@ -122,6 +122,8 @@ def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
     if len(methods) > 1:
         raise ValueError(f"{', '.join(p.name for p in shape.parts)} are computed as one, but quantized differently")
     method = methods.pop()
+    for part in shape.parts:
+        builder.count(f"{part.name}.weight", part.rows * shape.in_features)
     return dense_weight(builder, shape) if method is DenseWeight else method(builder, shape)
 
 

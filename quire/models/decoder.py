@@ -114,6 +114,7 @@ class Decoder:
         self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
         tied = self.embedding if spec.tie_embeddings else None
         self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
+        self.num_parameters = builder.num_parameters
 
     def bind_cache(self, backend: AttentionBackend, tensors: list[Tensor]) -> None:
         """Give each group's j-th layer cache tensor j."""

@@ -78,7 +78,7 @@ class Scheme(ABC):
 def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...], *pick: slice) -> Tensor:
     """A place for the part [pick] of the checkpoint's tensor `name`, whose shape is `whole`."""
     target = builder.parameter(*(s.stop - s.start for s in pick), dtype=dtype)
-    builder.part(name, target, whole, *pick)
+    builder.quantized_part(name, target, whole, *pick)
     return target
 
 

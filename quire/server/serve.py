@@ -47,7 +47,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listenin
         await asyncio.sleep(0.01)  # its process starts
         from quire.server.app import create_app  # takes a while, which passes while the model is loaded
 
-        server = _Server(config, llm, create_app(llm, config, names))
+        server = _Server(config, llm, create_app(llm, config, names), names)
         await starting
         await server.serve(sockets=[listening])
         return 1 if server.engine_failed else 0
@@ -58,8 +58,8 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listenin
 class _Server(uvicorn.Server):
     """Logs its URL when it is ready, drains when it is told to end, and ends when the engine has failed for good."""
 
-    def __init__(self, config: ServerConfig, llm: AsyncLLM, app: "FastAPI") -> None:
-        self.app, self.llm = app, llm
+    def __init__(self, config: ServerConfig, llm: AsyncLLM, app: "FastAPI", names: list[str]) -> None:
+        self.app, self.llm, self._names = app, llm, names
         self.engine_failed = False
         self._about = config
         self._ending = asyncio.Event()
@@ -96,7 +96,9 @@ class _Server(uvicorn.Server):
         scheme = "https" if self._about.ssl_certfile else "http"
         name = sockets[0].getsockname()
         where = f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}"
-        logger.info("Serving at %s (API: %s/v1, description: %s/docs)", where, where, where)
+        logger.info(
+            "Serving at %s: model %s, API %s/v1, description %s/docs", where, ", ".join(self._names), where, where
+        )
 
     async def main_loop(self) -> None:
         """As uvicorn's, but a signal is noticed at once."""

@@ -92,3 +92,25 @@ def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, d
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+def weights_in_memory(model: object) -> int:
+    """Bytes of the tensors that a model, its layers and their weights hold on this rank, each counted once."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    waiting = [model]
+    while waiting:
+        held = waiting.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, torch.Tensor):
+            storage = held.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(held, dict):
+            waiting += held.values()
+        elif isinstance(held, list | tuple):
+            waiting += held
+        elif type(held).__module__.startswith("quire."):
+            waiting += getattr(held, "__dict__", {}).values()
+    return sum(storages.values())

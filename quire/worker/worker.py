@@ -47,7 +47,12 @@ class Worker:
         if group.rank == 0:
             seconds = time.perf_counter() - started
             name = f" on {torch.cuda.get_device_name(at)}" if at.type == "cuda" else ""
-            logger.info("Model ready%s in %.1f s: %s, attention %s", name, seconds, str(dtype)[6:], self.backend.name)
+            ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
+            logger.info(
+                "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",
+                config.model.model or "quire-demo (bundled)", name, seconds, _count(model.num_parameters),
+                str(dtype).removeprefix("torch."), memory.weights_in_memory(model) / 2**30, ranks, self.backend.name,
+            )  # fmt: skip
 
         if config.model.torch_compile:
             for method in ("store", "prepare", "attend"):
@@ -108,3 +113,11 @@ def _cell(config: EngineConfig, spec: DecoderSpec) -> torch.dtype | None:
             "hold positions, which one byte cannot tell apart; leave it at auto"
         )
     return CELLS[name]
+
+
+def _count(number: int) -> str:
+    """135_000_000 -> "135 M"."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,}"

@@ -54,7 +54,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self._lines.append(line)
-            found = re.search(r"Serving at (\S+)", line)
+            found = re.search(r"Serving at (\S+): ", line)
             if found:
                 self.url = found[1]
                 self._ready.set()
