@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
-from quire.options.vllm import FOREIGN, VALUES, translate, unknown
+from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 
 _MAX_NUM_SEQS = 256
 
@@ -380,6 +380,8 @@ def read_option(name: str, value: Any) -> Any:
     spellings = VALUES.get(name, {})
     if isinstance(value, str | bool) and value in spellings:
         return spellings[value]
+    if isinstance(value, str) and value in UNSUPPORTED_VALUES.get(name, ()):
+        raise ConfigError(f"{name}={value!r} is not supported by Quire yet")
     owner = next(config for config in _CLASSES if name in OPTIONS[config])
     return read_value(name, value, TYPES[name], OPTIONS[owner][name].metadata)
 

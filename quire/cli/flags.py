@@ -21,7 +21,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     if isinstance(parser, Parser):
         parser.takes_engine_options = True
         first = parser._get_positional_actions()
-        parser.epilog = "vLLM's other options are accepted where they ask for nothing; docs/from-vllm.md lists them."
+        parser.epilog = "docs/from-vllm.md lists vLLM's other options, which are accepted where they ask for nothing."
         parser.usage = " ".join(["%(prog)s", *(f"[{a.metavar or a.dest.upper()}]" for a in first), "[OPTIONS]"])
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="read options from here; those on the command line win"

@@ -210,6 +210,15 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "max_model_len": {"auto": -1, "-1": -1},
 }
 
+# Values of Quire's own options that only vLLM takes.
+UNSUPPORTED_VALUES: Mapping[str, frozenset[str]] = {
+    "device": frozenset("hpu neuron openvino tpu xpu".split()),
+    "kv_cache_dtype": frozenset("fp8_ds_mla fp8_e5m2 fp8_inc nvfp4".split()),
+    "load_format": frozenset(
+        "bitsandbytes instanttensor mistral npcache runai_streamer_sharded sharded_state tensorizer".split()
+    ),
+}
+
 
 def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable[str] = ()) -> dict[str, Any]:
     """The options that Quire has, of those that a user of vLLM gives. None stands for an option that is left out.

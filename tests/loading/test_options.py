@@ -53,7 +53,7 @@ def test_code_of_a_checkpoint_is_never_run(path, caplog):
         ({"max_num_seqs": -1}, "max_num_seqs must be an integer of at least 1, got -1"),
         ({"max_model_len": 1.5}, "max_model_len must be of type int or None, got 1.5"),
         ({"dtype": "int8"}, "dtype must be one of 'auto', 'bfloat16', 'float16', .* got 'int8'"),
-        ({"load_format": "tensorizer"}, "load_format must be one of"),
+        ({"load_format": "zip"}, "load_format must be one of"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of 'fcfs', 'priority', got 'lifo'"),
         ({"generation_config": "mine"}, "generation_config='mine' must be 'auto', 'vllm' or a directory"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be an integer of at least 2, got 1"),

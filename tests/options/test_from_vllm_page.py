@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.config import GROUPS, OPTIONS, ServerConfig, canonical_name
 from quire.messages.sampling_params import SamplingParams
-from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, VALUES
+from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, UNSUPPORTED_VALUES, VALUES
 from quire.server import admin_routes, chat, completions, text_routes
 from quire.server.protocol import _UNSUPPORTED, _UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
@@ -63,6 +64,13 @@ def spellings() -> list[str]:
     ]
 
 
+def values_not_supported() -> list[str]:
+    return [
+        item(f"{flag(name)}: ", [f"`{value}`" for value in sorted(values)])
+        for name, values in sorted(UNSUPPORTED_VALUES.items())
+    ]
+
+
 def refused_fields() -> list[str]:
     in_chat = set(_UNSUPPORTED_IN_CHAT) - set(_UNSUPPORTED)
     return [
@@ -82,6 +90,7 @@ SECTIONS = {
     "no effect": no_effect,
     "retired": retired,
     "spellings": spellings,
+    "values not supported": values_not_supported,
     "refused fields": refused_fields,
     "fields without effect": fields_without_effect,
 }
@@ -137,6 +146,13 @@ def test_endpoints_that_are_said_to_be_absent_are():
     served = {route.path for module in (admin_routes, chat, completions, text_routes) for route in module.router.routes}
     assert len(absent("endpoints")) > 30
     assert not served & set(absent("endpoints"))
+
+
+def test_what_is_said_to_be_absent_in_python_is():
+    assert len(absent("names in Python")) > 10
+    for name in absent("names in Python"):
+        owner, _, attribute = name.rpartition(".")
+        assert not hasattr({"LLM": quire.LLM, "AsyncLLM": quire.AsyncLLM, "": quire}[owner], attribute), name
 
 
 def test_sampling_parameters_that_are_said_to_be_absent_are():

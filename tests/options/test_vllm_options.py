@@ -64,6 +64,8 @@ def test_they_are_accepted_on_the_command_line(line):
         ("max_modle_len", 5, "^unknown option 'max_modle_len'; did you mean 'max_model_len'"),
         ("frobnicate", 1, "^unknown option 'frobnicate'$"),
         ("port", 8000, "port is an option of the server"),
+        ("kv_cache_dtype", "fp8_e5m2", "^kv_cache_dtype='fp8_e5m2' is not supported by Quire yet$"),
+        ("load_format", "tensorizer", "^load_format='tensorizer' is not supported by Quire yet$"),
     ],
 )
 def test_other_values_and_names_are_errors_that_say_why(name, value, message):
