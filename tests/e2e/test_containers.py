@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.ops.cpu.build import library
 from support.container import can_unshare, container
 from support.server import request
 from support.server_process import Server
@@ -86,6 +89,19 @@ def test_in_a_container_generate_says_the_same(llm):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(library() is None, reason="no compiler here")
+def test_in_a_container_the_kernels_that_its_image_brings_are_used(llm):
+    with tempfile.TemporaryDirectory() as image:
+        Path(image).chmod(0o755)
+        shutil.copytree(library().path.parent, Path(image, "quire/kernels"))
+        arguments = ["--temperature", "0", "--max-tokens", "30", "--log-level", "INFO", *FLOAT32, PROMPT]
+        result = quire("generate", *arguments, wrapper=container(XDG_CACHE_HOME=image))
+    assert (result.returncode, result.stdout.rstrip("\n")) == (0, generated(llm)), result.stderr
+    assert "attention cpu" in result.stderr
+    assert "WARNING" not in result.stderr
+
+
+@pytest.mark.slow
 def test_in_a_container_quire_chat_answers_what_comes_from_a_pipe(llm):
     text = MESSAGES[0]["content"] + "\n"
     result = quire("chat", "--temperature", "0", "--max-tokens", "30", *FLOAT32, wrapper=container(), text=text)
@@ -134,7 +150,7 @@ except KeyError:
 @pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="making a read-only root needs root, unshare and setpriv")
 def test_where_no_folder_can_be_written_generate_works_and_serve_says_what_it_needs(llm):
-    wrapper = container(shared_memory="0")
+    wrapper = container(shared_memory=False)
     result = quire("generate", "--temperature", "0", "--max-tokens", "30", *FLOAT32, PROMPT, wrapper=wrapper)
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, generated(llm)), result.stderr
     result = quire("serve", "--port", "0", wrapper=wrapper)

@@ -11,39 +11,40 @@ from pathlib import Path
 
 import quire
 
-# In a mount namespace of its own: everything is read-only but /dev/shm, which is small, and where nothing may be
-# executed, as in Docker. Then the command runs as a user that /etc/passwd does not know.
-_SCRIPT = """
-set -e
+# In a mount namespace of its own, everything is read-only but /dev/shm, which is small and where nothing may be
+# executed, as in Docker.
+_READ_ONLY = """
 mount -o remount,bind,ro /
 for folder in /tmp /var/tmp /run; do
     if mountpoint -q $folder; then mount -o remount,bind,ro $folder; fi
 done
-mount -t tmpfs -o size=$1,noexec,nosuid,nodev tmpfs /dev/shm
-ulimit -n 64
-cd /
-keep=$2
-shift 2
-exec setpriv --reuid=54321 --regid=54321 --clear-groups --no-new-privs --inh-caps=-all$keep --ambient-caps=-all$keep \
-    --bounding-set=-all$keep -- "$@"
+mount -t tmpfs -o size=1m,noexec,nosuid,nodev{options} tmpfs /dev/shm
 """
+# A user that /etc/passwd does not know. keep: capabilities.
+_UNPRIVILEGED = """setpriv --reuid=54321 --regid=54321 --clear-groups --no-new-privs --inh-caps=-all{keep} \
+--ambient-caps=-all{keep} --bounding-set=-all{keep} --"""
 
 
-def container(shared_memory: str = "1m") -> list[str]:
-    """A command to be put before another one: it ends up in a container, if this user may make one.
+def container(shared_memory: bool = True, **environment: str) -> list[str]:
+    """A command to be put before another one, which it runs as in a container, as far as this user can make one.
 
-    shared_memory: the size of /dev/shm, the only folder that can be written; "0" leaves none.
+    shared_memory: whether /dev/shm, the only folder that can be written, can be.
     """
-    clean = ["env", "-i", "PATH=/nonexistent", f"PYTHONPATH={Path(quire.__file__).parents[1]}", "OMP_NUM_THREADS=1"]
+    script, privileges = "set -e\nulimit -n 64\ncd /\n", ""
+    before = []
     if can_unshare():
+        before = ["unshare", "--mount", "--propagation", "private"]
+        script += _READ_ONLY.format(options="" if shared_memory else ",ro")
+    if os.geteuid() == 0 and shutil.which("setpriv"):
         # An interpreter in root's own folder can be read with this capability only; it allows no writing.
         keep = "" if _others_can_enter(Path(sys.executable).resolve()) else ",+dac_read_search"
-        unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _SCRIPT, "sh"]
-        if shared_memory == "0":
-            unshare[6] = unshare[6].replace("nodev", "nodev,ro")
-            shared_memory = "1m"
-        return [*unshare, shared_memory, keep, *clean]
-    return ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *clean, "HOME=/nonexistent"]  # at least
+        privileges = _UNPRIVILEGED.format(keep=keep)
+    script += f'exec {privileges} "$@"'
+    path = f"PYTHONPATH={Path(quire.__file__).parents[1]}"
+    clean = ["env", "-i", "PATH=/nonexistent", path, "OMP_NUM_THREADS=1"]
+    if not before:
+        environment["HOME"] = "/nonexistent"
+    return [*before, "sh", "-c", script, "sh", *clean, *(f"{name}={value}" for name, value in environment.items())]
 
 
 @functools.cache

@@ -95,7 +95,8 @@ def library() -> Library | None:
             return _load_once(flags, error_text(error))
     except (BuildError, OSError) as error:
         logger.warning(
-            "There are no compiled CPU kernels, so PyTorch's operations compute every step, several times slower. %s",
+            "There are no compiled CPU kernels: steps run PyTorch's operations, which takes at least five times as long. "
+            "%s",
             error_text(error),
         )
         return None
