@@ -95,7 +95,7 @@ def library() -> Library | None:
             return _load_once(flags, error_text(error))
     except (BuildError, OSError) as error:
         logger.warning(
-            "There are no compiled CPU kernels: steps run PyTorch's operations, which takes at least five times as long. "
+            "There are no compiled CPU kernels: steps run PyTorch's operations, which take five times as long or more. "
             "%s",
             error_text(error),
         )
