@@ -27,7 +27,10 @@ def guarded(host: Host) -> Service:
 
 
 @pytest.fixture(autouse=True)
-def _log_level(caplog) -> None:
+def _log(caplog, monkeypatch) -> None:
+    logger = logging.getLogger("quire")
+    monkeypatch.setattr(logger, "handlers", [])  # those of a command that another test ran
+    monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", "quire")
 
 
