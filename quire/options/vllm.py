@@ -81,7 +81,8 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
     ),
     **_unsupported("cpu_offload_params kv_cache_dtype_skip_layers lora_modules offload_params prompt_adapters", []),
     **_unsupported(
-        """collect_detailed_traces default_mm_loras device_ids diffusion_config ec_transfer_config fingerprint_value
+        """afd_config collect_detailed_traces default_mm_loras device_ids diffusion_config ec_transfer_config
+        fingerprint_value
         hf_config_path io_processor_plugin kv_events_config kv_transfer_config log_config_file
         logits_processor_pattern max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min num_speculative_tokens numa_bind_cpus numa_bind_nodes
@@ -91,7 +92,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
         speculative_config speculative_disable_by_batch_size speculative_disable_mqa_scorer
         speculative_draft_tensor_parallel_size speculative_max_model_len speculative_model
         speculative_model_quantization tool_call_parser tool_server typical_acceptance_sampler_posterior_alpha
-        typical_acceptance_sampler_posterior_threshold weight_transfer_config"""
+        typical_acceptance_sampler_posterior_threshold watermarking_config weight_transfer_config"""
     ),
 }
 
@@ -112,7 +113,8 @@ NO_EFFECT: Mapping[str, Foreign] = {
         performance_mode""",
         """disable_cascade_attn disable_custom_all_reduce enable_bf16x3_router_gemm enable_cumem_allocator
         enable_flashinfer_autotune enable_nccl_comm_suspend jit_monitor_verbose"""),
-    **_no_effect("a lost engine core is always restarted", "fault_tolerance_config", "enable_fault_tolerance"),
+    **_no_effect("a lost engine core is always restarted", "fault_tolerance_config",
+        "enable_fault_tolerance shutdown_on_fault_tolerance_failure"),
     **_no_effect("the server and the engine are always two processes", "",
         "disable_async_output_proc disable_frontend_multiprocessing"),
     **_no_effect("there is one node, and one copy of the model",

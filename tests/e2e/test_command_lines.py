@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.config import ConfigError, ServerConfig
+from quire.server.listening import listening_socket
 from support.server_process import Server
 
 
@@ -43,6 +45,10 @@ def certificates(directory: Path) -> None:
 def test_clients_must_show_a_certificate_that_the_authorities_signed(tmp_path: Path):
     certificates(tmp_path)
     files = ["--ssl-certfile", f"{tmp_path}/server.pem", "--ssl-keyfile", f"{tmp_path}/server.key"]
+    options = {"ssl_certfile": f"{tmp_path}/server.pem", "ssl_keyfile": f"{tmp_path}/server.key"}
+    for wrong in ({"ssl_ca_certs": "/nowhere"}, {"ssl_ciphers": "NONE-SUCH"}):
+        with pytest.raises(ConfigError, match="ssl_ca_certs or ssl_ciphers cannot be used"):
+            listening_socket(ServerConfig.create(**options, **wrong))
     checked = ["--ssl-ca-certs", f"{tmp_path}/ca.pem", "--ssl-cert-reqs", "2", "--uvicorn-log-level", "info"]
     with Server(*files, *checked, "--load-format", "dummy", "--kv-cache-memory-bytes", "64M") as server:
         context = ssl.create_default_context(cafile=f"{tmp_path}/ca.pem")
