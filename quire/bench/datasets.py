@@ -148,3 +148,17 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
         return [0.0] * count
     times = np.cumsum(rng.gamma(burstiness, 1 / (rate * burstiness), count))
     return [float(t) for t in times * (count / rate / times[-1])]
+
+
+def ramp_up_times(
+    count: int, strategy: str, start: float, end: float, burstiness: float, rng: np.random.Generator
+) -> list[float]:
+    """The same while the rate grows from `start` to `end` requests a second over the run: by equal steps a request
+    ("linear"), or by equal factors ("exponential"). Raises ValueError for rates that are not positive."""
+    if not 0 < start <= end or not math.isfinite(end) or not burstiness > 0:
+        raise ValueError(
+            f"--ramp-up-start-rps must be positive and at most --ramp-up-end-rps, and --burstiness positive; "
+            f"got {start}, {end} and {burstiness}"
+        )
+    rates = np.linspace(start, end, count) if strategy == "linear" else np.geomspace(start, end, count)
+    return [float(t) for t in np.cumsum(rng.gamma(burstiness, 1 / (rates * burstiness)))]

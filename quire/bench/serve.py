@@ -78,20 +78,30 @@ class Target:
     """A server's endpoint, and how it wants to be asked. An asynchronous context manager."""
 
     def __init__(
-        self, base_url: str, endpoint: str, model: str | None, headers: dict[str, str], extra_body: dict[str, Any]
+        self,
+        base_url: str,
+        endpoint: str,
+        model: str | None,
+        headers: dict[str, str],
+        extra_body: dict[str, Any],
+        *,
+        request_id_prefix: str | None = None,
+        check_certificate: bool = True,
     ) -> None:
-        """extra_body: added to every request; null removes a field."""
+        """extra_body: added to every request; null removes a field. request_id_prefix: of X-Request-Id, if sent."""
         self.url, self.model, self.extra_body = base_url.rstrip("/") + endpoint, model, extra_body
         self.vocab_size: int | None = None
         self._chat = endpoint.endswith("/chat/completions")
         self._models_url = self.url.removesuffix("/completions").removesuffix("/chat") + "/models"
         self._headers = {"Content-Type": "application/json", **headers}
         self._usage: dict[str, Any] = {}
+        self._request_id_prefix, self._check_certificate = request_id_prefix, check_certificate
+        self._num_sent = 0
 
     async def __aenter__(self) -> "Target":
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._check_certificate),
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
         )
         return self
@@ -99,8 +109,21 @@ class Target:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def find_model(self) -> None:
-        """The model's name, if none was given, and the size of its vocabulary, if the server says. Raises OSError."""
+    async def find_model(self, patience: float = 0.0) -> None:
+        """The model's name, if none was given, and the size of its vocabulary, if the server says.
+
+        patience: seconds in which the server may become ready. Raises OSError.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return await self._find_model()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
+
+    async def _find_model(self) -> None:
         try:
             async with self._session.get(self._models_url) as response:
                 listed = (await response.json(content_type=None))["data"] if response.status == 200 else []
@@ -139,6 +162,12 @@ class Target:
         fields = {"model": self.model, **asked, "max_tokens": output_len, "temperature": 0.0, "stream": True}
         return {k: v for k, v in {**fields, **self._usage, **self.extra_body}.items() if v is not None}
 
+    def _next_id(self) -> dict[str, str] | None:
+        if self._request_id_prefix is None:
+            return None
+        self._num_sent += 1
+        return {"X-Request-Id": f"{self._request_id_prefix}{self._num_sent - 1}"}
+
     async def send(self, prompt: Prompt, prompt_len: int, output_len: int) -> Outcome:
         """Send one request and read its stream to the end. Whatever goes wrong is in the outcome's `error`."""
         if self._chat and not isinstance(prompt, str):
@@ -146,7 +175,7 @@ class Target:
         data = msgspec.json.encode(self.body(prompt, output_len))
         outcome = Outcome(time.perf_counter(), prompt_len)
         try:
-            async with self._session.post(self.url, data=data) as response:
+            async with self._session.post(self.url, data=data, headers=self._next_id()) as response:
                 outcome.status = response.status
                 if response.status == 200:
                     await _read_stream(response.content, outcome)
