@@ -68,31 +68,36 @@ class Parser(argparse.ArgumentParser):
             argument = given.pop(0)
             name, equals, value = argument.partition("=")
             flag, _, path = name.partition(".")
-            action = self._action(flag := self._spelled(flag)) if argument.startswith("-") else None
+            if flag.startswith("--"):
+                flag = flag.replace("_", "-")
+            action = self._action(flag)
             if action is None:
                 result.append(argument)
             elif path and isinstance(action, MergeJson):
-                _put(objects.setdefault(flag, {}), path, value if equals else given.pop(0) if given else "")
+                if not equals:
+                    value = given.pop(0) if given else ""
+                _put(objects.setdefault(flag, {}), path, value)
             elif isinstance(action, argparse.BooleanOptionalAction):
                 if not equals and given and given[0].lower() in ("true", "false"):
                     equals, value = "=", given.pop(0)
-                off = value.lower() == "false"
-                result.append(action.option_strings[1] if off else flag if value.lower() in ("", "true") else argument)
+                if value.lower() == "false":
+                    result.append(action.option_strings[1])
+                else:
+                    result.append(flag if value.lower() in ("", "true") else argument)
             else:
                 result.append(flag + equals + value)
         for flag, value_of_flag in objects.items():
             result += [flag, json.dumps(value_of_flag)]
         return result + given
 
-    def _spelled(self, flag: str) -> str:
-        return flag.replace("_", "-") if flag.startswith("--") else flag
-
     def _action(self, flag: str) -> argparse.Action | None:
         """What the flag does; None for one that is not known. Adds that of an option of vLLM's."""
+        if not flag.startswith("-"):
+            return None
         if flag not in self._option_string_actions and self.takes_engine_options:
             short = "-O" if flag.startswith("-O") else flag
             name = SHORT_FLAGS.get(short) or flag.removeprefix("--").removeprefix("no-").replace("-", "_")
-            if name in FOREIGN and flag.startswith("-"):
+            if name in FOREIGN:
                 self._add(name)
         return self._option_string_actions.get(flag)
 

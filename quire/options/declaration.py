@@ -43,7 +43,7 @@ def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
     if isinstance(value, str) and metadata.get("size"):
         return parse_size(value)
     if isinstance(value, str) and metadata.get("json"):
-        value = _read_json(name, value)
+        value = read_json(name, value)
         if not isinstance(value, dict):
             raise ConfigError(f"{name} must be a JSON object, got {value!r}")
     return value
@@ -53,11 +53,11 @@ def _read_list(name: str, value: Any) -> Any:
     """A list; of a text, its one item, or the items of a JSON list."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
-        return _read_json(name, items[0])
+        return read_json(name, items[0])
     return items
 
 
-def _read_json(name: str, text: str) -> Any:
+def read_json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:

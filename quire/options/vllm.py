@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quire.options.declaration import ConfigError
+from quire.options.declaration import ConfigError, read_json
 
 _logger = logging.getLogger("quire")
 
@@ -230,12 +230,13 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
     """
     known = frozenset(known)
     result: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}  # of config.json
     for name, value in options.items():
         if value is None:
             if name not in known and name not in FOREIGN:
                 raise ConfigError(unknown(name, [*known, *others]))
         elif name in known:
-            result[name] = {**result[name], **value} if name == "hf_overrides" and name in result else value
+            result[name] = value
         elif name in RETIRED:
             successor, meaning = RETIRED[name]
             if successor is None:
@@ -243,11 +244,17 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
                 continue
             _logger.warning("%s is retired in vLLM; it is taken as %s: %s", name, successor, meaning)
             if successor == "hf_overrides":
-                result[successor] = {**result.get(successor, {}), name: value}
+                overrides[name] = read_json(name, value) if isinstance(value, str) else value
             else:
                 result.setdefault(successor, value)
         else:
             _check(name, value, [*known, *others])
+    if overrides:
+        given = result.get("hf_overrides", {})
+        result["hf_overrides"] = {
+            **overrides,
+            **(read_json("hf_overrides", given) if isinstance(given, str) else given),
+        }
     return result
 
 

@@ -109,6 +109,9 @@ def test_options_that_vllm_has_retired_are_taken_as_what_took_their_place(caplog
     config = EngineConfig.create(num_scheduler_steps=10, rope_theta=1e6, hf_overrides={"a": 1}, rope_scaling={"b": 2})
     assert config.model.hf_overrides == {"rope_theta": 1e6, "a": 1, "rope_scaling": {"b": 2}}
     assert "num_scheduler_steps is retired" in caplog.text
+    texts = {"rope_scaling": '{"b": 2}', "hf_overrides": '{"a": 1}'}
+    assert EngineConfig.create(**texts).model.hf_overrides == {"rope_scaling": {"b": 2}, "a": 1}
+    assert from_line("--rope-theta 1e6 --rope-scaling '{\"b\": 2}'").model.hf_overrides["rope_theta"] == 1e6
 
 
 def test_flags_are_written_as_vllm_takes_them():
