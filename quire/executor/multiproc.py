@@ -19,6 +19,7 @@ from quire.kvcache.specs import KVCacheSize
 from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.metrics.logging import configure_logging, logging_level
 from quire.parallel.mesh import join
 from quire.system.folders import private_folder
 from quire.worker.worker import Worker
@@ -47,12 +48,13 @@ class MultiprocExecutor(Executor):
         self._meeting = private_folder("quire-ranks-")  # Gloo makes a file in it, where the ranks meet
         self._pipes: list[Connection] = []
         self._processes = []
-        threads = max(1, torch.get_num_threads() // size)
+        threads, model = max(1, torch.get_num_threads() // size), (config, directory, max_model_len)
         for rank in range(size):
             ours, theirs = context.Pipe()
+            level = logging_level() if rank == 0 else "ERROR"  # what all ranks find out is logged once
             process = context.Process(
                 target=_run_rank,
-                args=(theirs, rank, size, f"file://{self._meeting}/store", threads, (config, directory, max_model_len)),
+                args=(theirs, rank, size, f"file://{self._meeting}/store", threads, model, level),
                 name=f"quire-rank-{rank}",
                 daemon=True,
             )
@@ -109,8 +111,9 @@ class MultiprocExecutor(Executor):
         return reply
 
 
-def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int, model: Model) -> None:
-    """The life of one rank."""
+def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int, model: Model, level: str) -> None:
+    """The life of one rank. level: of its log."""
+    configure_logging(level)
     torch.set_num_threads(threads)
 
     def reply(message: Reply) -> None:

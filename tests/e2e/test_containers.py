@@ -127,6 +127,8 @@ def test_in_a_container_a_served_chat_streams_the_same_answer(llm):
 def test_in_a_container_two_ranks_find_each_other(llm):
     with Server(*FLOAT32, "--tensor-parallel-size", "2", wrapper=container()) as server:
         assert streamed(server.url) == answered(llm)
+        assert server.log.count(WARNING) == 1
+        assert server.log.count(" loaded in ") == 1
 
 
 @pytest.mark.slow
