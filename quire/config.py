@@ -252,6 +252,12 @@ class ServerConfig:
         section=_LIMITS,
     )
     max_body_bytes: int = option(64 << 20, "largest body of a request", size=True, section=_LIMITS)
+    max_total_body_bytes: int = option(
+        256 << 20,
+        "most bytes of all bodies that are read, parsed or tokenized at once; beyond it, answer 503",
+        size=True,
+        section=_LIMITS,
+    )
     max_generated_tokens: int | None = option(
         None,
         "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)",
@@ -290,7 +296,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
-        at_least(self, 1, "max_body_bytes", "max_generated_tokens")
+        at_least(self, 1, "max_body_bytes", "max_total_body_bytes", "max_generated_tokens")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout"):

@@ -9,8 +9,11 @@ ROOT = sha256(b"quire kv block, v1").digest()  # the parent of every first block
 
 
 def encode_extra_keys(*keys: str | int | None) -> bytes:
-    """Canonical bytes of what, besides its tokens, decides a block's content: adapter, image hashes, cache salt."""
-    return b"" if all(key is None for key in keys) else msgspec.msgpack.encode(keys)
+    """Bytes for what, besides its tokens, decides a block's content: adapter, image hashes, cache salt. 32, or none.
+
+    They become part of each block's hash, so they are short, however long the keys are.
+    """
+    return b"" if all(key is None for key in keys) else sha256(msgspec.msgpack.encode(keys)).digest()
 
 
 def hash_block(parent: bytes, token_ids: list[int], extra_keys: bytes = b"") -> bytes:

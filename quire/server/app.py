@@ -11,9 +11,10 @@ from quire._version import __version__
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.server import admin_routes, chat, completions, text_routes
+from quire.server.bodies import BodyLimit
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
-from quire.server.middleware import ApiKeys, BodyLimit, RootPath, add_middleware
+from quire.server.middleware import ApiKeys, RootPath, add_middleware
 from quire.server.observability import HttpMetrics, Observability
 
 
@@ -44,7 +45,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.include_router(admin_routes.router)
     add_error_handlers(app)
     # The last one added is the first to see a request.
-    app.add_middleware(BodyLimit, limit=config.max_body_bytes)
+    app.add_middleware(BodyLimit, limit=config.max_body_bytes, total_limit=config.max_total_body_bytes)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key)
     if config.allowed_origins:

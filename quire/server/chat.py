@@ -23,9 +23,10 @@ router = APIRouter(route_class=StrictRoute)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     call = Call(server, request, body, "chatcmpl")
-    prompt = await server.render(body.messages, body)
     default = server.llm.processor.generation_config.get("max_new_tokens")
-    await call.process([prompt], default, bool(body.add_special_tokens), "messages")
+    prompts = [await server.render(body.messages, body, request.state.body)]
+    await call.process(prompts, default, bool(body.add_special_tokens), "messages")
+    del prompts  # with truncate_prompt_tokens they can be much longer than what remains of them
     if body.stream:
         return await EventStream.begin(_stream(call, body))
     return json_response(await _collect(call, body))

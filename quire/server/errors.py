@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -77,7 +76,7 @@ def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiErr
 def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
     """(path, depth) of an error, without the names of types that pydantic puts there where several are allowed."""
     path, depth = "", 0
-    steps = error["loc"][1:]
+    steps = error["loc"]
     for index, step in enumerate(steps):
         if isinstance(body, list) and isinstance(step, int):
             path, body = f"{path}[{step}]", body[step]
@@ -93,8 +92,6 @@ def api_error(error: Exception) -> ApiError:
     """What a client is told of any exception."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, RequestValidationError):
-        return invalid_request(error.errors(), error.body)
     if isinstance(error, HTTPException):  # of a user's middleware; the router's are handled below
         return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
     if isinstance(error, EngineDeadError):

@@ -5,7 +5,8 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,15 +15,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.config import ServerConfig
-from quire.engine.async_llm import LONG_PROMPT, AsyncLLM
+from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import ProcessedRequest, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
+from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, bad_value
 from quire.server.messages import Message
 from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Rendering
 from quire.server.responses import Usage
 
+SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
+MAX_STRINGS = 1024  # in `stop` and in `bad_words`
 MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged
 
 
@@ -47,6 +52,7 @@ class Server:
             name, why = refused
             raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
         for name in body.unknown():
+            del (body.model_extra or {})[name]  # however large it is, it is not kept
             if name not in self._reported and len(self._reported) < MAX_REPORTED:
                 self._reported.add(name)
                 logger.warning("Ignored a field that is not known: %.64r", name)
@@ -77,7 +83,7 @@ class Server:
         free = 0 if queued else self.llm.config.scheduler.max_num_seqs - running
         return None if coming < free else queued + coming - free
 
-    async def render(self, messages: Sequence[Message], body: Rendering) -> str:
+    async def render(self, messages: Sequence[Message], body: Rendering, held: HeldBody) -> str:
         """The prompt of a conversation. Raises ApiError."""
         template = body.chat_template
         if template is not None and not self.config.trust_request_chat_template:
@@ -85,14 +91,21 @@ class Server:
             raise ApiError(400, f"{message} (--trust-request-chat-template)", param="chat_template")
         if template is not None and "{" not in template:  # never a file's name
             raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
-        frontend = self.llm.frontend
+        try:
+            if template is None:
+                return str(await held.run(self._render, messages, body))
+            return await asyncio.to_thread(self._render, messages, body)  # it may take as long as it likes
+        except (ValueError, TypeError) as error:
+            raise bad_value(error, type(body).model_fields, "messages") from error
+
+    def _render(self, messages: Sequence[Message], body: Rendering) -> str:
         chat = [message.model_dump(exclude_none=True) for message in messages]
         names = ("tools", "documents", "reasoning_effort")
         variables: dict[str, Any] = {name: getattr(body, name) for name in names}
         if body.reasoning_effort is not None:  # for templates with a switch instead of degrees, as in vLLM
             variables["enable_thinking"] = body.reasoning_effort != "none"
         arguments: dict[str, Any] = {
-            "chat_template": template,
+            "chat_template": body.chat_template,
             "continue_final_message": bool(body.continue_final_message),
             "add_generation_prompt": body.add_generation_prompt is not False,
             **{name: value for name, value in variables.items() if value is not None},
@@ -100,12 +113,7 @@ class Server:
         }
         if body.add_generation_prompt is None and body.continue_final_message:
             arguments["add_generation_prompt"] = False
-        try:
-            if template is None and sum(len(str(m.get("content", ""))) for m in chat) < LONG_PROMPT:
-                return frontend.render_chat(chat, **arguments)
-            return await asyncio.to_thread(frontend.render_chat, chat, **arguments)
-        except (ValueError, TypeError) as error:
-            raise bad_value(error, type(body).model_fields, "messages") from error
+        return self.llm.frontend.render_chat(chat, **arguments)
 
 
 class Call:
@@ -122,6 +130,7 @@ class Call:
         self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # names may be used again
         self._began = asyncio.get_running_loop().time()
         self._receive = request.receive
+        self._held: HeldBody = request.state.body
         self._requests: list[ProcessedRequest] = []
         self._ended_by: ApiError | None = None
 
@@ -134,26 +143,65 @@ class Call:
     async def process(
         self, prompts: Sequence[str | list[int]], default_max_tokens: int | None, add_special_tokens: bool, name: str
     ) -> list[ProcessedRequest]:
-        """Prompts, tokenized, and how to sample. name: of the field they come from. Raises ApiError."""
-        body, llm = self.body, self.server.llm
+        """Prompts, tokenized, and how to sample. name: of the field they come from. Raises ApiError.
+
+        From here on, the request's body is no longer in hand.
+        """
+        body, processor, held = self.body, self.server.llm.processor, self._held
         given = body.given()
         asked = given.get("max_tokens")
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
+        self._check_sizes()
         try:
-            params = llm.processor.default_sampling_params(**given)
-            for index, prompt in enumerate(prompts):
-                request_id = self._engine_id if len(prompts) == 1 else f"{self._engine_id}-{index}"
-                salted: PromptFields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-                if body.cache_salt is not None:
-                    salted["cache_salt"] = body.cache_salt
-                request = await llm.process(request_id, salted, params, body.priority or 0, add_special_tokens)
-                self._check_length(len(request.prompt_token_ids), asked)
-                self._requests.append(request)
-                if index:
+            params = await held.run(partial(processor.default_sampling_params, **given))
+            for prompt in prompts:
+                processor.check_length(prompt, params)
+            for start in range(0, len(prompts), SLICE):
+                if start:
                     await asyncio.sleep(0)  # others have a turn
+                slice = {self._request_id(i, len(prompts)): prompts[i] for i in range(len(prompts))[start:][:SLICE]}
+                requests = await held.run(self._process, slice, params, add_special_tokens)
+                for request in requests:
+                    self._check_length(len(request.prompt_token_ids), asked)
+                self._requests += requests
         except (ValueError, TypeError, OverflowError) as error:
             raise bad_value(error, type(body).model_fields, name) from error
+        body.drop_prompt()
+        held.release()
         return self._requests
+
+    def _request_id(self, index: int, num_prompts: int) -> str:
+        return self._engine_id if num_prompts == 1 else f"{self._engine_id}-{index}"
+
+    def _process(
+        self, prompts: Mapping[str, str | list[int]], params: SamplingParams, add_special_tokens: bool
+    ) -> list[ProcessedRequest]:
+        """prompts: by request id."""
+        body, requests = self.body, []
+        for request_id, prompt in prompts.items():
+            fields: PromptFields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+            if body.cache_salt is not None:
+                fields["cache_salt"] = body.cache_salt
+            process = self.server.llm.processor.process
+            request = process(request_id, fields, params, body.priority or 0, add_special_tokens)
+            if params.truncate_prompt_tokens is not None and not getattr(body, "return_prompt_text", None):
+                request = replace(request, prompt=None)  # it can be much longer than what remains of it
+            requests.append(request)
+        return requests
+
+    def _check_sizes(self) -> None:
+        """Raises ApiError for lists that would keep the server busy at every token."""
+        vocab_size = self.server.llm.processor.vocab_size
+        for name, most in (
+            ("stop", MAX_STRINGS),
+            ("bad_words", MAX_STRINGS),
+            ("logit_bias", vocab_size),
+            ("allowed_token_ids", vocab_size),
+            ("stop_token_ids", vocab_size),
+        ):
+            value = getattr(self.body, name)
+            if value is not None and not isinstance(value, str) and len(value) > most:
+                raise ApiError(400, f"{name} has {len(value)} entries; at most {most} are allowed", param=name)
 
     def _max_tokens(self, given: int | None, default: int | None, num_prompts: int) -> int | None:
         """Raises ApiError for more sequences or tokens than a request may ask for."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import ConfigError
 from quire.messages.errors import error_text
@@ -74,28 +74,3 @@ class ApiKeys:
         # Each key is compared whole, and all of them are: the time says nothing of how near a guess was.
         matches = [hmac.compare_digest(token.strip(), key) for key in self.keys]
         return scheme.lower() == b"bearer" and any(matches)
-
-
-class BodyLimit:
-    """413 for a body of more than so many bytes, as soon as that is known."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(413, f"the body may have {self.limit} bytes at most", code="body_too_large")
-        declared = (header(scope, b"content-length") if scope["type"] == "http" else None) or b"0"
-        if declared.isdigit() and int(declared[:20]) > self.limit:
-            await error_response(error)(scope, receive, send)
-            return
-        received = 0
-
-        async def counting_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.limit:
-                raise error
-            return message
-
-        await self.app(scope, counting_receive, send)

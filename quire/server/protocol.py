@@ -135,6 +135,9 @@ class Generation(Body):
         """The name of the field that bounds the output."""
         return "max_tokens"
 
+    def drop_prompt(self) -> None:
+        """Keep nothing of the prompt but what the answer needs."""
+
     def given(self) -> dict[str, Any]:
         """Of SamplingParams' fields, those that the request sets."""
         names = (name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields)
@@ -171,6 +174,9 @@ class CompletionRequest(Generation):
     def prompts(self) -> list[str | list[int]]:
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt
+
+    def drop_prompt(self) -> None:
+        self.prompt = ""
 
     def given(self) -> dict[str, Any]:
         values = super().given()
@@ -216,6 +222,10 @@ class ChatRequest(Generation, Rendering):
     @property
     def max_tokens_field(self) -> str:
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def drop_prompt(self) -> None:
+        self.messages = self.messages[-1:]  # with echo, the answer begins with it
+        self.tools = self.documents = self.chat_template_kwargs = None
 
     def given(self) -> dict[str, Any]:
         values = super().given()

@@ -2,54 +2,70 @@
 
 from collections.abc import Callable, Coroutine
 from email.message import Message
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quire.messages.errors import error_text
-from quire.server.errors import ApiError, api_error
+from quire.server.bodies import HeldBody
+from quire.server.errors import ApiError, api_error, invalid_request
 from quire.server.responses import ErrorResponse
 
 Answers = dict[int | str, dict[str, Any]]
 
 
-class _StrictRequest(Request):
-    """JSON by the book: UTF-8, no lone surrogates, no NaN, no thousand brackets, and declared as such."""
-
-    async def body(self) -> bytes:
-        header = Message()
-        header["content-type"] = self.headers.get("content-type", "")
-        subtype = header.get_content_subtype()
-        if header.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
-            raise ApiError(415, "Content-Type should be application/json", param="Content-Type")
-        try:
-            return await super().body()
-        except ClientDisconnect as error:
-            raise ApiError(499, "the client closed the connection") from error
-
-    async def json(self) -> Any:
-        try:
-            return from_json(await self.body(), allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error_text(error)}", code="invalid_json") from error
-
-
 class StrictRoute(APIRoute):
-    """A route that takes a body."""
+    """A route whose endpoint takes a body, a pydantic model, and the request.
+
+    JSON by the book: UTF-8, no lone surrogates, no NaN, no thousand brackets, and declared as such.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        endpoint = self.endpoint
+        model: type[BaseModel] = get_type_hints(endpoint)["body"]
 
-        async def strict(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
-                return await handle(_StrictRequest(request.scope, request.receive))
+                _check_content_type(request)
+                held: HeldBody = request.state.body
+                response: Response = await endpoint(await held.run(_parse, model, await _read(request)), request)
+                return response
             except Exception as error:
                 raise api_error(error) from error
 
-        return strict
+        return handle
+
+
+def _check_content_type(request: Request) -> None:
+    header = Message()
+    header["content-type"] = request.headers.get("content-type", "")
+    subtype = header.get_content_subtype()
+    if header.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        raise ApiError(415, "Content-Type should be application/json", param="Content-Type")
+
+
+async def _read(request: Request) -> bytes:
+    """The body. The request keeps no copy."""
+    try:
+        return b"".join([chunk async for chunk in request.stream()])
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client closed the connection") from error
+
+
+def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
+    """Raises ApiError."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error_text(error)}", code="invalid_json") from error
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise invalid_request(error.errors(include_url=False), value) from error
 
 
 def answers(model: Any) -> Answers:

@@ -24,7 +24,9 @@ def test_the_hash_is_sha256_of_the_parent_the_tokens_and_the_extra_keys() -> Non
     first = sha256(sha256(b"quire kv block, v1").digest() + pack("<4i", *tokens[:4])).digest()
     second = sha256(first + pack("<4i", *tokens[4:])).digest()
     assert hashes_of(tokens) == [first, second]
-    salted = sha256(ROOT + pack("<4i", *tokens[:4]) + b"\x91\xa5salty").digest()  # msgpack of ["salty"]
+    salted = sha256(
+        ROOT + pack("<4i", *tokens[:4]) + sha256(b"\x91\xa5salty").digest()
+    ).digest()  # msgpack of ["salty"]
     assert hashes_of(tokens[:4], salt="salty") == [salted]
 
 
