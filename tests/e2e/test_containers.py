@@ -97,7 +97,7 @@ def test_in_a_container_the_kernels_that_its_image_brings_are_used(llm):
         arguments = ["--temperature", "0", "--max-tokens", "30", "--log-level", "INFO", *FLOAT32, PROMPT]
         result = quire("generate", *arguments, wrapper=container(XDG_CACHE_HOME=image))
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, generated(llm)), result.stderr
-    assert "attention cpu" in result.stderr
+    assert "attention backend cpu" in result.stderr
     assert "WARNING" not in result.stderr
 
 
