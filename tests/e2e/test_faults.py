@@ -135,9 +135,9 @@ def test_the_server_is_healthy_within_seconds():
         (["--port", "99999"], "port"),
         (["--host", "no.such.host.invalid"], "cannot listen on"),
         (["no/such/model"], "no/such/model"),
-        (["--ssl-keyfile", "/dev/null", "--ssl-certfile", "/dev/null"], "ssl_keyfile"),
-        (["--kv-cache-memory-bytes", "1000T"], "kv_cache_memory_bytes"),
-        (["--max-model-len", "1M"], "max_model_len"),
+        (["--ssl-keyfile", "/dev/null", "--ssl-certfile", "/dev/null"], "--ssl-keyfile"),
+        (["--kv-cache-memory-bytes", "1000T"], "--kv-cache-memory-bytes"),
+        (["--max-model-len", "1M"], "--max-model-len"),
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_one_line(arguments, message):

@@ -107,7 +107,9 @@ def test_the_cache_holds_more_tokens_in_the_same_memory():
 
 
 def test_what_cannot_work_is_an_error_at_start(checkpoints):
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of 'auto', 'int8', 'fp8', got 'fp4'"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype must be one of 'auto', 'bfloat16', 'float16', 'int8', 'fp8', got 'fp4'"
+    ):
         bundled("fp4")
     path = checkpoints.path("falcon-rw")
     with pytest.raises(ConfigError, match=f"kv_cache_dtype='int8' cannot be used with {path}: .*ALiBi"):
