@@ -7,7 +7,7 @@ from quire.cli.flags import engine_options
 from quire.cli.model import add_model_flag, check_prompt
 from quire.cli.sampling import add_text_flags, sampling_options
 
-HELP = "complete a prompt and print the text as it comes"
+HELP = "complete a prompt, and print the text as it comes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     llm = LLM(arguments.model, **options)
     params = llm.processor.default_sampling_params(**sampling_options(arguments))
+    outputs = llm.stream(prompt, params)  # or an error, before anything is shown
     sys.stdout.write(prompt)
     shown = 0
-    for output in llm.stream(prompt, params):
+    for output in outputs:
         text = output.outputs[0].text
         sys.stdout.write(text[shown:])
         sys.stdout.flush()

@@ -151,7 +151,7 @@ class LLM:
         """Complete one prompt, yielding after each step, as output_kind says: the output so far (the same object,
         growing), what is new, or nothing until it is finished.
 
-        Leaving the loop early aborts the request.
+        Leaving the loop early aborts the request. Raises ValueError or TypeError at once, as `generate` does.
         """
         yield from self._run(self._process([prompt], sampling_params, None, {"add_special_tokens": add_special_tokens}))
 

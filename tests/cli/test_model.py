@@ -61,3 +61,10 @@ def test_other_prompts_are_no_models(prompt):
     from quire.cli.model import check_prompt
 
     check_prompt(prompt)
+
+
+def test_a_prompt_that_cannot_be_run_is_not_shown_before_the_error(capsys):
+    assert main(["generate", "word " * 2500]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "leaves no room for output: --max-model-len is 2048" in printed.err
