@@ -59,7 +59,7 @@ class LatentAttention(CachedAttention):
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec, self.place = spec, place
-        self.rotary_embedding = builder.kernels.rotary_embedding
+        self.rotary_embedding, self.linear_by_head = builder.kernels.rotary_embedding, builder.kernels.linear_by_head
         heads, hidden = spec.heads(builder.tensor_group), spec.hidden_size
         query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
         self.num_heads = len(heads)
@@ -84,8 +84,8 @@ class LatentAttention(CachedAttention):
     def _absorb(self) -> None:
         spec = self.spec
         maps = self.kv_b.dense().view(self.num_heads, spec.nope_dim + spec.value_dim, spec.kv_rank)
-        self.to_latent = maps[:, : spec.nope_dim].contiguous()  # [heads, nope_dim, kv_rank]
-        self.from_latent = maps[:, spec.nope_dim :].transpose(1, 2).contiguous()  # [heads, kv_rank, value_dim]
+        self.to_latent = maps[:, : spec.nope_dim].transpose(1, 2).contiguous()  # [heads, kv_rank, nope_dim]
+        self.from_latent = maps[:, spec.nope_dim :].contiguous()  # [heads, value_dim, kv_rank]
         del self.kv_b
 
     def __call__(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
@@ -102,12 +102,12 @@ class LatentAttention(CachedAttention):
             q[..., spec.nope_dim :], compressed[:, None, spec.kv_rank :], *state.rotary[self.place.rotary],
             spec.interleaved_rotary,
         )  # fmt: skip
-        absorbed = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), self.to_latent).transpose(0, 1)
+        absorbed = self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
         plan = state.plans[self.place.kv_group]
         self.backend.store(self.cache, torch.cat([latent[:, None], k_rope], dim=-1), None, plan)
         out, _ = self.backend.attend(
             torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
         out = pick(out, rows)
-        values = torch.bmm(out.transpose(0, 1), self.from_latent).transpose(0, 1)  # [tokens, heads, value_dim]
+        values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]
         return self.out(values.reshape(len(out), self.num_heads * spec.value_dim))

@@ -16,8 +16,6 @@ Activation = Callable[[Tensor], Tensor]
 _PLAIN: dict[str, Activation] = {
     "relu": functional.relu,
     "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
     "relu2": lambda x: functional.relu(x).square(),
 }
 _SAME = {
@@ -44,9 +42,11 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
         }
         if name in fused:
             return fused[name]
-    if name not in _PLAIN:
-        raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*_PLAIN, *_SAME}))}")
-    plain = _PLAIN[name]
+    # torch's own silu and gelu_tanh are no functions of an element alone: the last ones of a tensor differ in a bit.
+    by_name = {**_PLAIN, **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu_tanh")}}
+    if name not in by_name:
+        raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*by_name, *_SAME}))}")
+    plain = by_name[name]
     return _gated(plain) if gated else plain
 
 

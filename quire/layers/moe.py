@@ -159,7 +159,7 @@ class MoE:
     experts_down for all; shared_gate, shared_up, shared_down, shared_expert_gate."""
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
-        self.spec, self.group = spec, builder.tensor_group
+        self.spec, self.group, self.kernels = spec, builder.tensor_group, builder.kernels
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
         if spec.correction_bias:
@@ -195,22 +195,19 @@ class MoE:
         chosen, order = experts.flatten().sort(stable=True)
         offsets = torch.searchsorted(chosen, self.bounds)
         out = self.down(self.activation(self.gate_up(x[order // self.spec.top_k], offsets)), offsets)
-        by_token = torch.empty_like(out)
-        by_token[order] = out
-        by_token = by_token.view(*experts.shape, out.shape[-1])  # [tokens, top_k, hidden]
-        routed = self.group.all_reduce(torch.bmm(weights.to(x.dtype)[:, None], by_token).squeeze(1))
+        routed = self.group.all_reduce(self.kernels.combine_experts(out, order, weights))
         if self.shared is None:
             return routed
         shared = self.shared(x)
         if self.shared_gate is not None:
-            shared = shared * torch.sigmoid(self.shared_gate(x))
+            shared = shared * self.kernels.activate(self.shared_gate(x), "sigmoid")
         return routed + shared
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""
         spec = self.spec
         logits = self.router(x).float()
-        scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if spec.scoring == "softmax" else self.kernels.activate(logits, "sigmoid")
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if spec.groups > 1:
             grouped = choice.view(len(x), spec.groups, choice.shape[1] // spec.groups)

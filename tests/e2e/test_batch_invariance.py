@@ -15,6 +15,7 @@ from quire.loading.hub import bundled_model
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.ops.cpu.build import library
+from support.checkpoints import Checkpoints
 from support.engines import generate
 
 Answer = tuple[list[int], list[dict[int, float]]]
@@ -80,8 +81,9 @@ def text() -> list[int]:
 
 
 def check(
-    path: Path, prompts: list[list[int]], tokens: int, threads: Sequence[int], batch: int, **options: Any
-) -> None:
+    path: Path, prompts: list[list[int]], tokens: int, threads: Sequence[int], batch: int, preempted: bool = True,
+    **options: Any,
+) -> None:  # fmt: skip
     """The first prompt's answers, greedy and seeded, alone and in all sorts of company.
 
     prompts: at least `batch` - 1. threads: the first count is that of the answers which all others are to equal.
@@ -111,6 +113,8 @@ def check(
                 assert again[-1].num_cached_tokens > 0
                 assert_same(answers(again)[-1], alone[1], f"{count} threads, a cached prefix")
 
+                if not preempted:
+                    continue
                 room_for_one, room_for_prompts = (len(prompt) + tokens) // 16 + 3, 2 * (len(prompt) // 16) + 5
                 blocks = max(room_for_one, room_for_prompts)
                 crowded = engine(path, **{**room, "num_gpu_blocks_override": blocks})
@@ -133,3 +137,19 @@ def test_long_answers_do_not_depend_on_what_else_runs(model: str, text: list[int
     prompts[0] = text[5000:5100]
     check(bundled_model(), prompts, 1500, [1, 2, 4], 64, **MODELS[model])
     check(bundled_model(), prompts, 1500, [3], 12, **MODELS[model])
+
+
+# Tiny models: experts of all kinds of routers, windows, latent attention, soft caps, sinks, ALiBi, layer norms.
+TINY = [
+    "mistral-window-20", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "gemma2",
+    "olmo2", "gpt2", "falcon-rw", "cohere", "phi",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", TINY)
+def test_that_holds_for_every_kind_of_layer(variant: str, dtype: str, checkpoints: Checkpoints) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(4, 300, (n,), generator=generator).tolist() for n in (90, 5, 40, 1, 17, 33, 64, 100)]
+    has_window = variant in ("mistral-window-20", "gpt_oss", "gemma2")  # which needs few blocks, too few to run out of
+    check(checkpoints.path(variant), prompts, 24, [1, 2], 8, not has_window, dtype=dtype, max_model_len=128)

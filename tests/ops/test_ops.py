@@ -115,6 +115,27 @@ def grouped_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield draw(dtype, 40, 9).t(), weight[:3, :, ::2], None, offsets
 
 
+def activate_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for name in ("silu", "gelu_tanh", "sigmoid"):
+        for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+            yield 3 * draw(dtype, *shape), name
+        yield slice_of_wider(draw(dtype, 5, 33)), name
+        yield draw(dtype, 9, 40).t(), name
+
+
+def linear_by_head_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, inner, outer in ((0, 2, 16, 16), (1, 3, 32, 48), (7, 2, 33, 5), (40, 4, 128, 64)):
+        weight = draw(dtype, heads, outer, inner) / inner**0.5
+        yield draw(dtype, tokens, heads, inner), weight
+        yield draw(dtype, heads, tokens, inner).transpose(0, 1), weight
+        yield draw(dtype, tokens, heads, inner + 8)[..., :inner], weight
+
+
+def combine_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, top_k, dim in ((0, 2, 16), (1, 1, 5), (3, 8, 33), (50, 4, 700)):
+        yield draw(dtype, tokens * top_k, dim), torch.randperm(tokens * top_k), torch.rand(tokens, top_k)
+
+
 def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     if dtype is not torch.float32:
         return  # logits are always float32
@@ -166,7 +187,10 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "gelu_and_mul": gelu_and_mul_cases,
     "swiglu_oai": swiglu_oai_cases,
     "rotary_embedding": rotary_embedding_cases,
+    "activate": activate_cases,
     "linear": linear_cases,
+    "linear_by_head": linear_by_head_cases,
+    "combine_experts": combine_experts_cases,
     "grouped_linear": grouped_linear_cases,
     "argmax": argmax_cases,
     "sample_gumbel": sample_gumbel_cases,

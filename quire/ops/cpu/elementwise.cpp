@@ -68,6 +68,13 @@ struct GeluTanh {  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
   }
 };
 
+struct Sigmoid {
+  template <class T>
+  f32x16 operator()(f32x16 gate, f32x16 up, T) const {
+    return sigmoid(gate) * up;
+  }
+};
+
 struct SwigluOai {
   float alpha, limit;
   template <class T>
@@ -86,6 +93,17 @@ void gate(const T* x, int64_t stride, int64_t rows, int64_t half, T* out, int th
     for_lanes(half, [&](int64_t i, int n) {
       f32x16 made = activation(load_up_to(gates + i, n), load_up_to(gates + half + i, n), T{});
       store_up_to(out + row * half + i, made, n);
+    });
+  });
+}
+
+// x: [rows, dim] -> out: [rows, dim]: an activation with 1 for the value beside the gate.
+template <class T, class F>
+void activate(const T* x, int64_t stride, int64_t rows, int64_t dim, T* out, int threads, F activation) {
+  for_rows(rows, dim, threads, [=](int64_t row) {
+    for_lanes(dim, [&](int64_t i, int n) {
+      const f32x16 made = activation(load_up_to(x + row * stride + i, n), splat(1.0f), T{});
+      store_up_to(out + row * dim + i, made, n);
     });
   });
 }
@@ -148,6 +166,20 @@ void quire_gate(int is_bf16, int activation, float alpha, float limit, const voi
   });
 }
 
+// activation: numbered as in elementwise.py.
+void quire_activate(int is_bf16, int activation, const void* x, int64_t stride, int64_t rows, int64_t dim, void* out,
+                    int threads) {
+  with_types(is_bf16, false, [&](auto t, auto) {
+    using T = decltype(t);
+    auto run = [&](auto f) { activate((const T*)x, stride, rows, dim, (T*)out, threads, f); };
+    switch (activation) {
+      case 0: return run(Silu{});
+      case 1: return run(GeluTanh{});
+      case 2: return run(Sigmoid{});
+    }
+  });
+}
+
 void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride, int64_t heads, void* k,
                   int64_t k_stride, int64_t k_head_stride, int64_t kv_heads, const float* cos, const float* sin,
                   int64_t half, int64_t tokens, int interleaved, int threads) {
@@ -162,4 +194,5 @@ void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride,
 RECORDABLE(quire_rms_norm)
 RECORDABLE(quire_add_rms_norm)
 RECORDABLE(quire_gate)
+RECORDABLE(quire_activate)
 RECORDABLE(quire_rotary)

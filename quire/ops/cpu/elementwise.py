@@ -79,6 +79,25 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return _gate(3, x, alpha, limit)
 
 
+_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")  # as elementwise.cpp numbers them
+
+
+@reference.activate.implementation("cpu", supports=on_cpu)
+def activate(x: Tensor, name: str) -> Tensor:
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16):
+        return reference.activate.reference(x, name)  # type: ignore[no-any-return]
+    rows, dim = x.shape
+    stride, last = x.stride()
+    if last != 1:
+        x, stride = x.contiguous(), dim
+    out = x.new_empty(rows, dim)
+    kernel("quire_activate", "iiplllpi")(
+        x.dtype is torch.bfloat16, _ACTIVATIONS.index(name), x.data_ptr(), stride, rows, dim, out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 @reference.rotary_embedding.implementation("cpu", supports=on_cpu)
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False

@@ -1,5 +1,9 @@
-// The grouped product of a layer of experts. An expert has few rows as a rule, and then all time goes into reading the
-// weights: they are read once, as they lie, and meet as many rows at a time as registers have room for sums.
+// Products of groups of rows, each with a weight of its own that is not packed: of experts, or of attention heads. A group
+// has few rows as a rule, and then all time goes into reading the weights: they are read once, as they lie, and meet as
+// many rows at a time as registers have room for sums. Groups of many rows are cut into blocks that stay in the cache.
+//
+// Sixteen (bfloat16: 32) neighbouring inputs are added up side by side, and their sums at the end, always in the same
+// order: a row's result does not depend on the other rows.
 #include <algorithm>
 #include <vector>
 
@@ -12,6 +16,7 @@ using namespace quire;
 namespace {
 
 constexpr int TILE_OUTPUTS = 32;
+constexpr int64_t BLOCK_BYTES = 1 << 18;  // of rows
 constexpr int64_t PARALLEL_BYTES = 1 << 16;  // below it, one thread is done before a second one has woken up
 
 // The sums over each of up to four vectors, in the first lanes.
@@ -74,11 +79,13 @@ struct GroupedLinear {
   void tile(int64_t expert, int64_t first) const {
     const int64_t start = offsets[expert], rows = offsets[expert + 1] - start;
     const int outputs = int(std::min<int64_t>(TILE_OUTPUTS, out - first));
-    in_pieces<MAX_COLUMNS>(outputs, [&](auto c, int output) {
-      in_pieces<MAX_ROWS>(rows, [&](auto r, int row) {
-        piece<r.value, c.value>(expert, start + row, first + output, row == 0);
+    const int64_t block = std::max<int64_t>(BLOCK_BYTES / (in * int64_t(sizeof(T))) / MAX_ROWS, 1) * MAX_ROWS;
+    for (int64_t from = 0; from < rows; from += block)
+      in_pieces<MAX_COLUMNS>(outputs, [&](auto c, int output) {
+        in_pieces<MAX_ROWS>(int(std::min(block, rows - from)), [&](auto r, int row) {
+          piece<r.value, c.value>(expert, start + from + row, first + output, from + row == 0);
+        });
       });
-    });
   }
 
   void run(int64_t experts, int threads) const {
@@ -95,7 +102,35 @@ struct GroupedLinear {
   }
 };
 
+// out: [tokens * top_k, dim], of which row i is that of the (token, choice) order[i] -> [tokens, dim], weighted sums in the
+// order of the choices. weights: [tokens, top_k], rounded to T first.
+template <class T>
+void combine(const T* out, const int64_t* order, const float* weights, int64_t tokens, int64_t top_k, int64_t dim,
+             T* result, int threads) {
+  thread_local std::vector<int64_t> kept;
+  kept.resize(tokens * top_k);
+  int64_t* rows = kept.data();
+  for (int64_t i = 0; i < tokens * top_k; i++) rows[order[i]] = i;
+  for_each(tokens, tokens * top_k * dim >= 32768 ? threads : 1, [=](int64_t token) {
+    for_lanes(dim, [&](int64_t i, int n) {
+      f32x16 sum = {};
+      for (int64_t j = token * top_k; j < (token + 1) * top_k; j++)
+        sum = fma(rounded_to(splat(weights[j]), T{}), load_up_to(out + rows[j] * dim + i, n), sum);
+      store_up_to(result + token * dim + i, sum, n);
+    });
+  });
+}
+
 }  // namespace
+
+extern "C" void quire_combine_experts(int is_bf16, const void* out, const int64_t* order, const float* weights,
+                                      int64_t tokens, int64_t top_k, int64_t dim, void* result, int threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    combine((const T*)out, order, weights, tokens, top_k, dim, (T*)result, threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
+}
 
 extern "C" void quire_grouped_linear(int is_bf16, const void* x, int64_t x_stride, const void* weight,
                                      int64_t expert_stride, int64_t output_stride, const void* bias,

@@ -6,12 +6,13 @@ using namespace quire;
 
 namespace {
 
+template <class T>
 struct Dense {
   const uint32_t* weights;
-  const bf16* x;  // [rows, in]
+  const T* x;  // [rows, in]
   int64_t x_stride;
-  const bf16* bias;  // [out] or null
-  bf16* result;      // [rows, out]
+  const T* bias;  // [out] or null
+  T* result;      // [rows, out]
   int64_t out, row_words;
 
   int64_t step() const { return 1; }
@@ -24,8 +25,8 @@ struct Dense {
     const int stride = lines * LANES;
     Ahead::Pace pace = ahead.pace(words);
     const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
-    const char* from = reinterpret_cast<const char*>(x + row * x_stride + 2 * word);
-    const int64_t bytes = x_stride * sizeof(bf16);
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * word);
+    const int64_t bytes = x_stride * sizeof(T);
     f32x16 sum[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
@@ -42,7 +43,7 @@ struct Dense {
         memcpy(&pair, from + r * bytes + i * 4, 4);
         const u32x16 pairs = splat(pair);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sum[r][c] = dot<bf16>(sum[r][c], line[c], pairs);
+        for (int c = 0; c < C; c++) sum[r][c] = dot<T>(sum[r][c], line[c], pairs);
       }
     }
 #pragma GCC unroll 6
@@ -60,11 +61,15 @@ struct Dense {
 
 extern "C" {
 
-// x: [rows, in] -> result: [rows, out]; packed: from quire_panels, `words` of two a row.
-void quire_linear(const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t out, int64_t words,
-                  const void* bias, void* result, int threads) {
-  Dense dense{(const uint32_t*)packed, (const bf16*)x, x_stride, (const bf16*)bias, (bf16*)result, out, words};
-  multiply(dense, {rows, out, words}, threads);
+// x: [rows, in] -> result: [rows, out]; packed: from quire_panels, `words` of one or two elements a row.
+void quire_linear(int is_bf16, const void* x, int64_t x_stride, int64_t rows, const void* packed, int64_t out,
+                  int64_t words, const void* bias, void* result, int threads) {
+  auto run = [&](auto type) {
+    using T = decltype(type);
+    Dense<T> dense{(const uint32_t*)packed, (const T*)x, x_stride, (const T*)bias, (T*)result, out, words};
+    multiply(dense, {rows, out, words}, threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
 }
 
 // [out, words] of 32 bits -> panels. In place if packed == weight, where out is a multiple of 16: a panel takes the place

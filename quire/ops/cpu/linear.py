@@ -6,28 +6,22 @@ from torch import Tensor
 from quire.ops.cpu.build import kernel
 from quire.ops.cpu.elementwise import on_cpu
 from quire.ops.cpu.panels import Panels
-from quire.ops.reference.elementwise import grouped_linear, linear
-from quire.ops.registry import Target
-
-_MANY_ROWS = 32  # an expert, on average: then a product by torch for each is faster
+from quire.ops.reference.elementwise import combine_experts, grouped_linear, linear, linear_by_head
 
 
-def on_cpu_in_bfloat16(target: Target) -> bool:
-    return on_cpu(target) and target.dtype is torch.bfloat16
-
-
-@linear.implementation("cpu", supports=on_cpu_in_bfloat16)
+@linear.implementation("cpu", supports=on_cpu)
 def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):  # nobody packed it
         return torch.nn.functional.linear(x, weight, bias)
     rows, columns = x.shape
-    x = torch.nn.functional.pad(x, (0, 1)) if columns % 2 else x
+    is_bf16 = x.dtype is torch.bfloat16
+    x = torch.nn.functional.pad(x, (0, 1)) if is_bf16 and columns % 2 else x
     stride, last = x.stride()
     if last != 1:
         x, stride = x.contiguous(), x.shape[1]
     out = x.new_empty(rows, weight.rows)
-    kernel("quire_linear", "pllpllppi")(
-        x.data_ptr(), stride, rows, weight.data.data_ptr(), weight.rows, weight.words,
+    kernel("quire_linear", "ipllpllppi")(
+        is_bf16, x.data_ptr(), stride, rows, weight.data.data_ptr(), weight.rows, weight.words,
         None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -40,7 +34,7 @@ linear_cpu.pack, linear_cpu.rows = Panels.of, Panels.pick  # type: ignore[attr-d
 def grouped_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     rows, experts = len(x), len(weight)
     out_features, in_features = weight.shape[1:]
-    if rows >= _MANY_ROWS * experts or weight.stride(2) != 1 or weight.dtype is not x.dtype:
+    if weight.stride(2) != 1 or weight.dtype is not x.dtype:
         return grouped_linear.reference(x, weight, bias, offsets)  # type: ignore[no-any-return]
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -51,3 +45,23 @@ def grouped_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: 
         out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+@linear_by_head.implementation("cpu", supports=on_cpu)
+def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
+    tokens, heads, _ = x.shape
+    offsets = torch.arange(0, (heads + 1) * tokens, tokens) if tokens else torch.zeros(heads + 1, dtype=torch.int64)
+    out = grouped_linear_cpu(x.transpose(0, 1).flatten(0, 1), weight, None, offsets)
+    return out.view(heads, tokens, weight.shape[1]).transpose(0, 1)
+
+
+@combine_experts.implementation("cpu", supports=on_cpu)
+def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    tokens, top_k = weights.shape
+    out, order, weights = out.contiguous(), order.contiguous(), weights.contiguous()
+    combined = out.new_empty(tokens, out.shape[1])
+    kernel("quire_combine_experts", "ippplllpi")(
+        out.dtype is torch.bfloat16, out.data_ptr(), order.data_ptr(), weights.data_ptr(), tokens, top_k, out.shape[1],
+        combined.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return combined

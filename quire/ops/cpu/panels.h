@@ -1,7 +1,7 @@
 // Products with weights in panels: what those of all formats share.
 //
 // A panel holds the weights of 64 outputs (the last one of as many as are left, in multiples of 16) as 32-bit words,
-// each the weights of one output for a few neighbouring inputs: two of bfloat16, four of 8 bits, eight of 4 bits.
+// each the weights of one output for a few neighbouring inputs: one of float32, two of bfloat16, four of 8 bits or eight of 4.
 //
 //                  output 0      output 1    ...  output 63
 //     inputs 0, 1 | w[0] w[1]  | w[0] w[1] | ...                 one row of the panel: four registers of 16 words
@@ -114,8 +114,8 @@ inline int64_t first_word(const Shape& shape, int64_t output) {
 }
 
 // The sums of a panel's outputs and `rows` rows, [rows][PANEL], into result [all rows, out].
-inline void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const bf16* bias, bf16* result,
-                       int64_t out) {
+template <class T>
+void write_sums(const float* sums, int64_t panel, int64_t first, int rows, const T* bias, T* result, int64_t out) {
   const int64_t output = panel * PANEL, count = std::min<int64_t>(PANEL, out - output);
   for (int row = 0; row < rows; row++)
     for_lanes(count, [&](int64_t i, int n) {

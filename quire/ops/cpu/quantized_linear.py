@@ -7,10 +7,11 @@ from torch import Tensor
 
 from quire.ops.cpu.build import kernel
 from quire.ops.cpu.elementwise import on_cpu
-from quire.ops.cpu.linear import on_cpu_in_bfloat16
+from quire.ops.cpu.linear import grouped_linear_cpu
 from quire.ops.cpu.panels import Panels
 from quire.ops.memory import lasting
-from quire.ops.reference.quantized import FACTORS, QuantizedMatrix, quantize, quantized_linear
+from quire.ops.reference.quantized import FACTORS, QuantizedMatrix, dense_parts, quantize, quantized_linear
+from quire.ops.registry import Target
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,25 @@ class QuantizedPanels:
         return replace(self.form, codes=self.codes.pick(ids), scales=self.scales.pick(ids), offsets=offsets)
 
 
-@quantized_linear.implementation("cpu", supports=on_cpu_in_bfloat16)
+def _in_bfloat16(target: Target) -> bool:
+    return on_cpu(target) and target.dtype is torch.bfloat16
+
+
+@quantized_linear.implementation("cpu_dense", supports=on_cpu)
+def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    """Weights are dequantized for each product: of models in float32, and for forms without a product in integers."""
+    offsets, parts = torch.tensor([0, len(x)]), []
+    for start, stop, dense in dense_parts(weight, x.dtype):
+        part_bias = None if bias is None else bias[None, start:stop]
+        parts.append(grouped_linear_cpu(x, dense[None], part_bias, offsets))
+    return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
+
+
+@quantized_linear.implementation("cpu", supports=_in_bfloat16)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
     """Activations are rounded to 8 bits, with a scale for each row and group."""
     if isinstance(weight, QuantizedMatrix):  # of a form that is not computed with in integers
-        return quantized_linear.reference(x, weight, bias)  # type: ignore[no-any-return]
+        return quantized_linear_dense(x, weight, bias)
     form = weight.form
     x = x if form.order is None else x[:, form.order]
     rows = x.shape[0]

@@ -64,6 +64,14 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
 
 
 @declare
+def activate(x: Tensor, name: str) -> Tensor:
+    """An activation that is not gated: "silu", "gelu_tanh" or "sigmoid". x: [rows, dim] -> [rows, dim]."""
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    return torch.sigmoid(x) if name == "sigmoid" else torch.nn.functional.silu(x)
+
+
+@declare
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -110,3 +118,22 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tens
         if start < stop:
             out[start:stop] = torch.nn.functional.linear(x[start:stop], weight[e], None if bias is None else bias[e])
     return out
+
+
+@declare
+def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x_h W_h^T for each head h. x: [tokens, heads, in], weight: [heads, out, in] -> [tokens, heads, out]."""
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+
+
+@declare
+def combine_experts(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of what the experts made of each token.
+
+    out: [tokens * top_k, dim], in the order of the experts; order: [tokens * top_k], int64, which (token, choice) each
+    row is of; weights: [tokens, top_k], float32, rounded to out's dtype first -> [tokens, dim].
+    """
+    by_token = torch.empty_like(out)
+    by_token[order] = out
+    by_token = by_token.view(*weights.shape, out.shape[-1])  # [tokens, top_k, dim]
+    return torch.bmm(weights.to(out.dtype)[:, None], by_token).squeeze(1)

@@ -1,6 +1,6 @@
 """Products with weights that stay quantized in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -144,18 +144,23 @@ def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     return QuantizedMatrix(stored.contiguous(), scales, group, in_features)
 
 
+def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
+    """The outputs [start, stop), dequantized, as many at a time as stay in the cache: (start, stop, [outputs, in])."""
+    step, rows = max(1, _CHUNK // weight.in_features), weight.out_features
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield start, stop, weight.rows(start, stop).dequantize().to(dtype)
+
+
 @declare
 def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     """x W^T + b, with W dequantized to x's type. x: [tokens, in], bias: [out] -> [tokens, out].
 
     An implementation may have an attribute `pack`, as one of `linear` may.
     """
-    step, rows = max(1, _CHUNK // weight.in_features), weight.out_features
     parts = []
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        part = weight.rows(start, stop).dequantize().to(x.dtype)
-        parts.append(torch.nn.functional.linear(x, part, None if bias is None else bias[start:stop]))
+    for start, stop, dense in dense_parts(weight, x.dtype):
+        parts.append(torch.nn.functional.linear(x, dense, None if bias is None else bias[start:stop]))
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 

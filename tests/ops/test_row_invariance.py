@@ -1,0 +1,123 @@
+"""On a CPU, a row has the same result bit for bit, whatever other rows there are, with any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.layers.mlp import activation
+from quire.ops import Kernels, Target
+from quire.ops.cpu import build
+from quire.ops.reference.quantized import QuantizedMatrix
+
+CPU = torch.device("cpu")
+ROWS = 200
+Function = Callable[[Tensor], Tensor]  # of [rows, ...] by rows
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if build.library() is None:
+        pytest.skip("the CPU kernels cannot be compiled here")
+    torch.manual_seed(0)
+    return Kernels(Target(CPU, getattr(torch, request.param)))
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def check(function: Function, x: Tensor, what: str) -> None:
+    torch.set_num_threads(1)
+    alone = torch.cat([function(x[i : i + 1]) for i in range(len(x))])
+    assert torch.isfinite(alone.float()).all()
+    for threads in range(1, 5):
+        torch.set_num_threads(threads)
+        for start, stop in ((0, 2), (1, 6), (3, 20), (0, 65), (7, len(x)), (0, len(x))):
+            got = function(x[start:stop].clone())
+            different = (got != alone[start:stop]).flatten(1).any(1).sum().item()
+            assert different == 0, f"{what}: {different} of {stop - start} rows differ with {threads} threads"
+
+
+def test_linear_layers(kernels: Kernels) -> None:
+    dtype = kernels.target.dtype
+    for inner, outer in ((512, 700), (96, 33), (2049, 130)):
+        weight, bias = (torch.randn(outer, inner) / inner**0.5).to(dtype), torch.randn(outer).to(dtype)
+        packed = kernels.linear.pack(weight)  # type: ignore[attr-defined]
+        check(lambda x, w=packed, b=bias: kernels.linear(x, w, b), torch.randn(ROWS, inner).to(dtype), f"{inner}")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_quantized_layers(kernels: Kernels, form: str) -> None:
+    dtype = kernels.target.dtype
+    weight = torch.randn(300, 512) / 20
+    matrix = QuantizedMatrix(weight.to(torch.float8_e4m3fn), torch.ones(300, 4), 128, 512)
+    if form != "fp8":
+        matrix = kernels.quantize(weight, 8 if form == "int8" else 4, 32)
+    function = kernels.quantized_linear
+    packed = function.pack(matrix) if hasattr(function, "pack") else matrix
+    check(lambda x: function(x, packed, None), torch.randn(ROWS, 512).to(dtype), form)
+
+
+def test_experts(kernels: Kernels) -> None:
+    """From experts with one row to experts with many."""
+    dtype = kernels.target.dtype
+    weight = (torch.randn(4, 96, 200) / 14).to(dtype)
+
+    def product(x: Tensor) -> Tensor:
+        made = kernels.grouped_linear(torch.cat([x] * 4), weight, None, torch.arange(5) * len(x))
+        return made.unflatten(0, (4, len(x))).transpose(0, 1)
+
+    check(product, torch.randn(ROWS, 200).to(dtype), "grouped_linear")
+
+
+def test_combining_experts(kernels: Kernels) -> None:
+    dtype, top_k = kernels.target.dtype, 8
+
+    def combine(x: Tensor) -> Tensor:  # x: [tokens, top_k * (700 + 1)], what experts made and their weights
+        made, weights = x[:, top_k:].reshape(-1, 700), x[:, :top_k].float()
+        order = torch.randperm(len(made))
+        return kernels.combine_experts(made[order], order, weights)
+
+    check(combine, torch.randn(ROWS, top_k * 701).to(dtype), "combine_experts")
+
+
+def test_maps_of_latent_attention(kernels: Kernels) -> None:
+    dtype = kernels.target.dtype
+    weight = (torch.randn(3, 80, 64) / 8).to(dtype)
+    check(lambda x: kernels.linear_by_head(x, weight), torch.randn(ROWS, 3, 64).to(dtype), "linear_by_head")
+
+
+def test_activations_and_norms(kernels: Kernels) -> None:
+    dtype = kernels.target.dtype
+    for width in (24, 1003, 4096):
+        x = 3 * torch.randn(ROWS, 2 * width).to(dtype)
+        for name in ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu", "relu2"):
+            check(activation(kernels, name, gated=True), x, f"{name} gated")
+            if name != "swiglu_oai":
+                check(activation(kernels, name, gated=False), x, name)
+        check(lambda x: kernels.activate(x, "sigmoid"), x, "sigmoid")
+        weight = torch.randn(2 * width).to(dtype)
+        check(lambda x, w=weight: kernels.rms_norm(x, w, 1e-6), x, "rms_norm")
+
+
+def test_what_torch_computes(kernels: Kernels) -> None:
+    """A layer norm, a router's softmax and choice, log-probabilities, a soft cap: these are torch's own."""
+    dtype, functional = kernels.target.dtype, torch.nn.functional
+    for width in (60, 128, 1000):
+        x = 3 * torch.randn(ROWS, width).to(dtype)
+        weight = torch.randn(width).to(dtype)
+        check(lambda x, w=weight: functional.layer_norm(x, w.shape, w, w, 1e-5), x, "layer_norm")
+        check(lambda x: x.log_softmax(-1, torch.float32), x, "log_softmax")
+        check(lambda x: x.float().softmax(-1), x, "softmax")
+        check(lambda x: x.float().softmax(-1).topk(8, dim=-1).indices, x, "topk")
+        check(lambda x: x.float()[:, :8].square().sum(-1, keepdim=True), x, "sum")
+        check(lambda x: torch.tanh(x / 30) * 30, x, "tanh")
+    heads = torch.randn(ROWS, 8, 64)
+    check(lambda x: x.square().sum((-2, -1), keepdim=True), heads, "the squares of all heads")
