@@ -43,7 +43,10 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
         if name in fused:
             return fused[name]
     # torch's own silu and gelu_tanh are no functions of an element alone: the last ones of a tensor differ in a bit.
-    by_name = {**_PLAIN, **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu_tanh")}}
+    by_name: dict[str, Activation] = {
+        **_PLAIN,
+        **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu_tanh")},
+    }
     if name not in by_name:
         raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*by_name, *_SAME}))}")
     plain = by_name[name]

@@ -52,7 +52,7 @@ def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
     tokens, heads, _ = x.shape
     offsets = torch.arange(0, (heads + 1) * tokens, tokens) if tokens else torch.zeros(heads + 1, dtype=torch.int64)
     out = grouped_linear_cpu(x.transpose(0, 1).flatten(0, 1), weight, None, offsets)
-    return out.view(heads, tokens, weight.shape[1]).transpose(0, 1)
+    return out.view(heads, tokens, weight.shape[1]).transpose(0, 1)  # type: ignore[no-any-return]
 
 
 @combine_experts.implementation("cpu", supports=on_cpu)

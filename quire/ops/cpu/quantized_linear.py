@@ -49,7 +49,7 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
     """Activations are rounded to 8 bits, with a scale for each row and group."""
     if isinstance(weight, QuantizedMatrix):  # of a form that is not computed with in integers
-        return quantized_linear_dense(x, weight, bias)
+        return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     form = weight.form
     x = x if form.order is None else x[:, form.order]
     rows = x.shape[0]
