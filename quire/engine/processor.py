@@ -110,7 +110,7 @@ class Processor:
             raise ValueError("the prompt is empty")
         worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
         if not 0 <= worst < self.vocab_size:
-            raise ValueError(f"token id {worst} is outside the vocabulary of {self.vocab_size}")
+            raise ValueError(f"token id {worst} is out of vocabulary; the model has {self.vocab_size} tokens")
         self._check_room(len(token_ids))
         room = self.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
@@ -173,7 +173,11 @@ class Processor:
                 raise ValueError(
                     f"Requested {name} logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
                 )
-        for name, token_ids in (("logit_bias", params.logit_bias), ("logprob_token_ids", named)):
+        for name, token_ids in (
+            ("logit_bias", params.logit_bias),
+            ("logprob_token_ids", named),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
             outside = [token_id for token_id in token_ids or () if not 0 <= token_id < self.vocab_size]
             if outside:
                 raise ValueError(

@@ -55,9 +55,10 @@ async def health(request: Request) -> Response:
     return Response(status_code=200 if _server(request).llm.is_running else 503)
 
 
+@router.post("/ping", responses=_HEALTH, response_class=Response)
 @router.get("/ping", responses=_HEALTH, response_class=Response)
 async def ping(request: Request) -> Response:
-    """As /health."""
+    """As /health; SageMaker asks here."""
     return await health(request)
 
 

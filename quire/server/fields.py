@@ -40,14 +40,16 @@ class RepetitionDetection(BaseModel):
 
 def _check_bias(value: Any) -> Any:
     """By hand, as pydantic would list all that is wrong, however many."""
+    keys = list(value) if isinstance(value, dict) else []
+    wrong = [key for key in keys if not (key.isascii() and key.isdigit() and len(key) <= 10)]
     try:
-        if all(token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 for token_id in value):
-            biases = {int(token_id): float(bias) for token_id, bias in value.items()}
-            if all(-100 <= bias <= 100 for bias in biases.values()):
-                return biases
+        biases = {int(token_id): float(bias) for token_id, bias in value.items() if not wrong}
+        if not wrong and all(-100 <= bias <= 100 for bias in biases.values()):
+            return biases
     except (AttributeError, TypeError, ValueError, OverflowError):
         pass
-    raise fail("bias", "Input should have token ids as keys, such as '50256', and numbers from -100 to 100")
+    named = f", not {', '.join(repr(key[:64]) for key in wrong[:5])}" if wrong else ""
+    raise fail("bias", f"Input should have token ids as keys, such as '50256'{named}, and numbers from -100 to 100")
 
 
 _BIAS_SCHEMA = {

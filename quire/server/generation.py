@@ -45,7 +45,7 @@ class Server:
 
     def accept(self, body: Body) -> str:
         """The name of the model that is asked. Raises ApiError for another one, and for what cannot be done."""
-        if body.model is not None and body.model not in self.model_names:
+        if body.model and body.model not in self.model_names:
             message = f"the model {body.model[:200]!r} does not exist; this server has {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if refused := body.unsupported():

@@ -55,6 +55,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 def _detokenize(server: Server, token_ids: list[int]) -> Response:
     size = server.llm.processor.vocab_size
     if outside := next((token_id for token_id in token_ids if token_id >= size), None):
-        raise ApiError(400, f"tokens: {outside} is outside the vocabulary of {size}", param="tokens")
+        message = f"tokens: token id {outside} is out of vocabulary; the model has {size} tokens"
+        raise ApiError(400, message, param="tokens")
     answer: Text = {"prompt": server.llm.get_tokenizer().decode(token_ids, skip_special_tokens=False)}
     return json_response(answer)

@@ -97,7 +97,7 @@ class InputBatch:
             raise ValueError(f"{len(tokens)} tokens are more than max_model_len={self.max_model_len}")
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
-            raise ValueError(f"token id {worst} is outside the vocabulary of {self.vocab_size}")
+            raise ValueError(f"token id {worst} is out of vocabulary; the model has {self.vocab_size} tokens")
         self.request_ids[row] = new.request_id
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)

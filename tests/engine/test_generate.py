@@ -71,8 +71,8 @@ def test_no_prompts_are_no_outputs(llm):
     [
         ("", ValueError, "the prompt is empty"),
         ({"prompt_token_ids": []}, ValueError, "the prompt is empty"),
-        ([5, 320], ValueError, "token id 320 is outside the vocabulary of 320"),
-        ([-1, 5], ValueError, "token id -1 is outside the vocabulary of 320"),
+        ([5, 320], ValueError, "token id 320 is out of vocabulary; the model has 320 tokens"),
+        ([-1, 5], ValueError, "token id -1 is out of vocabulary; the model has 320 tokens"),
         ([5] * 176, ValueError, "the prompt has 176 tokens.*max_model_len is 176"),
         ({"prompt": TEXT, "multi_modal_data": {}}, ValueError, "'multi_modal_data' is not supported by Quire yet"),
         ({}, ValueError, "needs 'prompt'"),
@@ -206,8 +206,6 @@ def test_stop_token_ids_stop_even_where_end_of_sequence_is_ignored(llm, free_run
     longer = one(llm, prompt, GREEDY.clone(stop_token_ids=[tokens[4]], min_tokens=6))
     assert longer.token_ids[:4] == tokens[:4]
     assert tokens[4] not in longer.token_ids[:6]
-    no_token_of_the_model = GREEDY.clone(stop_token_ids=[100_000], min_tokens=2)
-    assert one(llm, prompt, no_token_of_the_model).token_ids == tokens
 
 
 def test_stop_strings_are_found_across_the_borders_of_tokens(llm, free_run):

@@ -245,6 +245,7 @@ def test_an_option_that_cannot_be_is_an_error_at_start(checkpoints, options, mes
             {"logit_bias": {4: 1.0, 320: 1.0, -1: 0.0}},
             r"token_id\(s\) \[320, -1\] in logit_bias contain out-of-vocab token ids. Vocabulary size: 320",
         ),
+        ({"stop_token_ids": [4, 320]}, r"token_id\(s\) \[320\] in stop_token_ids contain out-of-vocab token ids"),
         ({"allowed_token_ids": [4, 320]}, "allowed_token_ids contains out-of-vocab token id!"),
         (
             {"truncate_prompt_tokens": 177},

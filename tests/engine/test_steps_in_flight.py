@@ -178,7 +178,7 @@ def test_a_request_that_the_worker_refuses_fails_alone(checkpoints, references, 
     assert len(failed) == 5
     for token_ids, reason, why in failed.values():
         assert (token_ids, reason) == ([], "error")
-        assert "is outside the vocabulary of 320" in why
+        assert "is out of vocabulary; the model has 320 tokens" in why
     assert_nothing_is_left(llm.core)
 
 

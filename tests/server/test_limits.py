@@ -199,11 +199,11 @@ def test_the_models_are_listed_and_any_of_their_names_can_be_asked(host: Host):
     assert named.get("/v1/models/org/two").json == listed["data"][1]
     assert named.get("/v1/models/three").error["code"] == "model_not_found"
     assert named.complete("a", model="org/two", max_tokens=1)["model"] == "org/two"
-    assert named.complete("a", max_tokens=1)["model"] == "one"
+    assert named.complete("a", max_tokens=1)["model"] == named.complete("a", model="", max_tokens=1)["model"] == "one"
 
 
 def test_health_version_load_and_metrics(server):
-    assert server.get("/health").status == server.get("/ping").status == 200
+    assert server.get("/health").status == server.get("/ping").status == server.request("POST", "/ping").status == 200
     assert server.get("/version").json == {"version": __version__}
     assert server.get("/load").json == {"server_load": 0}
     before = server.metric("generation_tokens_total")

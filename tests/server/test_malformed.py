@@ -132,7 +132,6 @@ BOTH: list[tuple[Any, ...]] = [
     ("user", 5),
     ("model", 5),
     ("model", "gpt-4"),
-    ("model", ""),
     ("response_format", {"type": "json_object"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
     ("structured_outputs", {"regex": "a"}),
@@ -393,3 +392,9 @@ def test_a_prompt_without_room_has_openais_code(server, where):
 def test_logprobs_of_prompts_cannot_be_streamed_for_several_choices(server, where):
     body = {**BODIES[where], "n": 2, "temperature": 1, "stream": True, "prompt_logprobs": 1}
     assert server.post(f"/v1/{where}", body).error["param"] == "prompt_logprobs"
+
+
+def test_keys_of_logit_bias_that_are_no_token_ids_are_named(server):
+    answer = server.post("/v1/completions", {"prompt": "a", "logit_bias": {"bad1": 50, "7": 1, "{bad2}": 20}})
+    assert (answer.status, answer.error["param"]) == (400, "logit_bias")
+    assert "not 'bad1', '{bad2}'" in answer.error["message"]

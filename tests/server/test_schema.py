@@ -17,7 +17,8 @@ from support.server import Host, Service
 
 WITH_BODY = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_requests"]
 READ = ["/v1/models", "/v1/models/{model}", "/health", "/ping", "/version", "/load", "/metrics"]
-OPERATIONS = [*(f"POST {path}" for path in [*WITH_BODY, "/reset_prefix_cache"]), *(f"GET {path}" for path in READ)]
+POST = [*WITH_BODY, "/reset_prefix_cache", "/ping"]
+OPERATIONS = [*(f"POST {path}" for path in POST), *(f"GET {path}" for path in READ)]
 CASES = [
     *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
     *((f"POST {path}", GenerationMode.NEGATIVE) for path in WITH_BODY),
