@@ -153,7 +153,7 @@ class LLM:
 
         Leaving the loop early aborts the request. Raises ValueError or TypeError at once, as `generate` does.
         """
-        yield from self._run(self._process([prompt], sampling_params, None, {"add_special_tokens": add_special_tokens}))
+        return self._run(self._process([prompt], sampling_params, None, {"add_special_tokens": add_special_tokens}))
 
     def get_tokenizer(self) -> HFTokenizer:
         """The tokenizer, with the interface of Hugging Face's."""

@@ -39,6 +39,7 @@ def test_ctrl_c_stops_an_answer_or_drops_a_line_and_never_ends_the_program(tmp_p
         assert "[The answer was cut off: max_tokens is reached; /set max_tokens N allows more.]" in session.wait_for(
             "]"
         )
+        session.wait_for(PROMPT)
         session.type(CTRL_D)
         assert session.end() == 0
 
