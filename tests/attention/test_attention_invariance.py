@@ -190,6 +190,7 @@ def test_a_tokens_result_does_not_depend_on_the_step_or_the_threads(case: Case) 
     check(case)
 
 
+@pytest.mark.slow  # the kernels are compiled once more
 @pytest.mark.parametrize("case", [Case(), Case(cell=INT8, window=100), Case(dtype=torch.float32)], ids=str)
 def test_that_holds_for_the_kernels_of_an_older_processor_too(case: Case) -> None:
     try:

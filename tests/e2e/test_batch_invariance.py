@@ -135,8 +135,9 @@ def test_an_answer_does_not_depend_on_what_else_runs(model: str, text: list[int]
 def test_long_answers_do_not_depend_on_what_else_runs(model: str, text: list[int]) -> None:
     prompts = [text[40 * i : 40 * i + 3 + 7 * i % 90] for i in range(64)]
     prompts[0] = text[5000:5100]
-    check(bundled_model(), prompts, 1500, [1, 2, 4], 64, **MODELS[model])
-    check(bundled_model(), prompts, 1500, [3], 12, **MODELS[model])
+    check(bundled_model(), prompts, 1500, [1, 2, 4], 64, max_model_len=1616, **MODELS[model])
+    if model == "bfloat16":
+        check(bundled_model(), prompts, 1500, [3], 12, max_model_len=1616)
 
 
 # Tiny models: experts of all kinds of routers, windows, latent attention, soft caps, sinks, ALiBi, layer norms.

@@ -399,12 +399,8 @@ struct Attention {
     const int rows = t.tokens * group(), first = first_key(t), last = last_key(t);
     s.reserve(std::max(rows, TILE_ROWS), g);
     gather_queries(t, head, s);
-    const bool is_whole = t.partial < 0, is_one_split = is_whole && split_end(g, first) >= last;
-    if (is_whole && !is_one_split) {
-      std::fill(s.merged_maximum, s.merged_maximum + rows, MINUS_INFINITY);
-      std::fill(s.merged_sum, s.merged_sum + rows, 0.0f);
-      memset(s.merged, 0, rows * g.out_pad * sizeof(float));
-    }
+    const bool is_whole = t.partial < 0;
+    bool is_first = true;
     Tile tile = tile_at(t, head, tile_start(first));
     for (int begin = t.key_begin, partial = t.partial, end; begin < t.key_end; begin = end, partial += rows) {
       end = std::min(split_end(g, begin), t.key_end);
@@ -420,16 +416,21 @@ struct Attention {
         visit_tile(t, base, std::max(base, from), std::min(base + TILE_KEYS, to), tile, ahead, s);
         tile = ahead;
       }
-      if (is_whole && !is_one_split) fold_rows(rows, s);
-      else if (!is_whole) save_rows(rows, head, partial, s);
+      if (!is_whole) save_rows(rows, head, partial, s);
+      else if (is_first) start_rows(rows, s);
+      else fold_rows(rows, s);
+      is_first = false;
     }
-    if (!is_whole) return;
-    for (int row = 0; row < rows; row++) {
-      const float total = is_one_split ? sum(s.sums[row]) : s.merged_sum[row];
-      write_row((is_one_split ? s.out : s.merged) + row * g.out_pad, total,
-                (is_one_split ? s.maximum : s.merged_maximum)[row], t.token + row / group(),
+    for (int row = 0; is_whole && row < rows; row++)
+      write_row(s.merged + row * g.out_pad, s.merged_sum[row], s.merged_maximum[row], t.token + row / group(),
                 head * group() + row % group());
-    }
+  }
+
+  // The first split's results are what the others are added to.
+  void start_rows(int rows, Scratch& s) const {
+    std::swap(s.out, s.merged);
+    std::swap(s.maximum, s.merged_maximum);
+    for (int row = 0; row < rows; row++) s.merged_sum[row] = sum(s.sums[row]);
   }
 
   void fold_rows(int rows, Scratch& s) const {
