@@ -36,6 +36,12 @@ class Session:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C as a person does, a moment after the last key: a signal that comes in the microseconds between
+        the echo of a key and the wait for the next one is noticed by Python's readline at the next key only."""
+        time.sleep(0.5)
+        self.type(CTRL_C)
+
     def wait_for(self, text: str, timeout: float = 60) -> str:
         """What was written since the last call, up to and including `text`."""
         deadline = time.monotonic() + timeout
