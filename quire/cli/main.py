@@ -12,12 +12,12 @@ from quire.cli.errors import with_flags
 from quire.cli.parser import Parser
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
+from quire.system.garbage import skip_last_collection
 
 # Torch comes as 170,000 objects that stay. To look for garbage among them after every 700 new ones, as Python does by
 # itself, takes a fifth of the time to import it. The processes that a command starts import this file first, too.
 gc.set_threshold(20_000)
-# The same at exit: Python would look through all of them once more, for half a second.
-atexit.register(gc.freeze)
+atexit.register(skip_last_collection)
 
 _COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "bench": bench}
 
