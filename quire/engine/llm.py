@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -16,9 +16,11 @@ from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from quire.metrics.engine import EngineMetrics
-from quire.metrics.reader import Metric, snapshot
 from quire.text.hf_tokenizer import HFTokenizer
+
+if TYPE_CHECKING:  # only an LLM that keeps statistics needs the package prometheus_client
+    from quire.metrics.engine import EngineMetrics
+    from quire.metrics.reader import Metric
 
 Progress = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one: tqdm, or a class like it
 
@@ -32,12 +34,14 @@ class LLM:
     met.
     """
 
-    _metrics: EngineMetrics | None = None
+    _metrics: "EngineMetrics | None" = None
 
     def __init__(
         self, model: str | None = None, *, disable_log_stats: bool = True, metrics_prefix: str = "quire", **options: Any
     ) -> None:
         if not disable_log_stats:
+            from quire.metrics.engine import EngineMetrics
+
             self._metrics = EngineMetrics(metrics_prefix, str(model or "quire-demo"))
         config = EngineConfig.create(model=None if model is None else str(model), **options)
         self._start(Frontend(config, in_process=True))
@@ -159,10 +163,12 @@ class LLM:
         """The tokenizer, with the interface of Hugging Face's."""
         return self._hf_tokenizer
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> "list[Metric]":
         """The engine's metrics as they are now. Raises ValueError unless it was made with disable_log_stats=False."""
         if self._metrics is None:
             raise ValueError("no statistics are kept; make the engine with LLM(..., disable_log_stats=False)")
+        from quire.metrics.reader import snapshot
+
         return snapshot(self._metrics.registry)
 
     @property
