@@ -85,7 +85,7 @@ class Histories:
         before, tokens = self.last_tokens(node, BLOCK_SIZE)
         parent = self.block_hash(before) if self.depth[before] else ROOT
         salt = self.salt[node]
-        extra = b"" if salt is None else msgspec.msgpack.encode([salt])
+        extra = b"" if salt is None else sha256(msgspec.msgpack.encode([salt])).digest()
         return sha256(parent + pack(f"<{BLOCK_SIZE}i", *tokens) + extra).digest()
 
 
