@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from quire.attention.base import AttentionShape, StepLayout
 from quire.attention.cpu import CpuAttention
 from quire.ops.cpu import build
+from support.threads import thread_count
 
 BLOCK = 16
 LENGTH = 1100  # several splits (see attention.h's split_end)
@@ -35,16 +35,6 @@ PLACES = (
     1024,
     1099,
 )  # of tokens that are computed alone
-
-
-@contextmanager
-def thread_count(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

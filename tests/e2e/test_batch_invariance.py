@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from quire.messages.sampling_params import SamplingParams
 from quire.ops.cpu.build import library
 from support.checkpoints import Checkpoints
 from support.engines import generate
+from support.threads import thread_count
 
 Answer = tuple[list[int], list[dict[int, float]]]
 
@@ -29,16 +29,6 @@ MODELS = {
     "fp8 cache": {"kv_cache_dtype": "fp8"},
     "float32": {"dtype": "float32"},
 }
-
-
-@contextmanager
-def thread_count(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def engine(path: Path, **options: Any) -> LLM:
