@@ -120,7 +120,7 @@ def test_a_request_that_takes_too_long_is_ended(host: Host, path):
     body = {**LONG, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1500, "n": 2, "temperature": 1}
     answer = hasty.post(path, body)
     assert (answer.status, answer.error["code"]) == (504, "timeout")
-    *events, last = hasty.post(path, {**body, "stream": True}).events
+    *events, last = host.post_until_time_is_up(path, body).events
     assert events
     assert last["error"]["code"] == "timeout"
     eventually(lambda: host.is_idle)

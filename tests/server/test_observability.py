@@ -123,14 +123,13 @@ def test_an_exception_is_a_500_with_a_request_id_and_a_traceback_in_the_log(host
 
 
 def test_a_stream_that_ends_with_an_error_is_logged_although_its_status_was_200(host: Host, caplog):
-    hasty = host.serve(request_timeout=0.2, disable_uvicorn_access_log=True)
-    body = {"prompt": "a", "max_tokens": 2000, "n": 60, "temperature": 1, "ignore_eos": True, "stream": True}
-    answer = hasty.post("/v1/completions", body)
+    body = {"prompt": "a", "max_tokens": 2000, "n": 60, "temperature": 1, "ignore_eos": True}
+    answer = host.post_until_time_is_up("/v1/completions", body, disable_uvicorn_access_log=True)
     assert answer.status == 200
     (record,) = lines(caplog, answer)
     assert record.levelno == logging.ERROR
     assert "200 in" in record.getMessage()
-    assert "the stream ended with error 504, the request was not finished within 0.2 s" in record.getMessage()
+    assert "the stream ended with error 504, the request was not finished within" in record.getMessage()
     eventually(lambda: host.is_idle)
 
 
