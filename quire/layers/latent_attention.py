@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.layers.attention import CachedAttention, CacheShape, ForwardState, LayerPlace, pick
+from quire.layers.attention import CachedAttention
+from quire.layers.attention_spec import CacheShape, LayerPlace
 from quire.layers.build import Builder
+from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import (
     ColumnParallelLinear,
     LinearShape,

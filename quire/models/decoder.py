@@ -5,9 +5,11 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import KVCacheSpec, group_layers
-from quire.layers.attention import Attention, ForwardState, LayerPlace, pick
+from quire.layers.attention import Attention
+from quire.layers.attention_spec import LayerPlace
 from quire.layers.build import Builder
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
+from quire.layers.forward_state import ForwardState, pick
 from quire.layers.latent_attention import LatentAttention, LatentAttentionSpec
 from quire.layers.linear import ReplicatedLinear
 from quire.layers.mlp import MLP, MLPSpec

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire.layers.attention import AttentionSpec
+from quire.layers.attention_spec import AttentionSpec
 from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.mlp import MLPSpec
 from quire.layers.moe import MoESpec

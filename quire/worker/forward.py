@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.layers.attention import ForwardState
+from quire.layers.forward_state import ForwardState
 from quire.models.decoder import Decoder
 from quire.worker.staging import StepInputs
 

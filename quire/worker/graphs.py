@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.layers.attention import ForwardState, pick
+from quire.layers.forward_state import ForwardState, pick
 from quire.messages.errors import error_text
 from quire.messages.step import BlockTableEdits
 from quire.metrics.logging import logger

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.attention import pick
+from quire.layers.forward_state import pick
 from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
 from quire.messages.step import BlockTableEdits, ModelRunnerOutput, SchedulerOutput

@@ -11,7 +11,7 @@ from quire.attention.cells import CELLS
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.layers.attention import AttentionSpec
+from quire.layers.attention_spec import AttentionSpec
 from quire.metrics.logging import logger
 from quire.models.decoder import Decoder
 from quire.models.load import load_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.layers.attention import AttentionSpec
+from quire.layers.attention_spec import AttentionSpec
 from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.moe import MoESpec
 from quire.models.load import hf_config

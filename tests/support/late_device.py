@@ -26,7 +26,7 @@ from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
-from quire.layers.attention import ForwardState
+from quire.layers.forward_state import ForwardState
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.layers.attention import AttentionSpec
+from quire.layers.attention_spec import AttentionSpec
 from quire.layers.moe import MoE, MoESpec
 from quire.layers.norm import Norm
 from quire.layers.rotary import RotarySpec
