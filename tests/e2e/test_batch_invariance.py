@@ -18,6 +18,8 @@ from support.checkpoints import Checkpoints
 from support.engines import generate
 from support.threads import thread_count
 
+COMBINES = ["batch invariance × chunked prefill, prefix caching, preemption, sliding window, seeded sampling"]
+
 Answer = tuple[list[int], list[dict[int, float]]]
 
 TEXT = Path(__file__).parents[1] / "data" / "demo_eval" / "heldout.txt"

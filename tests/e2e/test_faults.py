@@ -19,6 +19,8 @@ import pytest
 from support.faults import FAULTS
 from support.server_process import Server
 
+COMBINES = ["replay after a crash, seeded sampling"]
+
 MODEL = "small"
 STREAMS, TOKENS = 32, 100
 ARGUMENTS = ["--served-model-name", MODEL, "--dtype", "float32", "--logits-processors", "support.faults:Faults"]

@@ -15,6 +15,8 @@ from quire.messages.sampling_params import SamplingParams
 from support.checkpoints import EOS, Checkpoints
 from support.engines import GREEDY, assert_nothing_is_left, generate, make_llm, tokens_of
 
+COMBINES = ["seeded sampling, n > 1"]
+
 SHORT = GREEDY.clone(max_tokens=8)
 TEXT = "Once upon a time"
 

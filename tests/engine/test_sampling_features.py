@@ -25,6 +25,11 @@ from support.late_device import run_late
 from support.reference import LENGTHS, References, logits, prompts
 from support.sampling import processed, scores
 
+COMBINES = [
+    "penalties and token rules, logprobs, prompt logprobs × chunked prefill, prefix caching, preemption, "
+    "sliding window, seeded sampling, n > 1, two steps in flight"
+]
+
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 22, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 CHUNKED = {"max_num_batched_tokens": 24, "max_num_seqs": 12}

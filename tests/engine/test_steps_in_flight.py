@@ -17,6 +17,11 @@ from support.engines import GREEDY, assert_nothing_is_left, collect, core_reques
 from support.late_device import LateExecutor, run_late, watched_scheduler
 from support.reference import References
 
+COMBINES = [
+    "two steps in flight × chunked prefill, prefix caching, sliding window, seeded sampling, stop strings",
+    "stop strings × chunked prefill, prefix caching, preemption, sliding window",
+]
+
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 

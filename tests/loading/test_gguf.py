@@ -46,6 +46,8 @@ from support.gguf_files import FAMILIES, TYPES, WIDE, reference, write_family, w
 from support.reference import greedy, logits, prompts
 from support.thread_group import ThreadGroup, on_every_rank
 
+COMBINES = ["GGUF, sliding window"]
+
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_greedy.json").read_text("utf-8"))
 TEXT = prompts(300, 9)[8][:60]
 HALVES = {  # where a block has float16 numbers

@@ -14,6 +14,12 @@ from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, teacher_f
 from support.late_device import run_late
 from support.reference import LENGTHS, NUM_TOKENS, Continuation, greedy, logits
 
+COMBINES = [
+    "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
+    "experts, latent attention, sinks, soft caps and ALiBi × chunked prefill, prefix caching, preemption, "
+    "sliding window, two steps in flight",
+]
+
 MakeLLM = Callable[..., LLM]
 BOUND = 5e-5  # of the logits' standard deviation
 

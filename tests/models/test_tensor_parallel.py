@@ -31,6 +31,12 @@ from support.engines import GREEDY, MAX_MODEL_LEN, finish, generate, make_llm, t
 from support.reference import LENGTHS, greedy, load, prompts
 from support.thread_group import ThreadGroup, on_every_rank
 
+COMBINES = [
+    "chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop strings, n > 1",
+    "tensor parallelism × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop "
+    "strings, n > 1",
+]
+
 
 def worker(path: Any, group: ThreadGroup) -> Worker:
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32)

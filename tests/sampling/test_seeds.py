@@ -10,6 +10,11 @@ from support.engines import generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.reference import prompts
 
+COMBINES = [
+    "seeded sampling × chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
+    "preemption, two steps in flight",
+]
+
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 PARAMS = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, max_tokens=32, ignore_eos=True)
 

@@ -30,6 +30,12 @@ from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 
+COMBINES = [
+    "chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
+    "long_prefill_token_threshold × chunked prefill, prefix caching, preemption, sliding window, priority, two"
+    " steps in flight",
+]
+
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
 EOS, STOP_TOKEN = 0, 1

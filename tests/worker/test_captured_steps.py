@@ -22,6 +22,8 @@ from support.late_device import run_late
 from support.reference import References
 from support.triton_kernels import INSTALLED
 
+COMBINES = ["CUDA graphs × chunked prefill, preemption, sliding window, seeded sampling, two steps in flight"]
+
 VARIANTS = ["llama", "qwen3-mixed-windows-biases", "gemma2", "mixtral", "gpt2"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 40, "max_num_seqs": 12}
 

@@ -17,6 +17,8 @@ from quire.ops.cpu.build import library
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import generate, make_llm, tokens_of
 
+COMBINES = ["recorded steps × chunked prefill, preemption, sliding window, stop strings"]
+
 if library() is None:
     pytest.skip("the CPU kernels cannot be compiled here", allow_module_level=True)
 
