@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.layers.forward_state import ForwardState, pick
 from quire.messages.errors import error_text
-from quire.messages.step import BlockTableEdits
+from quire.messages.step import SchedulerOutput
 from quire.metrics.logging import logger
 from quire.models.decoder import Decoder
 from quire.ops.cpu.recording import Arena, Recording
@@ -117,7 +117,7 @@ class CapturedForward(Forward):
         try:
             for tokens, requests in sorted(sizes, reverse=True):
                 flat = FlatBatch.idle(tokens, requests, len(batch.block_tables), batch.max_model_len)
-                self._capture(self.staging.stage(flat, BlockTableEdits(), {})[0])
+                self._capture(self.staging.stage(flat, SchedulerOutput(0), {})[0])
         except Exception as error:  # Triton's are of many kinds
             self._graphs.clear()
             logger.warning("Steps run without CUDA graphs: %s", error_text(error).partition("\n")[0])

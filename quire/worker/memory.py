@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from quire.config import ConfigError, EngineConfig
-from quire.messages.step import BlockTableEdits
+from quire.messages.step import SchedulerOutput
 from quire.system import limits
 from quire.worker.input_batch import FlatBatch
 from quire.worker.model_runner import ModelRunner
@@ -58,7 +58,7 @@ def left_by_a_step(runner: ModelRunner, budget: int, tokens: int) -> int:
     before = torch.cuda.memory_allocated(device)
     flat = FlatBatch.idle(tokens, len(batch.num_tokens), len(batch.block_tables), batch.max_model_len)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
-        inputs, _ = runner.staging.stage(flat, BlockTableEdits(), {})
+        inputs, _ = runner.staging.stage(flat, SchedulerOutput(0), {})
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.layers.forward_state import pick
 from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
-from quire.messages.step import BlockTableEdits, ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.models.decoder import Decoder
 from quire.ops.memory import upload
 from quire.sampling.logits_processors import Ints
@@ -27,12 +27,12 @@ _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same tim
 
 @dataclass
 class _Launched:
-    """A step whose forward was launched. sample_rows: None where tokens are read before the next step is made."""
+    """A step whose forward was launched."""
 
     flat: FlatBatch
     logits: Tensor
     sampling: SamplingBatch
-    sample_rows: Tensor | None
+    sample_rows: Tensor  # [rows that sample], int64: their rows in the batch
 
 
 @dataclass
@@ -75,7 +75,7 @@ class ModelRunner:
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
         try:
-            self._launched[step.step_id] = self._launch(flat, step.block_table_edits)
+            self._launched[step.step_id] = self._launch(flat, step)
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(flat, error) from error
 
@@ -108,11 +108,11 @@ class ModelRunner:
         for without in ((), ("top_p",), ("top_k",), tuple(there)):
             self.sampler(logits, SamplingBatch.of({k: v for k, v in there.items() if k not in without}))
 
-    def _launch(self, flat: FlatBatch, edits: BlockTableEdits) -> _Launched:
+    def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
         rows, last = flat.rows[flat.samples], flat.query_start_loc[1:][flat.samples] - 1
         sampling = self._sampling(rows)
         more = {"sample_rows": rows, "last": last.astype(np.int64), **sampling}
-        inputs, there = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), edits, more)
+        inputs, there = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), step, more)
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
         wanted = None if len(last) == len(flat.input_ids) else there["last"]
         hidden = self.forward(inputs, None if scored else wanted)
@@ -155,8 +155,7 @@ class ModelRunner:
             launched.sampling.named_tokens = batch.named_tokens(rows[num_logprobs >= 0])
         tokens, logprobs = self.sampler(launched.logits, launched.sampling)
         sampled = _Sampled(output, rows, batch.expect(rows), places.tolist(), self.device.download(tokens))
-        if self.staging.last_tokens is not None and launched.sample_rows is not None:
-            self.staging.last_tokens[launched.sample_rows] = tokens
+        self.staging.sampled(launched.sample_rows, tokens)
         if logprobs is not None:
             asks = num_logprobs >= 0
             sampled.widths = dict(zip(places[asks].tolist(), (1 + num_logprobs[asks]).tolist(), strict=True))

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention.base import StepLayout
-from quire.messages.step import BlockTableEdits
+from quire.messages.step import SchedulerOutput
 from quire.worker.device import Array, Device
 from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.state import DeviceState, shared_state
 
 
 @dataclass
@@ -47,50 +47,58 @@ STEP = ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens")
 
 
 class Staging:
-    """Sends each step in one piece. On a device that works late, block tables and the last tokens live there: of the
-    first only changes travel, the second never come here first."""
+    """Sends each step in one piece. On a device that works late, the requests' state lives there: only changes of it
+    travel, and sampled tokens never come here first."""
 
     def __init__(self, device: Device, batch: InputBatch) -> None:
         self.device, self.batch = device, batch
-        groups, rows, blocks = batch.block_tables.shape
+        self.state = shared_state(batch)
         self.last_tokens: Tensor | None = None
         if device.is_async:
+            groups, rows, blocks = batch.block_tables.shape
             at = device.torch_device
+            self.state = DeviceState.empty(batch, at)
             self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=at)  # drawn for each row
-            self._tables = torch.zeros(groups, rows, blocks, dtype=torch.int32, device=at)
             self._of_step = torch.zeros(groups * rows * blocks, dtype=torch.int32, device=at)
 
     def stage(
-        self, flat: FlatBatch, edits: BlockTableEdits, more: Mapping[str, Array]
+        self, flat: FlatBatch, step: SchedulerOutput, more: Mapping[str, Array]
     ) -> tuple[StepInputs, dict[str, Tensor]]:
-        """The inputs of the forward, and the arrays `more` on the device. Valid until the next call."""
+        """The inputs of the forward, and the arrays `more` on the device. Valid until the next call.
+
+        flat: made of `step`, whose requests and edits the batch has taken over; or of a dummy step, with an empty one.
+        """
         arrays: dict[str, Any] = {name: getattr(flat, name) for name in STEP}
-        tables = self.batch.block_tables
-        if not self.device.is_async:
+        state = self.state
+        if not isinstance(state, DeviceState):
             width = -(-int(flat.seq_lens.max(initial=1)) // self.batch.block_size)
-            arrays |= {"block_tables": tables[:, flat.rows, :width], **more}
+            arrays |= {"block_tables": self.batch.block_tables[:, flat.rows, :width], **more}
             there: dict[str, Any] = self.device.upload(arrays).tensors
             return StepInputs(**{name: there.pop(name) for name in (*STEP, "block_tables")}), there
-        arrays["rows"] = flat.rows
-        if edits.rows:
-            cells = tuple(np.asarray(column, np.int64) for column in (edits.groups, edits.rows, edits.indices))
-            arrays |= dict(zip(("edit_groups", "edit_rows", "edit_indices"), cells, strict=True))
-            arrays["edit_ids"] = tables[cells]  # equal where a cell is named twice
-        upload = self.device.upload({**arrays, **more})
+        arrays |= {"rows": flat.rows, **state.changes(self.batch, step), **more}
+        upload = self.device.upload(arrays)
         there = upload.tensors
-        if edits.rows:
-            where = tuple(there[name] for name in ("edit_groups", "edit_rows", "edit_indices"))
-            self._tables.index_put_(where, there["edit_ids"])
+        state.apply(there)
+        if step.rows:
+            state.advance(there["rows"], there["query_start_loc"])
         of_step = self.tables_of(len(flat.rows))
-        torch.index_select(self._tables, 1, there["rows"], out=of_step)
+        torch.index_select(state.block_tables, 1, there["rows"], out=of_step)
         packed = None
         if upload.buffer is not None and upload.ends is not None:
             packed = upload.buffer[: upload.ends[STEP[-1]]]
-        step = {name: there[name] for name in STEP}
-        inputs = StepInputs(**step, block_tables=of_step, packed=packed, longest_prompt=flat.longest_prompt)
+        inputs = StepInputs(
+            **{name: there[name] for name in STEP}, block_tables=of_step, packed=packed,
+            longest_prompt=flat.longest_prompt,
+        )  # fmt: skip
         return inputs, {name: there[name] for name in more}
+
+    def sampled(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Rows [places] of the step got these tokens. On a CPU, the batch has been told, and that is enough."""
+        if isinstance(self.state, DeviceState) and self.last_tokens is not None:
+            self.last_tokens[rows] = token_ids
+            self.state.append(rows, token_ids)
 
     def tables_of(self, requests: int) -> Tensor:
         """Where the block tables of a step of so many requests lie: [groups, requests, blocks]"""
-        groups, _, blocks = self._tables.shape
+        groups, _, blocks = self.batch.block_tables.shape
         return self._of_step[: groups * requests * blocks].view(groups, requests, blocks)

@@ -1,0 +1,27 @@
+"""The running requests as tensors: what the sampler and the logits processors may read of them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """Tokens, counters and block tables of the running requests, on the device that samples. A request has one row.
+
+    A device may work late: the host cannot know these values without waiting, but what it launches reads them in the
+    order of the launches. In that order, for the rows of a step:
+
+    - when the step's tokens are sampled, `token_ids[row, :num_tokens[row]]` are the prompt and all tokens that earlier
+      steps sampled, and `num_computed[row]` counts the step's own tokens already;
+    - afterwards the sampled token is written to `token_ids[row, num_tokens[row]]`, and `num_tokens[row]` grows by one;
+    - cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
+
+    Only the worker writes here. On a CPU the tensors are views of the arrays of InputBatch.
+    """
+
+    token_ids: Tensor  # [rows, max_model_len + 1], int32
+    num_tokens: Tensor  # [rows], int64: known tokens, prompt and output
+    num_computed: Tensor  # [rows], int64: tokens whose keys and values are in the cache, or will be after this step
+    num_prompt: Tensor  # [rows], int64
+    block_tables: Tensor  # [KV groups, rows, blocks], int32; entries past a request's last block are arbitrary
