@@ -1,12 +1,14 @@
 """The one decoder: assembled from the layers by a spec."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import KVCacheSpec, group_layers
 from quire.layers.attention import Attention
-from quire.layers.attention_spec import LayerPlace
+from quire.layers.attention_spec import AttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
@@ -18,9 +20,14 @@ from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.spec import DecoderSpec
 
+MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
+    AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
+}
+
 
 class DecoderLayer:
-    """Attention, then MLP, each a branch off the residual stream, with the norms around them that the model has."""
+    """A mixer, then an MLP, each a branch off the residual stream, with the norms around them that the model has."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
@@ -30,8 +37,7 @@ class DecoderLayer:
             return make_norm(builder, names.get(role), hidden, spec.norm)
 
         self.attention_norm, self.attention_post_norm = norm("attention_norm"), norm("attention_post_norm")
-        latent = isinstance(spec.attention, LatentAttentionSpec)
-        self.attention = (LatentAttention if latent else Attention)(builder, spec.attention, names, place)  # type: ignore[arg-type]
+        self.mixer = MIXERS[type(spec.mixers[index])](builder, spec.mixers[index], names, place)
         self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
         mlp = spec.mlps[index]
         self.mlp = MLP(builder, mlp, hidden, names) if isinstance(mlp, MLPSpec) else MoE(builder, mlp, hidden, names)
@@ -43,7 +49,7 @@ class DecoderLayer:
         """x: the last branch's result; residual: the stream it is yet to be added to (None at first). rows: of the
         tokens for which there is to be a result, None for all."""
         x, residual = self.attention_norm.add(x, residual)
-        x = self.attention_post_norm(self.attention(x, state, rows))
+        x = self.attention_post_norm(self.mixer(x, state, rows))
         x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, pick(residual, rows))
         x = self.mlp_post_norm(self.mlp(x))
         return x if self.scale == 1 else x * self.scale, residual
@@ -62,7 +68,7 @@ class ParallelLayer(DecoderLayer):
         x, residual = self.attention_norm.add(x, residual)
         residual = pick(residual, rows)
         to_mlp = pick(x, rows) if self.one_norm else self.mlp_norm(residual)
-        return self.attention(x, state, rows) + self.mlp(to_mlp), residual
+        return self.mixer(x, state, rows) + self.mlp(to_mlp), residual
 
 
 class PostNormLayer(DecoderLayer):
@@ -71,7 +77,7 @@ class PostNormLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.attention_norm.add(self.attention(x, state, rows), pick(x, rows))
+        x, _ = self.attention_norm.add(self.mixer(x, state, rows), pick(x, rows))
         x, _ = self.mlp_norm.add(self.mlp(x), x)
         return x, None
 
@@ -84,7 +90,7 @@ class Decoder:
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec, self.kernels = spec, builder.kernels
-        self.cache_shape = spec.attention.cache_shape(builder.tensor_group)
+        (self.cache_shape,) = {mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers}
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         self.kv_specs: list[KVCacheSpec] = group_layers(windows, max_model_len)
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
@@ -122,7 +128,7 @@ class Decoder:
         """Give each group's j-th layer cache tensor j."""
         for kv_spec in self.kv_specs:
             for j, layer in enumerate(kv_spec.layers):
-                self.layers[layer].attention.bind(backend, tensors[j])
+                self.layers[layer].mixer.bind(backend, tensors[j])
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
         """The layers and the final norm. x: what `embed` gives -> hidden states: [tokens, hidden], or of `rows` alone:

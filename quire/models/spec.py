@@ -12,6 +12,7 @@ from quire.layers.norm import NormSpec
 from quire.layers.rotary import RotarySpec, max_model_positions, rotary_spec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
+MixerSpec = AttentionSpec | LatentAttentionSpec  # models/decoder.py has the layer of each kind
 Names = Mapping[
     str, str | None
 ]  # role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head
@@ -44,8 +45,9 @@ SANDWICH_NORMS: Names = {  # Gemma 2's: a norm before and after each branch
 class DecoderSpec:
     """Everything in which decoder-only models differ.
 
-    mlps, windows, rotary: one a layer; windows: tokens that a layer's queries see, None for all; rotary: None in layers
-    without. residual: how a layer's branches meet the stream: one after the other ("sequential"), both from the same
+    mixers, mlps, windows and rotary have one element for each layer. mixers: what lets a layer's tokens see each other.
+    windows: the number of tokens that a query sees, None for all. rotary: None for a layer that is not rotated.
+    residual: how a layer's branches meet the residual stream: one after the other ("sequential"), both from the same
     input ("parallel"), or with the norm after the sum ("post_norm"). Norms are where `names` has them.
     position_offset: rows of the learned positions' table before position 0, None without such a table.
     embedding_size: of the token table, if it is not hidden_size (then projected). score_scales: a layer's own factor.
@@ -54,7 +56,7 @@ class DecoderSpec:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    attention: AttentionSpec | LatentAttentionSpec
+    mixers: tuple[MixerSpec, ...]
     mlps: tuple[MLPSpec | MoESpec, ...]
     norm: NormSpec
     rotary: tuple[RotarySpec | None, ...]
@@ -81,7 +83,7 @@ def decoder_spec(
     config: HfConfig,
     *,
     attention: Mapping[str, Any] = {},
-    latent: LatentAttentionSpec | None = None,
+    mixer: MixerSpec | tuple[MixerSpec, ...] | None = None,
     mlp: MLPSpec | MoESpec | tuple[MLPSpec | MoESpec, ...] | None = None,
     norm: NormSpec | None = None,
     rotary: RotarySpec | tuple[RotarySpec | None, ...] | Literal["default"] | None = "default",
@@ -90,14 +92,16 @@ def decoder_spec(
 ) -> DecoderSpec:
     """The spec of a Llama-like config; an architecture states where it is unlike Llama.
 
-    attention: fields of AttentionSpec, or latent: the whole spec of a latent one; names: changes to LLAMA_NAMES; mlp,
-    rotary: one for all layers, or one a layer.
+    attention: fields of AttentionSpec that differ. mixer: a whole spec in its place. mixer, mlp and rotary are one for
+    all layers, or one for each. names: changes to LLAMA_NAMES.
     """
     layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     sizes = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     if rotary == "default":
         rotary = rotary_spec(config, head_dim)
+    if mixer is None:
+        mixer = AttentionSpec(**{**sizes, **attention})
     if mlp is None:
         mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "silu"))
     rotaries = rotary if isinstance(rotary, tuple) else (rotary,) * layers
@@ -107,7 +111,7 @@ def decoder_spec(
         "vocab_size": config["vocab_size"],
         "hidden_size": hidden,
         "num_layers": layers,
-        "attention": latent or AttentionSpec(**{**sizes, **attention}),
+        "mixers": mixer if isinstance(mixer, tuple) else (mixer,) * layers,
         "mlps": mlp if isinstance(mlp, tuple) else (mlp,) * layers,
         "norm": norm or NormSpec("rms", config.get("rms_norm_eps", 1e-6)),
         "rotary": rotaries,

@@ -107,7 +107,7 @@ def _cell(config: EngineConfig, spec: DecoderSpec) -> torch.dtype | None:
     """What the cache keeps an element in, None for the model's own type."""
     if (name := config.cache.kv_cache_dtype) not in CELLS:
         return None
-    if isinstance(spec.attention, AttentionSpec) and spec.attention.alibi:
+    if any(isinstance(mixer, AttentionSpec) and mixer.alibi for mixer in spec.mixers):
         raise ConfigError(
             f"kv_cache_dtype={name!r} cannot be used with {config.model.model}: for its linear biases (ALiBi), keys "
             "hold positions, which one byte cannot tell apart; leave it at auto"

@@ -101,7 +101,7 @@ def test_a_file_says_what_transformers_says_with_the_weights_that_it_means(wide,
     made = generate(llm, [c.prompt for c in continuations], GREEDY.clone(max_tokens=24))
     for continuation, token_ids in zip(continuations, tokens_of(made), strict=True):
         continuation.check(token_ids)
-    weight = runner_of(llm).model.layers[0].attention.qkv.weight
+    weight = runner_of(llm).model.layers[0].mixer.qkv.weight
     assert isinstance(weight, DenseWeight if kind in ("F32", "F16", "BF16") else QuantizedWeight)
 
 

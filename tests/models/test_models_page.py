@@ -55,7 +55,7 @@ PEOPLE_CALL_IT = {
 
 
 def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpec], object]:
-    return lambda spec: isinstance(spec.attention, AttentionSpec) and has(spec.attention)
+    return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for mixer in spec.mixers)
 
 
 def of_experts(has: Callable[[MoESpec], object]) -> Callable[[DecoderSpec], object]:
@@ -63,13 +63,13 @@ def of_experts(has: Callable[[MoESpec], object]) -> Callable[[DecoderSpec], obje
 
 
 def partial_rotation(spec: DecoderSpec) -> bool:
-    dim = spec.attention.head_dim if isinstance(spec.attention, AttentionSpec) else None
-    return any(r is not None and dim is not None and r.rotary_dim < dim for r in spec.rotary)
+    layers = zip(spec.mixers, spec.rotary, strict=True)
+    return any(r and isinstance(mixer, AttentionSpec) and r.rotary_dim < mixer.head_dim for mixer, r in layers)
 
 
 FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("fewer KV heads", of_attention(lambda a: a.num_kv_heads < a.num_heads)),
-    ("latent attention", lambda s: isinstance(s.attention, LatentAttentionSpec)),
+    ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("sinks", of_attention(lambda a: a.sinks)),
     ("ALiBi", of_attention(lambda a: a.alibi)),

@@ -55,7 +55,7 @@ def test_any_dense_checkpoint_can_be_quantized(checkpoints, variant, dtype):
     dense, int4 = weights_of(path, dtype=dtype), weights_of(path, dtype=dtype, quantization="int4")
     kernels = dense.kernels
     for plain, quantized in zip(dense.layers, int4.layers, strict=True):
-        for a, b in ((plain.attention.qkv, quantized.attention.qkv), (plain.mlp.down, quantized.mlp.down)):
+        for a, b in ((plain.mixer.qkv, quantized.mixer.qkv), (plain.mlp.down, quantized.mlp.down)):
             assert isinstance(b.weight, QuantizedWeight)
             wanted = kernels.quantize(a.weight.dense(), 4, 128).dequantize()
             torch.testing.assert_close(b.weight.rows(torch.arange(7)), wanted[:7].to(b.weight.dtype))
@@ -81,14 +81,14 @@ def test_experts_are_quantized_and_routers_are_not(checkpoints, variant):
 def test_gguf_files_with_dense_tensors_are_quantized_too(checkpoints, tmp_path):
     path = write_gguf(checkpoints.path("llama-gqa2-tied-llama3"), tmp_path / "model.gguf", "BF16")
     model = weights_of(path, quantization="int8")
-    (piece,) = model.layers[0].attention.qkv.weight.pieces
+    (piece,) = model.layers[0].mixer.qkv.weight.pieces
     assert isinstance(piece, QuantizedMatrix)
     assert piece.bits == 8
 
 
 def test_layers_that_the_checkpoint_has_quantized_stay_as_they_are(checkpoints, tmp_path):
     path = write_gguf(checkpoints.path("llama-gqa2-tied-llama3"), tmp_path / "model.gguf", "Q8_0")
-    (piece,) = weights_of(path, quantization="int4").layers[0].attention.qkv.weight.pieces
+    (piece,) = weights_of(path, quantization="int4").layers[0].mixer.qkv.weight.pieces
     assert (piece.bits, piece.group) == (8, 32)
 
 

@@ -157,7 +157,7 @@ def test_dummy_weights_are_of_the_same_form(checkpoints, tmp_path, name):
     shutil.copytree(quantized, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     llm = make_llm(bare, load_format="dummy")
     model = runner_of(llm).model
-    assert isinstance(model.layers[0].attention.qkv.weight, QuantizedWeight)
+    assert isinstance(model.layers[0].mixer.qkv.weight, QuantizedWeight)
     assert isinstance(model.lm_head.weight, DenseWeight)
     assert len(generate(llm, [[5, 6, 7]])[0].outputs[0].token_ids) == 64
 

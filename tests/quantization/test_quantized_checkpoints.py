@@ -28,7 +28,7 @@ def test_a_quantized_checkpoint_computes_with_exactly_the_weights_it_means(check
     llm = make_llm(quantized)
     torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(load(dense), TEXT), rtol=1e-4, atol=2e-4)
     layer = runner_of(llm).model.layers[0]
-    assert isinstance(layer.attention.qkv.weight, QuantizedWeight)
+    assert isinstance(layer.mixer.qkv.weight, QuantizedWeight)
     assert isinstance(runner_of(llm).model.lm_head.weight, DenseWeight)
 
 
@@ -42,7 +42,7 @@ def test_so_do_those_of_other_families(tmp_path, name, family):
     llm = make_llm(quantized)
     torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(load(dense), TEXT), rtol=1e-4, atol=2e-4)
     layer = runner_of(llm).model.layers[0]
-    assert isinstance(layer.attention.qkv.weight, QuantizedWeight)
+    assert isinstance(layer.mixer.qkv.weight, QuantizedWeight)
     if family in ("qwen3_moe", "mixtral"):
         assert all(isinstance(weight, QuantizedWeight) for weight in layer.mlp.gate_up.weights + layer.mlp.down.weights)
         assert isinstance(layer.mlp.router.weight, DenseWeight)

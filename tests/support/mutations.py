@@ -33,7 +33,7 @@ def decoder(**fields: Any) -> SpecMutation:
 
 
 def attention(**fields: Any) -> SpecMutation:
-    return lambda spec: replace(spec, attention=_changed(spec.attention, fields))
+    return lambda spec: replace(spec, mixers=tuple(_changed(mixer, fields) for mixer in spec.mixers))
 
 
 def norm(**fields: Any) -> SpecMutation:
@@ -87,13 +87,12 @@ def windows_everywhere(spec: DecoderSpec) -> DecoderSpec:
 
 
 def usual_scale(spec: DecoderSpec) -> DecoderSpec:
-    assert isinstance(spec.attention, AttentionSpec)
-    return replace(spec, attention=replace(spec.attention, scale=None))
+    return attention(scale=None)(spec)
 
 
 def head_rotated_whole(spec: DecoderSpec) -> DecoderSpec:
-    assert isinstance(spec.attention, AttentionSpec)
-    return rotary(rotary_dim=spec.attention.head_dim)(spec)
+    (head_dim,) = {mixer.head_dim for mixer in spec.mixers if isinstance(mixer, AttentionSpec)}
+    return rotary(rotary_dim=head_dim)(spec)
 
 
 # ---- of the loaded model
@@ -110,7 +109,7 @@ def zeroed(pick: Callable[[Any], Tensor]) -> ModelMutation:
 
 
 def without(part: str, instead: Any = None) -> ModelMutation:
-    """part: such as attention.sinks. instead: what takes its place."""
+    """part: such as mixer.sinks. instead: what takes its place."""
     *owner, name = part.split(".")
 
     def mutate(model: Decoder) -> None:
@@ -139,17 +138,17 @@ def of_model(change: Callable[[Decoder], Any]) -> ModelMutation:
 
 def no_value_bias(model: Decoder) -> None:
     for layer in model.layers:
-        layer.attention.qkv.bias[-layer.attention.num_kv_heads * layer.attention.head_dim :].zero_()
+        layer.mixer.qkv.bias[-layer.mixer.num_kv_heads * layer.mixer.head_dim :].zero_()
 
 
 def no_qk_norm(model: Decoder) -> None:
     for layer in model.layers:
-        layer.attention.q_norm = layer.attention.k_norm = None
+        layer.mixer.q_norm = layer.mixer.k_norm = None
 
 
 def qk_norm_after_rotary(model: Decoder) -> None:
     for layer in model.layers:
-        attention, kernels = layer.attention, copy(layer.attention.kernels)
+        attention, kernels = layer.mixer, copy(layer.mixer.kernels)
         q_norm, k_norm, rotate = attention.q_norm, attention.k_norm, kernels.rotary_embedding
         attention.q_norm = attention.k_norm = None
 
@@ -165,25 +164,25 @@ def qk_norm_of_each_head(model: Decoder) -> None:
     """In place of one over all heads."""
     for layer in model.layers:
         for name in ("q_norm", "k_norm"):
-            norm = getattr(layer.attention, name)
+            norm = getattr(layer.mixer, name)
 
             def of_each_head(x, norm=norm):
                 return functional.rms_norm(x, x.shape[-1:], eps=norm.eps) * norm.weight
 
-            setattr(layer.attention, name, of_each_head)
+            setattr(layer.mixer, name, of_each_head)
 
 
 def qk_norm_weight_of_first_head(model: Decoder) -> None:
     """One weight for all heads."""
     for layer in model.layers:
-        for norm in (layer.attention.q_norm, layer.attention.k_norm):
+        for norm in (layer.mixer.q_norm, layer.mixer.k_norm):
             norm.weight.copy_(norm.weight[:1].expand_as(norm.weight))
 
 
 def heads_in_another_order(model: Decoder) -> None:
     """Query heads dealt out to the KV heads in turn, in place of neighbours sharing one."""
     for layer in model.layers:
-        a = layer.attention
+        a = layer.mixer
         queries = a.qkv.weight.weight[: a.num_heads * a.head_dim].view(a.num_heads, a.head_dim, -1)  # a view
         order = torch.arange(a.num_heads).view(-1, a.num_kv_heads).T.flatten()
         queries.copy_(queries[order])
@@ -206,4 +205,4 @@ def positions_from_one(model: Decoder) -> None:
 
 def another_scale(model: Decoder) -> None:
     for layer in model.layers:
-        layer.attention.scale *= 1.01
+        layer.mixer.scale *= 1.01

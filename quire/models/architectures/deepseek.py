@@ -41,6 +41,6 @@ def deepseek(config: HfConfig) -> DecoderSpec:
     every = config.get("moe_layer_freq", 1)
     mlps = tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
     return decoder_spec(
-        config, latent=latent, mlp=mlps, rotary=rotary, names=_NAMES,
+        config, mixer=latent, mlp=mlps, rotary=rotary, names=_NAMES,
         ignored=(r"rotary_emb\.inv_freq$", rf"^model\.layers\.{layers}\."),  # a draft layer for speculation
     )  # fmt: skip

@@ -6,12 +6,13 @@ from quire.layers.mlp import MLPSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
-def llama(config: HfConfig) -> DecoderSpec:
+def llama(config: HfConfig, scale: float | None = None) -> DecoderSpec:
+    """scale: of the attention scores, None for the usual one."""
     bias = bool(config.get("attention_bias", False))
     mlp = MLPSpec(
         config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False))
     )
-    return decoder_spec(config, attention={"qkv_bias": bias, "output_bias": bias}, mlp=mlp)
+    return decoder_spec(config, attention={"qkv_bias": bias, "output_bias": bias, "scale": scale}, mlp=mlp)
 
 
 def mistral(config: HfConfig) -> DecoderSpec:
@@ -44,11 +45,9 @@ def internlm2(config: HfConfig) -> DecoderSpec:
 
 def granite(config: HfConfig) -> DecoderSpec:
     """Four multipliers: of embeddings, branches, attention scores and logits."""
-    spec = llama(config)
     return replace(
-        spec, attention=replace(spec.attention, scale=config["attention_multiplier"]),
-        embedding_scale=config["embedding_multiplier"], residual_scale=config["residual_multiplier"],
-        logit_scale=1 / config["logits_scaling"],
+        llama(config, scale=config["attention_multiplier"]), embedding_scale=config["embedding_multiplier"],
+        residual_scale=config["residual_multiplier"], logit_scale=1 / config["logits_scaling"],
     )  # fmt: skip
 
 
