@@ -83,6 +83,12 @@ class ModelConfig:
         if self.max_model_len != -1:
             at_least(self, 1, "max_model_len")
 
+    @property
+    def dtype_name(self) -> str:
+        """torch's name of the type in which the model computes. "auto" is bfloat16, whatever the checkpoint's type is:
+        processors compute float16 slowly."""
+        return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.dtype, self.dtype)
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -335,7 +341,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         kept = self.cache.kv_cache_dtype
-        computed = {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.model.dtype, self.model.dtype)
+        computed = self.model.dtype_name
         if kept in ("bfloat16", "float16") and kept != computed:
             raise ConfigError(
                 f"kv_cache_dtype={kept!r} needs dtype={kept!r}, but dtype is {computed!r}; leave one of them at auto"

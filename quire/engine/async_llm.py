@@ -12,6 +12,7 @@ from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
+from quire.loading.hub import model_directory
 from quire.messages.engine import CoreStats, EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -57,7 +58,7 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         self.config = EngineConfig.create(model=None if model is None else str(model), **options)
-        self.frontend = Frontend(self.config, in_process=False)
+        self.frontend = Frontend(self.config, model_directory(self.config.model), in_process=False)
         self.processor = self.frontend.processor
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
         self.client = CoreClient(self.config, self.frontend.directory, self.max_model_len, self._receive)

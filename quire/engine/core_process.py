@@ -11,7 +11,6 @@ import zmq
 from tqdm import tqdm
 
 from quire.config import EngineConfig
-from quire.engine.client import make_core
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.messages.engine import (
     AbortRequests,
@@ -54,6 +53,8 @@ def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, m
     threading.Thread(target=_beat, args=(context, reports), name="heartbeat", daemon=True).start()
     core = None
     try:
+        from quire.engine.client import make_core  # torch comes with it
+
         core = make_core(config, directory, max_model_len)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = kv.pool.num_usable * config.cache.block_size // len(kv.specs)

@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.engine.processor import Processor
-from quire.loading.hub import resolve
+from quire.loading.hub import tokenizer_directory
+from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.messages.errors import error_text
-from quire.models.load import hf_config, load_generation_config, load_tokenizer, resolve_dtype
-from quire.models.registry import spec_of
-from quire.models.spec import DecoderSpec
-from quire.quantization.config import check_format
-from quire.sampling.logits_processors import load_plugins
+from quire.models.description import describe
 from quire.text.chat_template import render
+
+if TYPE_CHECKING:
+    from quire.sampling.logits_processors import LogitsProcessor
 
 Message = Mapping[str, Any]
 
@@ -27,32 +27,27 @@ _RESERVED = frozenset(
 class Frontend:
     """A model's tokenizer, chat template and limits, and the Processor that makes requests with them.
 
-    in_process: the core runs in this process. Raises ConfigError for options that the model cannot meet.
+    It needs no torch, unless there are plugins: these are classes that work on tensors.
+
+    directory: the model's, or its GGUF file. in_process: the core runs in this process. Raises ConfigError for options
+    that the model cannot meet.
     """
 
-    def __init__(self, config: EngineConfig, *, in_process: bool) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, directory: Path, *, in_process: bool) -> None:
+        self.config, self.directory = config, directory
         m = config.model
-        weights = m.load_format != "dummy"
-        self.directory = resolve(m.model, m.revision, m.download_dir, m.hf_token, weights)
-        description = hf_config(self.directory, m.hf_overrides)
-        check_format(m.quantization, description, self.directory.is_file())
-        spec = spec_of(description)
-        self.dtype = str(resolve_dtype(m.dtype)).removeprefix("torch.")
-        self.max_model_len = _max_model_len(m, spec)
-        tokenizer_directory = self.directory
-        if m.tokenizer is not None:
-            tokenizer_directory = resolve(m.tokenizer, m.tokenizer_revision, m.download_dir, m.hf_token, weights=False)
-        self.tokenizer = load_tokenizer(tokenizer_directory)
+        description = describe(directory, m)
+        self.max_model_len = description.max_model_len
+        self.tokenizer = load_tokenizer(tokenizer_directory(m, directory))
         self.given_chat_template = _template_text(m.chat_template)
         self.processor = Processor(
             self.tokenizer,
             self.max_model_len,
-            spec.vocab_size,
+            description.spec.vocab_size,
             _generation_config(m, self.directory),
             seed=m.seed,
             max_logprobs=config.sampling.max_logprobs,
-            plugins=load_plugins(config.sampling.logits_processors),
+            plugins=_plugins(config.sampling.logits_processors),
             in_process=in_process and config.parallel.tensor_parallel_size == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
         )
@@ -105,17 +100,13 @@ def _template_text(template: str | None) -> str | None:
         raise ConfigError(f"chat_template {template!r} is neither a Jinja template nor a readable file") from error
 
 
-def _max_model_len(options: ModelConfig, spec: DecoderSpec) -> int:
-    """The longest request, as far as the model and the options say. Raises ConfigError."""
-    longest, reason = spec.max_positions, "positions of the model"
-    windows = [window for window in spec.windows if window is not None]
-    if options.disable_sliding_window and windows and min(windows) < longest:
-        longest, reason = min(windows), "tokens of the model's sliding window, which disable_sliding_window keeps to"
-    if options.max_model_len in (None, -1):
-        return longest
-    if options.max_model_len > longest:
-        raise ConfigError(f"max_model_len={options.max_model_len} is more than the {longest} {reason}")
-    return options.max_model_len
+def _plugins(plugins: Sequence[str | type]) -> "list[type[LogitsProcessor]]":
+    """The users' logits processors, which check a request's parameters. Raises ConfigError."""
+    if not plugins:
+        return []
+    from quire.sampling.logits_processors import load_plugins  # torch comes with it
+
+    return load_plugins(plugins)
 
 
 def _generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:

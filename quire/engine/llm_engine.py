@@ -40,7 +40,7 @@ class LLMEngine:
         return ModelFacts(
             model=model,
             tokenizer=options.tokenizer or model,
-            dtype=resolve_dtype(options.dtype),
+            dtype=resolve_dtype(options),
             max_model_len=llm.max_model_len,
             vocab_size=llm.processor.vocab_size,
             seed=options.seed,

@@ -4,15 +4,17 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.sampling_params import SamplingParams
-from quire.sampling.logits_processors import LogitsProcessor
 from quire.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quire.sampling.logits_processors import LogitsProcessor
 
 # Sampling parameters that a generation_config.json may recommend.
 _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()
@@ -56,7 +58,7 @@ class Processor:
         generation_config: dict[str, Any],
         seed: int,
         max_logprobs: int = 20,
-        plugins: Sequence[type[LogitsProcessor]] = (),
+        plugins: "Sequence[type[LogitsProcessor]]" = (),
         in_process: bool = True,
         scheduling_policy: str = "fcfs",
     ) -> None:

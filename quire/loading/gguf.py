@@ -7,20 +7,16 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
-from quire.layers.build import WeightSlot
-from quire.layers.linear import DenseWeight, LinearMethod
-from quire.loading.weights import Checkpoint, WeightError
+from quire.loading.errors import WeightError
 from quire.messages.errors import error_text
-from quire.quantization.gguf import GGUF, TYPES, TensorType
+from quire.quantization.gguf_types import TYPES, TensorType
 
 _NUMBERS = {
     0: "<u1",
@@ -37,7 +33,7 @@ _NUMBERS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 2**24  # values of an array in the metadata: sixty times the largest vocabulary's
-_CHUNK = 2**24  # elements that are dequantized at a time when a tensor is read as floats
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -190,56 +186,22 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def rows(self, start: int, stop: int) -> Bytes:
         """The bytes of rows [start, stop): [rows, bytes of a row]"""
         total, width = math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0], self.tensor.row_bytes
         if self.rotary_heads is not None:
-            pairs = torch.arange(total).view(self.rotary_heads, -1, 2).transpose(1, 2).flatten()
+            pairs = np.arange(total).reshape(self.rotary_heads, -1, 2).swapaxes(1, 2).ravel()
             return self._read(0, total, total, width)[pairs[start:stop]]
         return self._read(start, stop, total, width)
 
-    def _read(self, start: int, stop: int, total: int, width: int) -> Tensor:
+    def floats(self) -> npt.NDArray[np.float32]:
+        """The values of a tensor of floats, flat."""
+        data = self.rows(0, self.shape[0])
+        if self.tensor.kind.name == "BF16":  # the upper halves of float32 numbers
+            return (data.view("<u2").astype("<u4") << 16).view("<f4").ravel()
+        return data.view(f"<f{self.tensor.kind.nbytes}").astype(np.float32).ravel()
+
+    def _read(self, start: int, stop: int, total: int, width: int) -> Bytes:
         offset = self.tensor.offset + ((self.expert or 0) * total + start) * width
         data = np.fromfile(self.tensor.file, np.uint8, (stop - start) * width, offset=offset)
-        return torch.from_numpy(data).view(stop - start, width)
-
-
-class GgufCheckpoint(Checkpoint):
-    """The tensors by the names they have in the Hugging Face layout: floats, dequantized where they have to be, or for
-    targets of type uint8 the bytes of quantized rows."""
-
-    names: dict[str, Stored]
-
-    def __init__(self, names: dict[str, Stored]) -> None:
-        self.names = names
-
-    def linear_method(self) -> Callable[[str], LinearMethod]:
-        """The `method_of` of a `Builder`: the same for all layers, each of whose tensors has a type of its own."""
-        linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
-        method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of)
-        return lambda name: method
-
-    def _type_of(self, name: str) -> TensorType:
-        stored = self.names.get(self.alias(name))
-        return TYPES[0] if stored is None else stored.tensor.kind  # its absence is found when weights are loaded
-
-    def read(self, slot: WeightSlot) -> Tensor:
-        stored = self.names[slot.name]
-        as_bytes = slot.target.dtype == torch.uint8
-        shape = (*stored.shape[:-1], stored.tensor.row_bytes) if as_bytes else stored.shape
-        if [n for n in shape if n > 1] != [n for n in slot.shape if n > 1]:  # ggml drops dimensions of size 1
-            raise WeightError(f"tensor {slot.name} has shape {shape}, but the model's config asks for {slot.shape}")
-        first = slot.pick[0] if slot.pick else slice(0, slot.shape[0])
-        data = stored.rows(first.start, first.stop)
-        if not as_bytes:
-            data = stored.tensor.kind.dequantize(data).float() + stored.shift
-        return data.view(-1, *slot.shape[1:])[:, *slot.pick[1:]]
-
-    def copy_into(self, slot: WeightSlot) -> None:
-        """As any checkpoint does, but some rows at a time: a whole embedding table would be large in float32."""
-        start, stop = (slot.pick[0].start, slot.pick[0].stop) if slot.pick else (0, slot.shape[0])
-        step = max(1, _CHUNK // math.prod(slot.shape[1:]))
-        for at in range(start, stop, step):
-            end = min(at + step, stop)
-            pick = (slice(at, end), *slot.pick[1:])
-            super().copy_into(replace(slot, target=slot.target[at - start : end - start], pick=pick))
+        return data.reshape(stop - start, width)

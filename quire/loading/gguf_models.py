@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.loading.gguf import GgufCheckpoint, GgufFile, Stored
-from quire.loading.weights import WeightError
+from quire.loading.errors import WeightError
+from quire.loading.gguf import GgufFile, Stored
 
 _NAMES = {  # those of Llama and of most others
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -143,14 +143,17 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
     original, factor = read.get("rope.scaling.original_context_length"), read.get("rope.scaling.factor")
     common = {"factor": factor, "original_max_position_embeddings": original}
     if "rope_freqs.weight" in gguf.tensors:
-        divisors = _floats(gguf, "rope_freqs.weight")
+        divisors = Stored(gguf.tensors["rope_freqs.weight"]).floats().tolist()
         context = original or read.get("context_length")
         return {
             "rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0,
             "original_max_position_embeddings": context,
         }  # fmt: skip
     if "rope_factors_long.weight" in gguf.tensors:
-        lists = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight") for n in ("long", "short")}
+        lists = {
+            f"{length}_factor": Stored(gguf.tensors[f"rope_factors_{length}.weight"]).floats().tolist()
+            for length in ("long", "short")
+        }
         return {**common, **lists, "rope_type": "longrope", "attention_factor": read.get("rope.scaling.attn_factor")}
     kind = read.get("rope.scaling.type", "none")
     if kind == "none":
@@ -160,19 +163,13 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
     return {**common, "rope_type": kind}
 
 
-def _floats(gguf: GgufFile, name: str) -> list[float]:
-    tensor = gguf.tensors[name]
-    floats: list[float] = tensor.kind.dequantize(Stored(tensor).rows(0, tensor.shape[0])).flatten().tolist()
-    return floats
-
-
 def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
     """What generation_config.json would say: the tokens that end a text."""
     ends = (gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
 
 
-def gguf_checkpoint(gguf: GgufFile) -> GgufCheckpoint:
+def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
     """The file's tensors by their names in the Hugging Face layout."""
     arch, family = _family(gguf)
     names = {**_NAMES, **family.names}
@@ -192,4 +189,4 @@ def gguf_checkpoint(gguf: GgufFile) -> GgufCheckpoint:
             stored = replace(stored, tensor=replace(tensor, shape=(1, tensor.shape[-1])))
         experts = range(tensor.shape[0]) if "{e}" in full else ()
         found |= {full.replace("{e}", str(e)): replace(stored, expert=e) for e in experts} or {full: stored}
-    return GgufCheckpoint(found)
+    return found

@@ -7,16 +7,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quire.config import ModelConfig
+from quire.loading.errors import ModelNotFoundError
 from quire.messages.errors import error_text
 
 # What the engine reads of a repository; no Python files, no other frameworks' weights.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
 # Second copies of the weights that some repositories hold: Mistral's own format, ONNX, adapters in folders.
 _LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
-
-
-class ModelNotFoundError(ValueError):
-    """There is no such model, or it lacks a file. The message says where it was looked for."""
 
 
 def bundled_model() -> Path:
@@ -65,6 +63,19 @@ def resolve(
         raise ModelNotFoundError(
             f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
         ) from error
+
+
+def model_directory(options: ModelConfig) -> Path:
+    """As `resolve`, of the model that the options name."""
+    weights = options.load_format != "dummy"
+    return resolve(options.model, options.revision, options.download_dir, options.hf_token, weights)
+
+
+def tokenizer_directory(options: ModelConfig, model: Path) -> Path:
+    """Where the tokenizer is: in the model's directory or GGUF file, unless the options name another."""
+    if options.tokenizer is None:
+        return model
+    return resolve(options.tokenizer, options.tokenizer_revision, options.download_dir, options.hf_token, weights=False)
 
 
 def _gguf_in(directory: Path) -> Path | None:

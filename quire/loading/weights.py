@@ -17,12 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.layers.build import Builder, WeightSlot
-from quire.loading.hub import ModelNotFoundError, read_json
+from quire.loading.errors import ModelNotFoundError, WeightError
+from quire.loading.hub import read_json
 from quire.messages.errors import error_text
-
-
-class WeightError(ValueError):
-    """The checkpoint's tensors are not those of the model. The message names the tensors."""
 
 
 class Checkpoint(ABC):

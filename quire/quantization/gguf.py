@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape, LinearWeight, OutputPart, dense_weight
 from quire.ops.reference.quantized import QuantizedMatrix
+from quire.quantization.gguf_types import TensorType
 from quire.quantization.packing import integer_matrix
 from quire.quantization.scheme import Piece, Scheme, groups, slot
 
@@ -79,46 +80,36 @@ def _q6_k(x: Tensor) -> QuantizedMatrix:
     return _super_blocks(_matrix(codes, 6, scales), _half(x, 208))
 
 
-@dataclass(frozen=True)
-class TensorType:
-    """elements: of a block, in `nbytes` bytes; decode: bytes [out, blocks, nbytes] -> a matrix, [out, in]."""
-
-    name: str
-    elements: int
-    nbytes: int
-    decode: Callable[[Tensor], QuantizedMatrix] | torch.dtype
-
-    @property
-    def is_float(self) -> bool:
-        return isinstance(self.decode, torch.dtype)
-
-    def matrix(self, data: Tensor) -> Piece:
-        """data: bytes [out, bytes of a row]"""
-        if isinstance(self.decode, torch.dtype):
-            return data.contiguous().view(self.decode)
-        return self.decode(data.view(len(data), -1, self.nbytes))
-
-    def dequantize(self, data: Tensor) -> Tensor:
-        """data: bytes [out, bytes of a row] -> floats [out, in]"""
-        matrix = self.matrix(data)
-        return matrix if isinstance(matrix, Tensor) else matrix.dequantize()
-
-
-TYPES = {  # by their number in the file
-    0: TensorType("F32", 1, 4, torch.float32),
-    1: TensorType("F16", 1, 2, torch.float16),
-    2: TensorType("Q4_0", 32, 18, partial(_simple, bits=4, has_minimum=False)),
-    3: TensorType("Q4_1", 32, 20, partial(_simple, bits=4, has_minimum=True)),
-    6: TensorType("Q5_0", 32, 22, partial(_simple, bits=5, has_minimum=False)),
-    7: TensorType("Q5_1", 32, 24, partial(_simple, bits=5, has_minimum=True)),
-    8: TensorType("Q8_0", 32, 34, _q8_0),
-    10: TensorType("Q2_K", 256, 84, _q2_k),
-    11: TensorType("Q3_K", 256, 110, _q3_k),
-    12: TensorType("Q4_K", 256, 144, partial(_q45_k, bits=4)),
-    13: TensorType("Q5_K", 256, 176, partial(_q45_k, bits=5)),
-    14: TensorType("Q6_K", 256, 210, _q6_k),
-    30: TensorType("BF16", 1, 2, torch.bfloat16),
+# By type: the dtype of a float, or what makes a matrix [out, in] of bytes [out, blocks, bytes of a block].
+_DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "Q4_0": partial(_simple, bits=4, has_minimum=False),
+    "Q4_1": partial(_simple, bits=4, has_minimum=True),
+    "Q5_0": partial(_simple, bits=5, has_minimum=False),
+    "Q5_1": partial(_simple, bits=5, has_minimum=True),
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": partial(_q45_k, bits=4),
+    "Q5_K": partial(_q45_k, bits=5),
+    "Q6_K": _q6_k,
 }
+
+
+def decode(kind: TensorType, data: Tensor) -> Piece:
+    """data: bytes [out, bytes of a row] -> [out, in], quantized as in the file."""
+    decoder = _DECODERS[kind.name]
+    if isinstance(decoder, torch.dtype):
+        return data.contiguous().view(decoder)
+    return decoder(data.view(len(data), -1, kind.nbytes))
+
+
+def dequantize(kind: TensorType, data: Tensor) -> Tensor:
+    """data: bytes [out, bytes of a row] -> floats [out, in]"""
+    matrix = decode(kind, data)
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize()
 
 
 @dataclass(frozen=True)
@@ -143,7 +134,7 @@ class GGUF(Scheme):
         dtype = builder.dtype
 
         def make() -> Piece:
-            piece = kind.matrix(data)
+            piece = decode(kind, data)
             return piece.to(dtype) if isinstance(piece, Tensor) else piece
 
         return make

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quire.config import EngineConfig
 from quire.engine.frontend import Frontend
 from quire.engine.processor import CUT_MARGIN, Processor, PromptTooLongError
+from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 
 WORDS = "Once upon a time there was a small engine. " * 40
@@ -17,7 +18,7 @@ WORDS = "Once upon a time there was a small engine. " * 40
 @pytest.fixture(scope="module")
 def processor() -> Processor:
     """The bundled model's."""
-    return Frontend(EngineConfig.create(), in_process=False).processor
+    return Frontend(EngineConfig.create(), bundled_model(), in_process=False).processor
 
 
 @pytest.mark.parametrize("prompt", ["x" * 10_000_000, "中" * 10_000_000, {"prompt": " " * 10_000_000}])

@@ -23,11 +23,13 @@ from gguf import GGMLQuantizationType as Type
 from quire import SamplingParams
 from quire.config import EngineConfig
 from quire.layers.linear import DenseWeight
+from quire.loading.errors import ModelNotFoundError
 from quire.loading.gguf import read_gguf
-from quire.loading.gguf_models import gguf_checkpoint, gguf_config
-from quire.loading.hub import ModelNotFoundError, bundled_model
-from quire.models.load import load_tokenizer
-from quire.quantization.gguf import TYPES as READERS
+from quire.loading.gguf_models import gguf_config, gguf_tensors
+from quire.loading.hub import bundled_model
+from quire.loading.metadata import load_tokenizer
+from quire.quantization.gguf import dequantize
+from quire.quantization.gguf_types import TYPES as READERS
 from quire.quantization.scheme import QuantizedWeight
 from quire.text.tokenizer import Tokenizer
 from quire.worker.worker import Worker
@@ -73,7 +75,7 @@ def test_any_bytes_mean_what_the_gguf_package_says_bit_for_bit(name):
     for at in HALVES.get(name, ()):  # numbers, not infinities
         data[..., at : at + 2] = draw.normal(0, 0.01, (7, 3, 1)).astype(np.float16).view(np.uint8)
     data = data.reshape(7, -1)
-    made = kind.dequantize(torch.from_numpy(data)).float().numpy()
+    made = dequantize(kind, torch.from_numpy(data)).float().numpy()
     expected = gguf.quants.dequantize(data, Type[name])
     assert made.shape == expected.shape
     if name in HALVES:
@@ -324,7 +326,7 @@ def test_damage_anywhere_in_the_header_is_a_value_error_or_none(small, tmp_path)
         path.write_bytes(data)
         try:
             file = read_gguf(path)
-            gguf_config(file), gguf_checkpoint(file), Tokenizer.from_gguf(file.metadata)
+            gguf_config(file), gguf_tensors(file), Tokenizer.from_gguf(file.metadata)
         except ValueError:
             refused += 1
     assert 100 < refused < 400

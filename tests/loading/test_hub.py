@@ -61,7 +61,8 @@ def in_a_process(code: str, address: str, home: Path) -> Any:
 
 ERROR_OF = """
 from pathlib import Path
-from quire.loading.hub import ModelNotFoundError, resolve
+from quire.loading.errors import ModelNotFoundError
+from quire.loading.hub import resolve
 def error_of(*arguments, **options):
     try:
         return "no error: " + str(resolve(*arguments, **options))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.loading.weights import WeightError
+from quire.loading.errors import WeightError
 from support.checkpoints import write_checkpoint
 from support.engines import MAX_MODEL_LEN, make_llm, teacher_forced_logits
 

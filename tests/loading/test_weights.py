@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.layers.build import WeightSlot
-from quire.loading.hub import ModelNotFoundError
-from quire.loading.weights import SafetensorsCheckpoint, WeightError
+from quire.loading.errors import ModelNotFoundError, WeightError
+from quire.loading.weights import SafetensorsCheckpoint
 from support.checkpoints import VARIANTS, Checkpoints, write_checkpoint
 from support.engines import GREEDY, generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.reference import greedy, load, logits, prompts

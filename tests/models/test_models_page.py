@@ -11,7 +11,7 @@ import pytest
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.moe import MoESpec
-from quire.models.load import hf_config
+from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from support.checkpoints import FAMILIES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_parity import FIRST, bound
 
-from quire.models import load
+from quire.models import description
 from support import mutations as m
 from support.checkpoints import ALL_VARIANTS
 from support.engines import make_llm, runner_of, teacher_forced_logits
@@ -241,10 +241,10 @@ def mutated(checkpoints, monkeypatch):
     """A function of (variant, mutation): an engine whose spec is wrong."""
 
     def make(variant: str, mutate: m.SpecMutation) -> Any:
-        spec_of = load.spec_of
-        spec = spec_of(load.hf_config(checkpoints.path(variant), {}))
+        spec_of = description.spec_of
+        spec = spec_of(description.hf_config(checkpoints.path(variant), {}))
         assert mutate(spec) != spec
-        monkeypatch.setattr(load, "spec_of", lambda config: mutate(spec_of(config)))
+        monkeypatch.setattr(description, "spec_of", lambda config: mutate(spec_of(config)))
         return make_llm(checkpoints.path(variant))
 
     return make

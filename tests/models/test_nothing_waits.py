@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.layers.build import Builder
+from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
-from quire.models.load import hf_config
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import TensorGroup

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import quire.models.architectures
-from quire.models.load import hf_config
+from quire.loading.metadata import hf_config
 from quire.models.registry import ARCHITECTURES, spec_of
 from support.checkpoints import EOS, FAMILIES, byte_level_tokenizer
 from support.engines import make_llm, teacher_forced_logits

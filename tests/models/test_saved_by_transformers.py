@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire.config import EngineConfig
-from quire.models.load import hf_config, load_model
+from quire.loading.metadata import hf_config
+from quire.models.load import load_model
 from quire.models.registry import ARCHITECTURES, spec_of
 from quire.parallel.mesh import TensorGroup
 from quire.text.tokenizer import Tokenizer

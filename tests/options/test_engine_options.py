@@ -8,6 +8,7 @@ import pytest
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.frontend import Frontend
+from quire.loading.hub import bundled_model
 from quire.quantization.config import check_format
 from support.checkpoints import MAX_POSITIONS, Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
@@ -134,7 +135,7 @@ SHOWS_CONTENT = "{{ messages[0].content is string }} {{ greeting }}{{ messages[0
 
 def render(content, **options):
     given = {"chat_template": SHOWS_CONTENT, "load_format": "dummy", **options}
-    frontend = Frontend(EngineConfig.create(**given), in_process=True)
+    frontend = Frontend(EngineConfig.create(**given), bundled_model(), in_process=True)
     return frontend, frontend.render_chat([{"role": "user", "content": content}], add_generation_prompt=False)
 
 

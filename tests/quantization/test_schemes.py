@@ -13,7 +13,8 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import LinearShape, OutputPart, make_weight
-from quire.loading.weights import SafetensorsCheckpoint, WeightError, load_weights
+from quire.loading.errors import WeightError
+from quire.loading.weights import SafetensorsCheckpoint, load_weights
 from quire.ops import Kernels, Target
 from quire.quantization.config import extra_tensors, quantization_method
 from quire.quantization.scheme import QuantizedWeight

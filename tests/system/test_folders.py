@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.loading.hub import ModelNotFoundError, resolve
+from quire.loading.errors import ModelNotFoundError
+from quire.loading.hub import resolve
 from quire.system import folders
 
 

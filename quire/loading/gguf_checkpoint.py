@@ -1,0 +1,59 @@
+"""The weights of a GGUF file as a checkpoint in the Hugging Face layout."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import WeightSlot
+from quire.layers.linear import DenseWeight, LinearMethod
+from quire.loading.errors import WeightError
+from quire.loading.gguf import Stored
+from quire.loading.weights import Checkpoint
+from quire.quantization.gguf import GGUF, dequantize
+from quire.quantization.gguf_types import TYPES, TensorType
+
+_CHUNK = 2**24  # elements that are dequantized at a time when a tensor is read as floats
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors by the names they have in the Hugging Face layout: floats, dequantized where they have to be, or for
+    targets of type uint8 the bytes of quantized rows."""
+
+    names: dict[str, Stored]
+
+    def __init__(self, names: dict[str, Stored]) -> None:
+        self.names = names
+
+    def linear_method(self) -> Callable[[str], LinearMethod]:
+        """The `method_of` of a `Builder`: the same for all layers, each of whose tensors has a type of its own."""
+        linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
+        method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of)
+        return lambda name: method
+
+    def _type_of(self, name: str) -> TensorType:
+        stored = self.names.get(self.alias(name))
+        return TYPES[0] if stored is None else stored.tensor.kind  # its absence is found when weights are loaded
+
+    def read(self, slot: WeightSlot) -> Tensor:
+        stored = self.names[slot.name]
+        as_bytes = slot.target.dtype == torch.uint8
+        shape = (*stored.shape[:-1], stored.tensor.row_bytes) if as_bytes else stored.shape
+        if [n for n in shape if n > 1] != [n for n in slot.shape if n > 1]:  # ggml drops dimensions of size 1
+            raise WeightError(f"tensor {slot.name} has shape {shape}, but the model's config asks for {slot.shape}")
+        first = slot.pick[0] if slot.pick else slice(0, slot.shape[0])
+        data = torch.from_numpy(stored.rows(first.start, first.stop))
+        if not as_bytes:
+            data = dequantize(stored.tensor.kind, data).float() + stored.shift
+        return data.view(-1, *slot.shape[1:])[:, *slot.pick[1:]]
+
+    def copy_into(self, slot: WeightSlot) -> None:
+        """As any checkpoint does, but some rows at a time: a whole embedding table would be large in float32."""
+        start, stop = (slot.pick[0].start, slot.pick[0].stop) if slot.pick else (0, slot.shape[0])
+        step = max(1, _CHUNK // math.prod(slot.shape[1:]))
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            pick = (slice(at, end), *slot.pick[1:])
+            super().copy_into(replace(slot, target=slot.target[at - start : end - start], pick=pick))

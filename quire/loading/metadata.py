@@ -1,0 +1,23 @@
+"""What a model's files say beside its weights: its config, its tokenizer and its generation defaults."""
+
+from pathlib import Path
+from typing import Any
+
+from quire.loading.gguf import read_gguf
+from quire.loading.gguf_models import gguf_config, gguf_generation_config
+from quire.loading.hub import read_json
+from quire.text.tokenizer import Tokenizer
+
+
+def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint's config.json, or what a GGUF file has in its place, with the user's overrides."""
+    config = gguf_config(read_gguf(path)) if path.is_file() else read_json(path, "config.json", required=True)
+    return {**config, **overrides}
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_gguf(read_gguf(path).metadata) if path.is_file() else Tokenizer.from_directory(path)
+
+
+def load_generation_config(path: Path) -> dict[str, Any]:
+    return gguf_generation_config(read_gguf(path)) if path.is_file() else read_json(path, "generation_config.json")

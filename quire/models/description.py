@@ -1,0 +1,39 @@
+"""What is known of a model before its weights are loaded: its config, its spec and the longest request it takes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import ConfigError, ModelConfig
+from quire.loading.metadata import hf_config
+from quire.models.registry import spec_of
+from quire.models.spec import DecoderSpec, HfConfig
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """config: the checkpoint's config.json with the user's overrides. max_model_len: in tokens, before the KV cache's
+    size is known, which limits it further with max_model_len="auto"."""
+
+    config: HfConfig
+    spec: DecoderSpec
+    max_model_len: int
+
+
+def describe(directory: Path, options: ModelConfig) -> ModelDescription:
+    """Read a checkpoint's directory, or GGUF file. Raises ConfigError for options that the model cannot meet, and
+    ValueError for a model that is not supported."""
+    config = hf_config(directory, options.hf_overrides)
+    spec = spec_of(config)
+    return ModelDescription(config, spec, _max_model_len(options, spec))
+
+
+def _max_model_len(options: ModelConfig, spec: DecoderSpec) -> int:
+    longest, reason = spec.max_positions, "positions of the model"
+    windows = [window for window in spec.windows if window is not None]
+    if options.disable_sliding_window and windows and min(windows) < longest:
+        longest, reason = min(windows), "tokens of the model's sliding window, which disable_sliding_window keeps to"
+    if options.max_model_len in (None, -1):
+        return longest
+    if options.max_model_len > longest:
+        raise ConfigError(f"max_model_len={options.max_model_len} is more than the {longest} {reason}")
+    return options.max_model_len
