@@ -5,7 +5,6 @@ Steps travel as msgpack over pipes; every rank executes every step, rank 0 answe
 
 import contextlib
 import multiprocessing
-import shutil
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,8 +19,7 @@ from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.metrics.logging import configure_logging, logging_level
-from quire.parallel.mesh import join
-from quire.system.folders import private_folder
+from quire.parallel.mesh import MeshSizes, join, open_meeting
 from quire.worker.worker import Worker
 
 
@@ -45,7 +43,7 @@ class MultiprocExecutor(Executor):
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         context = multiprocessing.get_context("spawn")
         size = config.parallel.tensor_parallel_size
-        self._meeting = private_folder("quire-ranks-")  # Gloo makes a file in it, where the ranks meet
+        self._store = open_meeting("127.0.0.1")  # where the ranks meet
         self._pipes: list[Connection] = []
         self._processes = []
         threads, model = max(1, torch.get_num_threads() // size), (config, directory, max_model_len)
@@ -54,7 +52,7 @@ class MultiprocExecutor(Executor):
             level = logging_level() if rank == 0 else "ERROR"  # what all ranks find out is logged once
             process = context.Process(
                 target=_run_rank,
-                args=(theirs, rank, size, f"file://{self._meeting}/store", threads, model, level),
+                args=(theirs, rank, size, self._store.port, threads, model, level),
                 name=f"quire-rank-{rank}",
                 daemon=True,
             )
@@ -91,7 +89,6 @@ class MultiprocExecutor(Executor):
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-        shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _send(self, order: SchedulerOutput | int) -> None:
         message = msgspec.msgpack.encode(order)
@@ -111,8 +108,8 @@ class MultiprocExecutor(Executor):
         return reply
 
 
-def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int, model: Model, level: str) -> None:
-    """The life of one rank. level: of its log."""
+def _run_rank(pipe: Connection, rank: int, size: int, meeting: int, threads: int, model: Model, level: str) -> None:
+    """The life of one rank. meeting: the port at which the ranks meet. level: of its log."""
     configure_logging(level)
     torch.set_num_threads(threads)
 
@@ -120,7 +117,7 @@ def _run_rank(pipe: Connection, rank: int, size: int, meeting: str, threads: int
         pipe.send_bytes(msgspec.msgpack.encode(message))
 
     try:
-        worker = Worker(*model, join(rank, size, meeting))
+        worker = Worker(*model, join(MeshSizes(tp=size), rank, "127.0.0.1", meeting))
         reply(Reply(kv_cache=worker.kv_cache))
         while True:
             order = _orders.decode(pipe.recv_bytes())

@@ -7,7 +7,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Mesh
 from quire.worker.worker import Worker
 
 
@@ -28,7 +28,7 @@ class UniprocExecutor(Executor):
     """Calls the worker directly. On a CPU a submitted step is over when `submit` returns."""
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
-        worker = Worker(config, directory, max_model_len, TensorGroup())
+        worker = Worker(config, directory, max_model_len, Mesh())
         self.runner, self.kv_cache = worker.runner, worker.kv_cache
 
     def submit(self, step: SchedulerOutput) -> None:

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from quire.layers.linear import OutputPart
 from quire.layers.norm import NormSpec
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AttentionSpec:
     alibi: bool = False
     transposed: bool = False
 
-    def cache_shape(self, group: TensorGroup) -> CacheShape:
+    def cache_shape(self, group: Communicator) -> CacheShape:
         share = HeadShare.of(self, group)
         return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim + (2 if self.alibi else 0))
 
@@ -57,7 +57,7 @@ class HeadShare:
     kv_heads: range
 
     @classmethod
-    def of(cls, spec: AttentionSpec, group: TensorGroup) -> Self:
+    def of(cls, spec: AttentionSpec, group: Communicator) -> Self:
         """Raises ValueError if the heads cannot be shared evenly."""
         rank, size = group.rank, group.size
         if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):

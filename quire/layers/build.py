@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.ops import Kernels
 from quire.ops.memory import empty
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator
 
 if TYPE_CHECKING:
     from quire.layers.linear import LinearMethod, Quantizer
@@ -39,7 +39,7 @@ class Builder:
     """
 
     def __init__(
-        self, kernels: Kernels, tensor_group: TensorGroup, method_of: "Callable[[str], LinearMethod]",
+        self, kernels: Kernels, tensor_group: Communicator, method_of: "Callable[[str], LinearMethod]",
         quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None,
     ) -> None:  # fmt: skip
         self.kernels = kernels

@@ -26,7 +26,7 @@ from quire.layers.linear import (
     make_weight,
 )
 from quire.layers.norm import NormSpec, make_norm
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class LatentAttentionSpec:
     bias: bool = False
     interleaved_rotary: bool = True
 
-    def heads(self, group: TensorGroup) -> range:
+    def heads(self, group: Communicator) -> range:
         """This rank's. Raises ValueError if they cannot be shared evenly."""
         if self.num_heads % group.size:
             raise ValueError(f"tensor_parallel_size={group.size} does not divide {self.num_heads} attention heads")
         count = self.num_heads // group.size
         return range(group.rank * count, (group.rank + 1) * count)
 
-    def cache_shape(self, group: TensorGroup) -> CacheShape:
+    def cache_shape(self, group: Communicator) -> CacheShape:
         return CacheShape(len(self.heads(group)), 1, self.kv_rank + self.rope_dim, self.kv_rank)
 
 

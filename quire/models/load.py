@@ -15,7 +15,7 @@ from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import check_format, extra_tensors, quantization_method
 
@@ -30,7 +30,7 @@ def load_model(
     config: EngineConfig,
     max_model_len: int,
     device: torch.device,
-    group: TensorGroup,
+    group: Communicator,
     show_progress: bool,
 ) -> Decoder:
     """Build the decoder that the config of the directory, or GGUF file, describes and fill its parameters."""

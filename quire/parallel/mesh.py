@@ -1,22 +1,40 @@
-"""Who shares what with whom: the process groups of a model that is split over processes."""
+"""Which ranks work together on what: a mesh of ranks with named axes, and the collectives along each of them.
 
+Ranks are numbered with the last axis running fastest. dp=2 and tp=2 make four ranks:
+
+             tp 0     tp 1
+    dp 0    rank 0   rank 1
+    dp 1    rank 2   rank 3
+
+Ranks 0 and 1 split every layer of one replica between them (tp). Ranks 0 and 2 hold the same part of two replicas (dp).
+All four may share out the experts of a layer (ep).
+"""
+
+import math
+import socket
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, by an assignment
+
+# The axes along which the ranks of one group differ. Experts are shared out over all ranks that hold the same layers.
+_SPANS = {"dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp")}
 
 
 @dataclass(frozen=True)
-class TensorGroup:
-    """The ranks that split every layer between them. With one rank, every collective is the identity."""
+class Communicator:
+    """The collectives of one group of ranks. With one rank, each is the identity. rank: this one's number in it."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def share(self, total: int) -> tuple[int, int]:
-        """This rank's [start, stop) of `total` rows, in equal parts, the last ones short or empty."""
+        """This rank's [start, stop) of `total` rows: equal parts, of which the last ones may be short or empty."""
         part = -(-total // self.size)
         return min(self.rank * part, total), min((self.rank + 1) * part, total)
 
@@ -45,9 +63,71 @@ class TensorGroup:
         return int(tensor)
 
 
-def join(rank: int, size: int, address: str) -> TensorGroup:
-    """Join the ranks that meet at `address` (tcp://host:port or file:///path). Gloo: the CPU's collectives."""
-    if size == 1:
-        return TensorGroup()
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
-    return TensorGroup(rank, size, dist.group.WORLD)
+class MeshSizes(msgspec.Struct, frozen=True):
+    """How many ranks there are along each axis."""
+
+    dp: int = 1  # data parallel: replicas of the model
+    pp: int = 1  # pipeline parallel: ranges of layers
+    cp: int = 1  # context parallel: ranges of a sequence's tokens
+    tp: int = 1  # tensor parallel: parts of every layer
+
+    @property
+    def world(self) -> int:
+        """The number of all ranks."""
+        return math.prod(msgspec.structs.astuple(self))
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks of every group along an axis (dp, pp, cp, tp or ep), in the order of their numbers in it.
+
+        MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
+        """
+        ranks = np.arange(self.world).reshape(msgspec.structs.astuple(self))
+        along = [self.__struct_fields__.index(name) for name in _SPANS[axis]]
+        size = math.prod(ranks.shape[i] for i in along)
+        groups: list[list[int]] = np.moveaxis(ranks, along, range(-len(along), 0)).reshape(-1, size).tolist()
+        return groups
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place among all ranks: its number, and the group to which it belongs along each axis."""
+
+    rank: int = 0
+    dp: Communicator = Communicator()
+    pp: Communicator = Communicator()
+    cp: Communicator = Communicator()
+    tp: Communicator = Communicator()
+    ep: Communicator = Communicator()
+
+    def device(self, kind: str) -> torch.device:
+        """The device of this rank, of the kind "cpu" or "cuda". The ranks of a machine take its GPUs in turn."""
+        if kind != "cuda":
+            return torch.device(kind)
+        return torch.device(kind, (torch.cuda.current_device() + self.rank) % torch.cuda.device_count())
+
+
+def open_meeting(host: str) -> TCPStore:
+    """A store at which ranks meet. It listens on an address of this machine; its attribute `port` says where."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def join(sizes: MeshSizes, rank: int, host: str, port: int) -> Mesh:
+    """Meet the other ranks at the store that listens on host:port. Returns when all have come.
+
+    Gloo runs the collectives, which are those of CPUs. Groups of one rank are not made.
+    """
+    if sizes.world == 1:
+        return Mesh()
+    store = TCPStore(host, port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes.world)
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
+    communicators = {}
+    for axis in _SPANS:
+        for ranks in sizes.groups(axis):
+            if len(ranks) > 1 and tuple(ranks) not in made:  # every rank takes part in making every group
+                made[tuple(ranks)] = dist.new_group(ranks)
+            if rank in ranks and len(ranks) > 1:
+                communicators[axis] = Communicator(ranks.index(rank), len(ranks), made[tuple(ranks)])
+    return Mesh(rank, **communicators)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.config import ConfigError
+from quire.parallel.mesh import Mesh
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 16
@@ -148,8 +149,8 @@ def unpack(arrays: Mapping[str, Array], ends: Mapping[str, int], buffer: Tensor)
     return tensors
 
 
-def choose_device(option: str) -> Device:
-    """What the option `device` means. Raises ConfigError as `on_gpu` does."""
+def choose_device(option: str, mesh: Mesh) -> Device:
+    """What the option `device` means on one of the mesh's ranks. Raises ConfigError as `on_gpu` does."""
     if not on_gpu(option):
-        return Device(torch.device("cpu"))
-    return CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+        return Device(mesh.device("cpu"))
+    return CudaDevice(mesh.device("cuda"))

@@ -17,7 +17,7 @@ from quire.models.decoder import Decoder
 from quire.models.load import load_model
 from quire.models.spec import DecoderSpec
 from quire.ops.memory import keep_what_is_freed
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator, Mesh
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
 from quire.worker.device import choose_device
@@ -31,20 +31,20 @@ from quire.worker.staging import Staging
 class Worker:
     """Loads the model and makes the cache; from then on its `runner` executes steps."""
 
-    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, group: TensorGroup) -> None:
+    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
         """Raises ConfigError if the cache that was asked for does not fit memory, or its type the model."""
-        self.device = choose_device(config.kernels.device)
+        self.device, group = choose_device(config.kernels.device, mesh), mesh.tp
         at, started = self.device.torch_device, time.perf_counter()
         budget = memory.budget(config, at)
         with memory.explained("the model's weights", at):
-            model = load_model(directory, config, max_model_len, at, group, show_progress=group.rank == 0)
+            model = load_model(directory, config, max_model_len, at, group, show_progress=mesh.rank == 0)
         self.model, spec, dtype = model, model.spec, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         c = model.cache_shape
         cell = _cell(config, spec)
         shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, at, c.value_dim, cell)
         self.backend = choose_backend(shape, config.kernels.attention_backend)
-        if group.rank == 0:
+        if mesh.rank == 0:
             seconds = time.perf_counter() - started
             name = f" on {torch.cuda.get_device_name(at)}" if at.type == "cuda" else ""
             ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
@@ -92,7 +92,7 @@ class Worker:
 
 
 def _forward(
-    config: EngineConfig, model: Decoder, backend: AttentionBackend, staging: Staging, group: TensorGroup
+    config: EngineConfig, model: Decoder, backend: AttentionBackend, staging: Staging, group: Communicator
 ) -> Forward:
     """Calling kernels anew, or repeating what was recorded. The sum over ranks is not a kernel that can be."""
     eager = config.model.enforce_eager or group.size > 1

@@ -18,7 +18,7 @@ from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator
 from quire.quantization.config import quantization_method
 from quire.worker.forward import Forward
 from quire.worker.staging import StepInputs
@@ -63,7 +63,7 @@ def test_a_forward_needs_nothing_of_the_device(tmp_path, variant):
     kernels = Kernels(Target(META, torch.bfloat16))
     # The reference loops over experts; the implementations for GPUs do not.
     kernels.grouped_linear = lambda x, weight, bias, offsets: x.new_empty(len(x), weight.shape[1])  # type: ignore[method-assign]
-    builder = Builder(kernels, TensorGroup(), quantization_method(description))
+    builder = Builder(kernels, Communicator(), quantization_method(description))
     model = Decoder(builder, spec_of(description), 64)
     builder.fill(lambda slot: None)
     c = model.cache_shape

@@ -24,6 +24,7 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
@@ -40,7 +41,7 @@ COMBINES = [
 
 def worker(path: Any, group: ThreadGroup) -> Worker:
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32)
-    return Worker(config, path, MAX_MODEL_LEN, group)
+    return Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group))
 
 
 class RankedExecutor(Executor):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quire.parallel.mesh import TensorGroup
+from quire.parallel.mesh import Communicator
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class ThreadGroup(TensorGroup):
+class ThreadGroup(Communicator):
     meeting: Any = None
     calls: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0})
 

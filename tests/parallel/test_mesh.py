@@ -1,0 +1,113 @@
+"""Which ranks form which group, and what the collectives of real groups compute."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from quire.parallel.mesh import Communicator, Mesh, MeshSizes, join, open_meeting
+
+AXES = ["dp", "pp", "cp", "tp", "ep"]
+
+
+def test_ranks_are_numbered_with_tensor_parallelism_fastest():
+    sizes = MeshSizes(dp=2, pp=2, tp=2)
+    assert sizes.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert sizes.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert sizes.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert sizes.groups("cp") == [[rank] for rank in range(8)]
+
+
+def test_experts_are_shared_over_all_ranks_of_a_pipeline_stage():
+    assert MeshSizes(dp=2, tp=2).groups("ep") == [[0, 1, 2, 3]]
+    assert MeshSizes(dp=2, pp=2, tp=2).groups("ep") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert MeshSizes(dp=2, cp=2, tp=2).groups("ep") == [list(range(8))]
+    assert MeshSizes(pp=2).groups("ep") == [[0], [1]]
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product([1, 2, 3], repeat=4)))
+def test_each_rank_is_in_one_group_of_each_axis(sizes):
+    mesh = MeshSizes(*sizes)
+    for axis in AXES:
+        groups = mesh.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(mesh.world))
+        size = mesh.dp * mesh.cp * mesh.tp if axis == "ep" else getattr(mesh, axis)
+        assert {len(group) for group in groups} == {size}
+        assert all(group == sorted(group) for group in groups)
+
+
+def test_ranks_of_one_group_differ_only_along_its_axis():
+    sizes = MeshSizes(2, 3, 2, 2)
+    places = list(itertools.product(*(range(n) for n in (2, 3, 2, 2))))  # rank -> its number along dp, pp, cp, tp
+    for index, axis in enumerate(AXES[:4]):
+        for group in sizes.groups(axis):
+            fixed = {tuple(n for i, n in enumerate(places[rank]) if i != index) for rank in group}
+            assert len(fixed) == 1
+            assert [places[rank][index] for rank in group] == list(range(len(group)))
+
+
+def test_a_mesh_of_one_rank_meets_nobody_and_its_collectives_change_nothing():
+    mesh = join(MeshSizes(), 0, "no.such.host.invalid", 1)
+    assert mesh == Mesh()
+    x = torch.arange(6.0).view(2, 3)
+    for axis in AXES:
+        communicator: Communicator = getattr(mesh, axis)
+        assert communicator.all_reduce(x) is x
+        assert communicator.all_gather(x, 3) is x
+        assert communicator.minimum(7) == 7
+        assert communicator.share(5) == (0, 5)
+
+
+@pytest.mark.parametrize(("total", "size"), [(8, 2), (7, 2), (7, 4), (2, 4), (0, 3)])
+def test_shares_are_equal_but_for_the_last_and_cover_everything(total, size):
+    shares = [Communicator(rank, size).share(total) for rank in range(size)]
+    assert [i for start, stop in shares for i in range(start, stop)] == list(range(total))
+    assert max(stop - start for start, stop in shares) == -(-total // size)
+
+
+def test_the_gpus_of_a_machine_go_to_its_ranks_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert [Mesh(rank).device("cuda").index for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert Mesh(3).device("cpu") == torch.device("cpu")
+
+
+# Each of four ranks prints, for each axis: its number and the group's size, a sum, what was gathered, and a minimum.
+PROGRAM = """
+import sys, torch
+from quire.parallel.mesh import MeshSizes, join
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+mesh = join(MeshSizes(dp=2, tp=2), rank, "127.0.0.1", port)
+assert mesh.rank == rank
+for axis in ("dp", "pp", "cp", "tp", "ep"):
+    group = getattr(mesh, axis)
+    total = int(group.all_reduce(torch.tensor([10 ** rank])))
+    start, stop = group.share(3)
+    gathered = group.all_gather(torch.arange(start, stop)[None], 3)[0].tolist()
+    print(axis, group.rank, group.size, total, gathered, group.minimum(rank))
+"""
+
+
+def test_four_processes_reduce_and_gather_along_each_axis():
+    store = open_meeting("127.0.0.1")
+    command = [sys.executable, "-c", PROGRAM]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True) for rank in range(4)
+    ]
+    said: list[dict[str, Any]] = []
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0
+        said.append({line.split()[0]: line.split(maxsplit=1)[1] for line in output.splitlines()})
+    everything = "[0, 1, 2]"
+    for rank, axes in enumerate(said):
+        dp, tp = divmod(rank, 2)
+        assert axes["dp"] == f"{dp} 2 {10**tp + 10 ** (tp + 2)} {everything} {tp}"
+        assert axes["tp"] == f"{tp} 2 {11 * 100**dp} {everything} {2 * dp}"
+        assert axes["ep"] == f"{rank} 4 1111 {everything} 0"
+        assert axes["pp"] == axes["cp"] == f"0 1 {10**rank} {everything} {rank}"
