@@ -9,7 +9,8 @@ import torch
 import quire.ops.cpu.elementwise
 import quire.ops.cpu.linear
 import quire.ops.cpu.quantized_linear
-import quire.ops.cpu.sampling  # importing registers; nothing is compiled before an engine chooses
+import quire.ops.cpu.sampling
+import quire.ops.reference.batch  # importing registers; nothing is compiled before an engine chooses
 from quire.metrics.logging import logger
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
 
@@ -29,6 +30,7 @@ def triton_works() -> bool:
 
 HAS_TRITON = triton_works()
 if HAS_TRITON:
+    import quire.ops.triton.batch
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
     import quire.ops.triton.sampling  # noqa: F401

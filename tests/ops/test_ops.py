@@ -269,8 +269,8 @@ def test_products_with_packed_weights(implementation, two_threads):
 
 
 def test_every_op_has_cases():
-    in_test_quantized = {"quantize", "quantized_linear", "grouped_quantized_linear"}
-    assert {*CASES, *in_test_quantized} == set(OPS)
+    elsewhere = {"quantize", "quantized_linear", "grouped_quantized_linear", "flat_batch"}
+    assert {*CASES, *elsewhere} == set(OPS)
 
 
 def test_a_norm_returns_contiguous_memory():

@@ -17,6 +17,7 @@ if INSTALLED:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     import quire.attention.triton
+    import quire.ops.triton.batch
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
     import quire.ops.triton.sampling  # noqa: F401
