@@ -1,11 +1,12 @@
 """Attention as data: what a model has, what one rank computes and keeps of it, and where a layer stands."""
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from quire.layers.linear import OutputPart
-from quire.layers.norm import NormSpec
-from quire.parallel.mesh import Communicator
+from quire.layers.specs import NormSpec, OutputPart
+
+if TYPE_CHECKING:
+    from quire.parallel.mesh import Communicator
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class AttentionSpec:
     alibi: bool = False
     transposed: bool = False
 
-    def cache_shape(self, group: Communicator) -> CacheShape:
+    def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
         return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim + (2 if self.alibi else 0))
 
@@ -57,7 +58,7 @@ class HeadShare:
     kv_heads: range
 
     @classmethod
-    def of(cls, spec: AttentionSpec, group: Communicator) -> Self:
+    def of(cls, spec: AttentionSpec, group: "Communicator") -> Self:
         """Raises ValueError if the heads cannot be shared evenly."""
         rank, size = group.rank, group.size
         if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
@@ -89,6 +90,36 @@ class HeadShare:
         group = heads // kv_heads
         queries = [rows("qkv", total, h // group * (group + 2) + h % group, 1) for h in q]
         return queries + [rows("qkv", total, h * (group + 2) + group + which, 1) for which in (0, 1) for h in k]
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention as a model has it.
+
+    q_rank: None where queries are not compressed. nope_dim, rope_dim: parts of a query without and with rotation.
+    """
+
+    hidden_size: int
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: NormSpec
+    scale: float
+    bias: bool = False
+    interleaved_rotary: bool = True
+
+    def heads(self, group: "Communicator") -> range:
+        """This rank's. Raises ValueError if they cannot be shared evenly."""
+        if self.num_heads % group.size:
+            raise ValueError(f"tensor_parallel_size={group.size} does not divide {self.num_heads} attention heads")
+        count = self.num_heads // group.size
+        return range(group.rank * count, (group.rank + 1) * count)
+
+    def cache_shape(self, group: "Communicator") -> CacheShape:
+        return CacheShape(len(self.heads(group)), 1, self.kv_rank + self.rope_dim, self.kv_rank)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, OutputPart, dense_weight, make_weight
+from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, dense_weight, make_weight
+from quire.layers.specs import OutputPart
 
 
 class VocabParallelEmbedding:

@@ -8,52 +8,16 @@ the queries, and that of the values to the result ("absorbed"), so that attentio
   result of a head ( sum of p * latent ) W_UV
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from quire.layers.attention import CachedAttention
-from quire.layers.attention_spec import CacheShape, LayerPlace
+from quire.layers.attention_spec import LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState, pick
-from quire.layers.linear import (
-    ColumnParallelLinear,
-    LinearShape,
-    OutputPart,
-    ReplicatedLinear,
-    RowParallelLinear,
-    make_weight,
-)
-from quire.layers.norm import NormSpec, make_norm
-from quire.parallel.mesh import Communicator
-
-
-@dataclass(frozen=True)
-class LatentAttentionSpec:
-    """q_rank: None where queries are not compressed. nope_dim, rope_dim: parts of a query without and with rotation."""
-
-    hidden_size: int
-    num_heads: int
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    norm: NormSpec
-    scale: float
-    bias: bool = False
-    interleaved_rotary: bool = True
-
-    def heads(self, group: Communicator) -> range:
-        """This rank's. Raises ValueError if they cannot be shared evenly."""
-        if self.num_heads % group.size:
-            raise ValueError(f"tensor_parallel_size={group.size} does not divide {self.num_heads} attention heads")
-        count = self.num_heads // group.size
-        return range(group.rank * count, (group.rank + 1) * count)
-
-    def cache_shape(self, group: Communicator) -> CacheShape:
-        return CacheShape(len(self.heads(group)), 1, self.kv_rank + self.rope_dim, self.kv_rank)
+from quire.layers.linear import ColumnParallelLinear, LinearShape, ReplicatedLinear, RowParallelLinear, make_weight
+from quire.layers.norm import make_norm
+from quire.layers.specs import OutputPart
 
 
 class LatentAttention(CachedAttention):

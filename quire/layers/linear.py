@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-
-
-@dataclass(frozen=True)
-class OutputPart:
-    """Outputs [start, stop) of the checkpoint's linear layer `name`, which has `rows` outputs in all."""
-
-    name: str
-    rows: int
-    start: int
-    stop: int
+from quire.layers.specs import OutputPart
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """The dense feed-forward layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 from torch.nn import functional
 
 from quire.layers.build import Builder
-from quire.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.specs import MLPSpec, OutputPart
 from quire.ops import Kernels
 
 Activation = Callable[[Tensor], Tensor]
@@ -59,17 +59,6 @@ def _gated(plain: Activation) -> Activation:
         return plain(gate) * up
 
     return function
-
-
-@dataclass(frozen=True)
-class MLPSpec:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated. transposed: see LinearShape."""
-
-    intermediate_size: int
-    activation: str = "silu"
-    gated: bool = True
-    bias: bool = False
-    transposed: bool = False
 
 
 class MLP:

@@ -1,54 +1,15 @@
 """Mixture of experts: a router chooses experts for each token, and the tokens of an expert are computed together."""
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import (
-    DenseWeight,
-    LinearShape,
-    LinearWeight,
-    OutputPart,
-    ReplicatedLinear,
-    dense_slots,
-    make_weight,
-)
-from quire.layers.mlp import MLP, MLPSpec, activation
+from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, ReplicatedLinear, dense_slots, make_weight
+from quire.layers.mlp import MLP, activation
+from quire.layers.specs import MoESpec, OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
-
-
-@dataclass(frozen=True)
-class MoESpec:
-    """num_experts feed-forward layers, of which each token takes top_k.
-
-    swiglu: alpha and limit of the activation "swiglu_oai". scoring: of the router's logits. normalize: chosen scores
-    are made to sum to 1. scale: factor of the result. groups: only experts of the topk_groups best groups may be
-    chosen; group_score: a group's score is its best expert's, or the sum of its two best. correction_bias: added to the
-    scores for the choice alone (DeepSeek-V3, arXiv:2412.19437). shared: an expert that every token takes, times
-    sigmoid(gate(x)) if shared_gate. layout: the experts' projections as tensors of their own, or of all experts in one,
-    [experts, in, out], gate and up taking turns (gpt-oss).
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    activation: str = "silu"
-    swiglu: tuple[float, float] = (1.702, 7.0)
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    topk_groups: int = 1
-    group_score: Literal["best", "two_best"] = "best"
-    correction_bias: bool = False
-    bias: bool = False  # of the router and of the experts
-    shared: MLPSpec | None = None
-    shared_gate: bool = False
-    layout: Literal["separate", "fused"] = "separate"
 
 
 class GroupedExperts:

@@ -1,28 +1,10 @@
 """Norm layers. All of them compute in float32 and answer in the type of their input."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """What a model norms with.
-
-    bias: of a layer norm. affine: it has a weight. wide: the product with the weight is taken in float32, too (an RMS
-    norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma keeps weight - 1).
-    """
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    bias: bool = False
-    affine: bool = True
-    wide: bool = False
-    offset: float = 0.0
+from quire.layers.specs import NormSpec
 
 
 class Norm:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.norm import NormSpec, make_norm
+from quire.layers.norm import make_norm
+from quire.layers.specs import NormSpec
 
 QKNorm = Callable[[Tensor], Tensor]  # [tokens, heads, head_dim] -> the same
 

@@ -8,16 +8,17 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import KVCacheSpec, group_layers
 from quire.layers.attention import Attention
-from quire.layers.attention_spec import AttentionSpec, LayerPlace
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
-from quire.layers.latent_attention import LatentAttention, LatentAttentionSpec
+from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import ReplicatedLinear
-from quire.layers.mlp import MLP, MLPSpec
+from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
+from quire.layers.specs import MLPSpec
 from quire.models.spec import DecoderSpec
 
 MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {

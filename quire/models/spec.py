@@ -4,12 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire.layers.attention_spec import AttentionSpec
-from quire.layers.latent_attention import LatentAttentionSpec
-from quire.layers.mlp import MLPSpec
-from quire.layers.moe import MoESpec
-from quire.layers.norm import NormSpec
-from quire.layers.rotary import RotarySpec, max_model_positions, rotary_spec
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 MixerSpec = AttentionSpec | LatentAttentionSpec  # models/decoder.py has the layer of each kind

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, LinearWeight, OutputPart, dense_weight
+from quire.layers.linear import LinearShape, LinearWeight, dense_weight
+from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.gguf_types import TensorType
 from quire.quantization.packing import integer_matrix

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, OutputPart
+from quire.layers.linear import LinearShape
+from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.packing import integer_matrix, narrow
 from quire.quantization.scheme import Scheme, groups, slot

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, LinearWeight, OutputPart
+from quire.layers.linear import LinearShape, LinearWeight
+from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 Piece = QuantizedMatrix | Tensor  # some formats leave single tensors in floating point: [out, in]

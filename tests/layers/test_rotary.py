@@ -31,14 +31,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from quire.layers.rotary import (
-    RotaryEmbedding,
-    RotarySpec,
-    inverse_frequencies,
-    max_model_positions,
-    rotary_spec,
-    softmax_scale_factor,
-)
+from quire.layers.rotary import RotaryEmbedding, inverse_frequencies
+from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec, softmax_scale_factor
 
 CPU = torch.device("cpu")
 LONGROPE = {"short_factor": [1 + i / 64 for i in range(48)], "long_factor": [1 + i / 2 for i in range(48)]}

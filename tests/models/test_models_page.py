@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.layers.attention_spec import AttentionSpec
-from quire.layers.latent_attention import LatentAttentionSpec
-from quire.layers.moe import MoESpec
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.specs import MoESpec
 from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import LinearShape, OutputPart, make_weight
+from quire.layers.linear import LinearShape, make_weight
+from quire.layers.specs import OutputPart
 from quire.loading.errors import WeightError
 from quire.loading.weights import SafetensorsCheckpoint, load_weights
 from quire.ops import Kernels, Target

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.layers.attention_spec import AttentionSpec
-from quire.layers.moe import MoE, MoESpec
+from quire.layers.moe import MoE
 from quire.layers.norm import Norm
-from quire.layers.rotary import RotarySpec
+from quire.layers.rotary_spec import RotarySpec
+from quire.layers.specs import MoESpec
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
 

@@ -1,10 +1,8 @@
 """DeepSeek-V2 and V3: latent attention, many small experts beside shared ones that every token takes."""
 
-from quire.layers.latent_attention import LatentAttentionSpec
-from quire.layers.mlp import MLPSpec
-from quire.layers.moe import MoESpec
-from quire.layers.norm import NormSpec
-from quire.layers.rotary import rotary_spec, softmax_scale_factor
+from quire.layers.attention_spec import LatentAttentionSpec
+from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 _LAYER = "model.layers.{i}."

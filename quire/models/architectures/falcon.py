@@ -1,7 +1,6 @@
 """Falcon: 7B (one KV head), 40B and 180B (grouped, a norm a branch), 11B (grouped, one norm), RW (linear biases)."""
 
-from quire.layers.mlp import MLPSpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 

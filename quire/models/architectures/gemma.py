@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from quire.layers.mlp import MLPSpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import SANDWICH_NORMS, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
 
 _GEMMA3 = {  # the defaults of a config that does not say

@@ -1,7 +1,6 @@
 """GPT-2 and GPT-NeoX (Pythia)."""
 
-from quire.layers.mlp import MLPSpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 

@@ -1,7 +1,6 @@
 """gpt-oss: experts with biases and a clamped activation, attention sinks, a window in every other layer."""
 
-from quire.layers.moe import MoESpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MoESpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 

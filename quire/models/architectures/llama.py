@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quire.layers.mlp import MLPSpec
+from quire.layers.specs import MLPSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 

@@ -1,6 +1,6 @@
 """Mixtral: Mistral with eight experts in every layer."""
 
-from quire.layers.moe import MoESpec
+from quire.layers.specs import MoESpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.layers.norm import NormSpec
+from quire.layers.specs import NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
 
 

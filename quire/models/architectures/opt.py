@@ -1,7 +1,6 @@
 """OPT: learned positions, ReLU; OPT-350m has its norms after the sums and a narrower embedding."""
 
-from quire.layers.mlp import MLPSpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 

@@ -1,7 +1,6 @@
 """Phi-1, 1.5 and 2 (parallel branches), and Phi-3 and 4 (Llama with fused projections)."""
 
-from quire.layers.mlp import MLPSpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 

@@ -3,9 +3,7 @@
 Biases on q, k, v until 2.5, norms on q and k since 3; windows, if any, in upper layers.
 """
 
-from quire.layers.mlp import MLPSpec
-from quire.layers.moe import MoESpec
-from quire.layers.norm import NormSpec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 _EXPERTS = {

@@ -1,6 +1,6 @@
 """StableLM 2: Llama with layer norms and partial rotation."""
 
-from quire.layers.norm import NormSpec
+from quire.layers.specs import NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 

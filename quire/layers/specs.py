@@ -1,0 +1,71 @@
+"""The parts of a model as data, without torch: norms, feed-forward layers and outputs of linear layers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """Outputs [start, stop) of the checkpoint's linear layer `name`, which has `rows` outputs in all."""
+
+    name: str
+    rows: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What a model norms with.
+
+    bias: of a layer norm. affine: it has a weight. wide: the product with the weight is taken in float32, too (an RMS
+    norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma keeps weight - 1).
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    bias: bool = False
+    affine: bool = True
+    wide: bool = False
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated. transposed: see LinearShape."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """num_experts feed-forward layers, of which each token takes top_k.
+
+    swiglu: alpha and limit of the activation "swiglu_oai". scoring: of the router's logits. normalize: chosen scores
+    are made to sum to 1. scale: factor of the result. groups: only experts of the topk_groups best groups may be
+    chosen; group_score: a group's score is its best expert's, or the sum of its two best. correction_bias: added to the
+    scores for the choice alone (DeepSeek-V3, arXiv:2412.19437). shared: an expert that every token takes, times
+    sigmoid(gate(x)) if shared_gate. layout: the experts' projections as tensors of their own, or of all experts in one,
+    [experts, in, out], gate and up taking turns (gpt-oss).
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str = "silu"
+    swiglu: tuple[float, float] = (1.702, 7.0)
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["best", "two_best"] = "best"
+    correction_bias: bool = False
+    bias: bool = False  # of the router and of the experts
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+    layout: Literal["separate", "fused"] = "separate"
