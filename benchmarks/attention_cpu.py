@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.attention.base import AttentionShape, StepLayout
 from quire.attention.cells import CELLS
 from quire.attention.cpu import CpuAttention
+from quire.ops.memory import empty
 
 LAYERS, BLOCK, SCALE = 28, 16, 0.1
 CPU = torch.device("cpu")
@@ -44,7 +45,8 @@ def paged(shape: AttentionShape, requests: int, length: int, new: int) -> Callab
     backend = CpuAttention(shape)
     blocks = -(-length // BLOCK)
     table = torch.randperm(requests * blocks).int().view(requests, blocks)
-    caches = [backend.allocate(requests * blocks) for _ in range(LAYERS)]
+    memory = empty(requests * blocks, LAYERS * backend.entry_bytes(), dtype=torch.uint8, device=shape.device)
+    caches = [backend.view(memory, layer) for layer in range(LAYERS)]
 
     def layout(new: int) -> StepLayout:
         positions = torch.arange(length - new, length)
@@ -120,7 +122,7 @@ def main() -> None:
         ours = milliseconds([paged(kind, requests, length, new) for kind in kinds], rounds)
         torchs = milliseconds([contiguous(shape, requests, length, new)], 3)
         best = ours[0][1]
-        kv = LAYERS * requests * length * CpuAttention(shape).block_bytes() / BLOCK / 1e9
+        kv = LAYERS * requests * length * CpuAttention(shape).entry_bytes() / BLOCK / 1e9
         pairs = LAYERS * requests * shape.num_heads * sum(range(length - new + 1, length + 1))
         flops = 2 * pairs * (shape.head_dim + shape.out_dim) / 1e9
         rate = f"{kv / best * 1e3:5.1f} GB/s of KV" if new == 1 else f"{flops / best * 1e3:5.0f} GFLOP/s"

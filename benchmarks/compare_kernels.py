@@ -61,8 +61,7 @@ def attention(
     shape = AttentionShape(*heads, dim, BLOCK, torch.bfloat16, torch.device("cpu"), value_dim, cells)
     backend, blocks = CpuAttention(shape), -(-length // BLOCK)
     table = torch.randperm(requests * blocks, generator=torch.Generator().manual_seed(0)).int().view(requests, blocks)
-    bytes_of_layer = backend.block_bytes() * requests * blocks
-    caches = [backend.allocate(requests * blocks) for _ in range(max(1, int(min(8, 2e8 // bytes_of_layer))))]
+    caches = caches_of(backend, requests * blocks)
 
     def layout(start: int, stop: int) -> StepLayout:
         positions = torch.arange(start, stop)
@@ -85,6 +84,20 @@ def attention(
             backend.attend(q, cache, plan, scale=0.1, window=window)
 
     return step
+
+
+def caches_of(backend: Any, num_blocks: int) -> list[Any]:
+    """The caches of as many layers as a processor's own caches cannot hold."""
+    import torch
+
+    if hasattr(backend, "allocate"):  # a tree in which each layer's cache is a tensor of its own
+        layers = max(1, int(min(8, 2e8 // (num_blocks * backend.block_bytes()))))
+        return [backend.allocate(num_blocks) for _ in range(layers)]
+    from quire.ops.memory import empty
+
+    layers = max(1, int(min(8, 2e8 // (num_blocks * backend.entry_bytes()))))
+    memory = empty(num_blocks, layers * backend.entry_bytes(), dtype=torch.uint8, device=backend.shape.device)
+    return [backend.view(memory, layer) for layer in range(layers)]
 
 
 def product_cases() -> dict[str, Callable[[], Step]]:

@@ -189,7 +189,8 @@ def _result(
     lengths = [a + b for a, b in zip(counts, cached, strict=True)]
     width = max(-(-n // block) for n in lengths)
     table = 1 + torch.randperm(len(lengths) * width).view(len(lengths), width).int()
-    cache = backend.allocate(1 + table.numel())
+    memory = torch.zeros(1 + table.numel(), 3 * backend.entry_bytes(), dtype=torch.uint8, device=device)
+    cache = backend.view(memory, 1)  # the second of three layers
     if options.get("sinks"):
         options["sinks"] = torch.randn(shape.num_heads, device=device)
 

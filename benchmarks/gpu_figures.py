@@ -118,14 +118,19 @@ def attention(device: torch.device, limits: Figures, small: bool) -> Figures:
     return made | {"prefill_share": share} | prompt | {f"gqa_{name}": figure for name, figure in grouped.items()}
 
 
+def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
+    """The cache of the first of four layers."""
+    device, size = backend.shape.device, 4 * backend.entry_bytes()
+    return backend.view(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device), 0)
+
+
 def decoding(device: torch.device, batch: int, context: int, heads: int, kv_heads: int, dim: int = 128) -> float:
     """Bytes of keys and values a second, a new token for each of `batch` requests."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend = BACKENDS[0](shape)
     blocks = context // 16
     table = (1 + torch.randperm(batch * blocks)).view(batch, blocks).int().to(device)
-    cache = backend.allocate(1 + batch * blocks)
-    cache.zero_()
+    cache = _cache(backend, 1 + batch * blocks)
     starts, lengths = torch.arange(batch + 1).int().to(device), torch.full((batch,), context).int().to(device)
     plan = backend.plan(StepLayout(starts, lengths, torch.full((batch,), -1).to(device), table))
     q = torch.randn(batch, heads, dim, device=device).bfloat16()
@@ -139,7 +144,7 @@ def prompts(device: torch.device, batch: int, length: int, heads: int, kv_heads:
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend, blocks = BACKENDS[0](shape), length // 16
     table = (1 + torch.arange(batch * blocks)).view(batch, blocks).int().to(device)
-    cache = backend.allocate(1 + batch * blocks)
+    cache = _cache(backend, 1 + batch * blocks)
     slots = (torch.arange(batch * length) + 16).to(device)
     starts, lengths = (torch.arange(batch + 1) * length).int().to(device), torch.full((batch,), length).int().to(device)
     layout = StepLayout(starts, lengths, slots, table, longest_prompt=length)

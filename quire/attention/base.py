@@ -1,11 +1,14 @@
 """What an attention backend is: the owner of the cache's layout and of everything that touches it."""
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ENTRY_ALIGNMENT = 64  # bytes: a cache line, and more than any GPU's load needs
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,14 @@ class AttentionBackend(ABC):
 
     Each layer's keys and values of a step are stored before any of its queries attends, so that requests of the
     same step may share blocks.
+
+    A block is one run of bytes that holds several entries, one for each layer of a KV group. A layer's cache is a view
+    of its entry in all blocks: [blocks, *block_shape], elements of cache_dtype, with stride(0) from block to block.
     """
 
     name: str
+    cache_dtype: torch.dtype
+    block_shape: tuple[int, ...]
     capturable = False  # whether a CUDA graph of it is right for every step of its size
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -80,13 +88,15 @@ class AttentionBackend(ABC):
     def unsupported(cls, shape: AttentionShape) -> str | None:
         """Why this backend cannot serve the shape, or None if it can."""
 
-    @abstractmethod
-    def block_bytes(self) -> int:
-        """Bytes that one block takes in one layer's cache."""
+    def entry_bytes(self) -> int:
+        """Bytes of a block's entry: what one layer keeps in one block, padded so that all entries are aligned."""
+        size = math.prod(self.block_shape) * self.cache_dtype.itemsize
+        return -(-size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
-    @abstractmethod
-    def allocate(self, num_blocks: int) -> Tensor:
-        """A layer's cache of `num_blocks` blocks, in this backend's own layout."""
+    def view(self, memory: Tensor, entry_index: int) -> Tensor:
+        """A layer's cache: an entry of all blocks of `memory`, which is uint8 [blocks, bytes of a block]."""
+        start, size = entry_index * self.entry_bytes(), math.prod(self.block_shape) * self.cache_dtype.itemsize
+        return memory[:, start : start + size].view(self.cache_dtype).view(len(memory), *self.block_shape)
 
     @abstractmethod
     def plan(self, layout: StepLayout, over: Any = None) -> Any:

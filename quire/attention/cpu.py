@@ -1,7 +1,6 @@
 """Paged attention on the CPU, in C++ (ops/cpu/attention.h, where the cache's layout is drawn)."""
 
 import ctypes
-import math
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +50,10 @@ class CpuAttention(PreparingBackend):
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         is_bf16, is_latent = shape.dtype is torch.bfloat16, shape.value_dim is not None
-        self._dtype, token = shape.dtype, _padded(shape.head_dim)
+        self.cache_dtype, token = shape.dtype, _padded(shape.head_dim)
         if shape.cell is not None:
-            self._dtype, token = torch.uint8, token + SCALE_BYTES
-        self._block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
+            self.cache_dtype, token = torch.uint8, token + SCALE_BYTES
+        self.block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
             is_bf16, _CELLS[shape.cell], is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size,
             shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim),
@@ -72,15 +71,6 @@ class CpuAttention(PreparingBackend):
         if library() is None:
             return "the CPU kernels could not be compiled"
         return None
-
-    def block_bytes(self) -> int:
-        return math.prod(self._block_shape) * self._dtype.itemsize
-
-    def allocate(self, num_blocks: int) -> Tensor:
-        # Not filled: what was never stored is never read, and memory that was never touched costs nothing.
-        cache = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype)
-        kernel("quire_advise_huge_pages", "pl")(cache.data_ptr(), cache.nbytes)
-        return cache
 
     def plan(self, layout: StepLayout, over: CpuPlan | None = None) -> CpuPlan:
         starts, lengths = layout.query_start_loc.contiguous(), layout.seq_lens.contiguous()
@@ -105,17 +95,17 @@ class CpuAttention(PreparingBackend):
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: CpuPlan) -> None:
         k = _dense(k)
         v = k if v is None else _dense(v)  # a latent cache takes no notice of it
-        kernel("quire_attention_store", "pppllpllplp")(
-            self._geometry_address, cache.data_ptr(), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(),
-            v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
+        kernel("quire_attention_store", "pplpllpllplp")(
+            self._geometry_address, cache.data_ptr(), cache.stride(0), k.data_ptr(), k.stride(0), k.stride(1),
+            v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
         )  # fmt: skip
 
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, how: Preparation) -> None:
         q_weight, k_weight, cos, sin = how.q_weight, how.k_weight, how.cos, how.sin
-        kernel("quire_attention_prepare", "pppllpllpllplpppifppli")(
-            self._geometry_address, cache.data_ptr(), q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(),
-            k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots),
-            ctypes.addressof(plan.step), None if q_weight is None else q_weight.data_ptr(),
+        kernel("quire_attention_prepare", "pplpllpllpllplpppifppli")(
+            self._geometry_address, cache.data_ptr(), cache.stride(0), q.data_ptr(), q.stride(0), q.stride(1),
+            k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(),
+            len(plan.slots), ctypes.addressof(plan.step), None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
             q_weight is not None and q_weight.dtype is torch.float32, how.eps, None if cos is None else cos.data_ptr(),
             None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], how.interleaved,
@@ -136,10 +126,10 @@ class CpuAttention(PreparingBackend):
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
-        kernel("quire_attention_attend", "pppllpfifppp")(
+        kernel("quire_attention_attend", "pppllplfifppp")(
             self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
-            cache.data_ptr(), scale, window or 0, soft_cap or 0.0, None if sinks is None else sinks.data_ptr(),
-            out.data_ptr(), lse.data_ptr(),
+            cache.data_ptr(), cache.stride(0), scale, window or 0, soft_cap or 0.0,
+            None if sinks is None else sinks.data_ptr(), out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
         return out, lse
 

@@ -1,6 +1,5 @@
 """Paged attention in plain torch: a loop over requests that gathers their blocks. The definition, and the fallback."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -25,21 +24,13 @@ class ReferenceAttention(AttentionBackend):
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self._dtype, dim = shape.dtype, shape.head_dim
+        self.cache_dtype, dim = shape.dtype, shape.head_dim
         self._encode: Callable[[Tensor], Tensor] = lambda x: x
         self._decode: Callable[[Tensor], Tensor] = Tensor.float
         if shape.cell is not None:
-            self._dtype, dim = torch.uint8, dim + SCALE_BYTES
+            self.cache_dtype, dim = torch.uint8, dim + SCALE_BYTES
             self._encode, self._decode = (partial(f, cell=shape.cell) for f in (to_bytes, from_bytes))
-        self._block_shape = (2 if shape.value_dim is None else 1, shape.block_size, shape.num_kv_heads, dim)
-
-    def block_bytes(self) -> int:
-        return math.prod(self._block_shape) * self._dtype.itemsize
-
-    def allocate(self, num_blocks: int) -> Tensor:
-        cache = torch.empty(num_blocks, *self._block_shape, dtype=self._dtype, device=self.shape.device)
-        cache[0] = 0  # the null block, read where a window has passed; memory of the others is taken when they are used
-        return cache
+        self.block_shape = (2 if shape.value_dim is None else 1, shape.block_size, shape.num_kv_heads, dim)
 
     def plan(self, layout: StepLayout, over: StepLayout | None = None) -> StepLayout:
         return layout

@@ -39,9 +39,10 @@ class TritonAttention(PreparingBackend):
         super().__init__(shape)
         self._group = shape.num_heads // shape.num_kv_heads
         self._planes = 1 if shape.value_dim is not None else 2
-        self._dtype, self._plane = shape.dtype, shape.block_size * shape.head_dim  # elements of a plane
+        self.cache_dtype, self._plane = shape.dtype, shape.block_size * shape.head_dim  # elements of a plane
         if shape.cell is not None:
-            self._dtype, self._plane = torch.uint8, self._plane + shape.block_size * SCALE_BYTES
+            self.cache_dtype, self._plane = torch.uint8, self._plane + shape.block_size * SCALE_BYTES
+        self.block_shape = (shape.num_kv_heads, self._planes, self._plane)
         self._cell = _CELLS[shape.cell]
         self._main = max(16, 1 << (shape.head_dim.bit_length() - 1))
         over = shape.head_dim - self._main
@@ -61,15 +62,6 @@ class TritonAttention(PreparingBackend):
         if shape.cell is not None and (shape.block_size * shape.head_dim) % SCALE_BYTES:
             return f"the scales of blocks of {shape.block_size} x {shape.head_dim} bytes would not be aligned"
         return None
-
-    def block_bytes(self) -> int:
-        return self.shape.num_kv_heads * self._planes * self._plane * self._dtype.itemsize
-
-    def allocate(self, num_blocks: int) -> Tensor:
-        s = self.shape
-        cache = torch.empty(num_blocks, s.num_kv_heads, self._planes, self._plane, dtype=self._dtype, device=s.device)
-        cache[0].zero_()  # the null block: keys before a window are read (and weigh nothing), and 0 * NaN is NaN
-        return cache
 
     def plan(self, layout: StepLayout, over: TritonPlan | None = None) -> TritonPlan:
         if over is not None:
@@ -97,7 +89,7 @@ class TritonAttention(PreparingBackend):
         k, v = _dense(k), k if v is None else _dense(v)
         if len(slots):
             store_kernel[(len(slots), s.num_kv_heads)](
-                cache, k, v, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim,
+                cache, k, v, slots, cache.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.head_dim,
                 self._plane, self._planes == 1, s.block_size, self._cell, triton.next_power_of_2(s.head_dim),
                 num_warps=1,
             )  # fmt: skip
@@ -110,10 +102,10 @@ class TritonAttention(PreparingBackend):
         wide = how.q_weight is not None and how.q_weight.dtype is not q.dtype
         prepare_kernel[(len(slots), s.num_heads + 2 * s.num_kv_heads)](
             cache, q, k, v, slots, how.q_weight if norm else q, how.k_weight if norm else q, how.cos if rotary else q,
-            how.sin if rotary else q, q.stride(0), q.stride(1), s.num_heads, k.stride(0), k.stride(1), v.stride(0),
-            v.stride(1), s.num_kv_heads, s.head_dim, 1 if how.cos is None else how.cos.shape[1], self._plane, how.eps,
-            norm, wide, rotary, how.interleaved, s.block_size, self._cell, triton.next_power_of_2(s.head_dim),
-            num_warps=1,
+            how.sin if rotary else q, cache.stride(0), q.stride(0), q.stride(1), s.num_heads, k.stride(0), k.stride(1),
+            v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim, 1 if how.cos is None else how.cos.shape[1],
+            self._plane, how.eps, norm, wide, rotary, how.interleaved, s.block_size, self._cell,
+            triton.next_power_of_2(s.head_dim), num_warps=1,
         )  # fmt: skip
 
     def attend(
@@ -141,7 +133,7 @@ class TritonAttention(PreparingBackend):
         keys, warps, stages = self._tile(plan)
         attend_kernel[(plan.tiles, s.num_kv_heads, plan.splits)](
             out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
-            lse if sinks is None else sinks, q.stride(0), q.stride(1), layout.block_table.stride(0),
+            lse if sinks is None else sinks, cache.stride(0), q.stride(0), q.stride(1), layout.block_table.stride(0),
             len(layout.seq_lens), plan.splits, s.num_kv_heads, scale, soft_cap or 1.0, window or 0, self._plane,
             self._group, s.head_dim, self._main, self._rest, s.out_dim, self._out_block, self._planes == 1,
             s.block_size, self._cell, sinks is not None, soft_cap is not None, window is not None, plan.rows,

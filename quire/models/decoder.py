@@ -125,11 +125,11 @@ class Decoder:
         self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
         self.num_parameters = builder.num_parameters
 
-    def bind_cache(self, backend: AttentionBackend, tensors: list[Tensor]) -> None:
-        """Give each group's j-th layer cache tensor j."""
+    def bind_cache(self, backend: AttentionBackend, memory: Tensor) -> None:
+        """Give each group's j-th layer entry j of all blocks. memory: uint8 [blocks, bytes of a block]"""
         for kv_spec in self.kv_specs:
             for j, layer in enumerate(kv_spec.layers):
-                self.layers[layer].mixer.bind(backend, tensors[j])
+                self.layers[layer].mixer.bind(backend, backend.view(memory, j))
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
         """The layers and the final norm. x: what `embed` gives -> hidden states: [tokens, hidden], or of `rows` alone:

@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cells import CELLS
@@ -24,6 +23,7 @@ from quire.worker.device import choose_device
 from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward, RecordedForward
 from quire.worker.input_batch import InputBatch
+from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
 
@@ -64,20 +64,18 @@ class Worker:
         staging = Staging(self.device, batch)
         forward = _forward(config, model, self.backend, staging, group)
         self.runner = ModelRunner(model, batch, staging, forward, Sampler(model.kernels, config, at))
-        self.num_tensors = max(len(kv_spec.layers) for kv_spec in model.kv_specs)
-        block_bytes = self.backend.block_bytes() * self.num_tensors
+        block_bytes = self.backend.entry_bytes() * max(len(kv_spec.layers) for kv_spec in model.kv_specs)
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if at.type == "cuda":
-            self._allocate(1)
+            self._allocate(1, block_bytes)
             tokens = min(config.scheduler.tokens_of_a_step(gpu=True), max_num_seqs * max_model_len)
             free = memory.left_by_a_step(self.runner, budget, tokens)
         else:
             free = memory.free_on_host() // group.size
         num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, at))
-        caches = self._allocate(num_blocks)
+        self.kv_memory = self._allocate(num_blocks, block_bytes)
         if config.cache.kv_cache_pretouch:
-            for cache in caches:
-                cache.zero_()
+            self.kv_memory.blocks.zero_()
         if at.type == "cpu":
             keep_what_is_freed()  # but not the memory that loading took, which is given back by now
         if isinstance(forward, CapturedForward):
@@ -85,10 +83,10 @@ class Worker:
             torch.cuda.empty_cache()  # of what ran before it was captured
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
 
-    def _allocate(self, num_blocks: int) -> list[Tensor]:
-        caches = [self.backend.allocate(num_blocks) for _ in range(self.num_tensors)]
-        self.model.bind_cache(self.backend, caches)
-        return caches
+    def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
+        kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)
+        self.model.bind_cache(self.backend, kv_memory.blocks)
+        return kv_memory
 
 
 def _forward(

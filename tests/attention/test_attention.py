@@ -49,6 +49,17 @@ def build(
     return backend(shape)
 
 
+def allocate(backend: AttentionBackend, num_blocks: int) -> Tensor:
+    """The cache of the second of three layers; all bytes are 255: NaN in every type, except that it is -1 in int8."""
+    return backend.view(torch.full((num_blocks, 3 * backend.entry_bytes()), 255, dtype=torch.uint8), 1)
+
+
+def blocks_of(backend: AttentionBackend, cache: Tensor) -> Tensor:
+    """All bytes of the blocks in which `allocate` placed a cache: [blocks, 3, entry_bytes]"""
+    memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+    return memory.view(len(cache), 3, backend.entry_bytes())
+
+
 @dataclass
 class World:
     """Requests of (cached tokens, new tokens) with their keys in scattered blocks of a cache full of NaN."""
@@ -79,8 +90,7 @@ class World:
             for b in range(blocks):
                 common = r > 0 and b < self.shared // s.block_size
                 self.table[r, b] = self.table[0, b] if common else order.pop()
-        self.cache = self.backend.allocate(total)
-        self.cache.view(torch.uint8).fill_(255)  # NaN in every type, except that it is -1 in int8
+        self.cache = allocate(self.backend, total)
         self.store([(0, cached) for cached, _ in self.requests])  # what earlier steps have stored,
         self.store(self.requests)  # then this step
 
@@ -114,6 +124,7 @@ class World:
             torch.testing.assert_close(lse[at : at + new], wanted_lse, atol=1e-5, rtol=1e-5)
             at += new
         assert (out.dtype, lse.dtype, out.is_contiguous()) == (s.dtype, torch.float32, True)
+        assert blocks_of(self.backend, self.cache)[:, ::2].eq(255).all(), "other layers' entries are untouched"
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, soft_cap: float | None,
@@ -220,9 +231,18 @@ def test_a_latent_is_stored_once(backend, kept):
         return dim * kept.dtype.itemsize if kept.cell is None else dim + 4  # the scale
 
     attention = build(backend, 4, 1, 576, 16, kept, 512)
-    assert attention.block_bytes() == 16 * token_bytes(576) == attention.allocate(3).nbytes // 3
+    assert attention.entry_bytes() == 16 * token_bytes(576) == allocate(attention, 3)[0].nbytes
     ordinary = build(backend, 4, 2, 64, 16, kept)
-    assert ordinary.block_bytes() == 2 * 16 * 2 * token_bytes(64) == ordinary.allocate(3).nbytes // 3
+    assert ordinary.entry_bytes() == 2 * 16 * 2 * token_bytes(64) == allocate(ordinary, 3)[0].nbytes
+
+
+@kinds
+def test_entries_are_aligned_to_cache_lines(backend, kept):
+    attention = build(backend, 4, 1, 33, 16, kept, 17)
+    memory = torch.empty(5, 3 * attention.entry_bytes(), dtype=torch.uint8)
+    caches = [attention.view(memory, j) for j in range(3)]
+    assert {(block.data_ptr() - memory.data_ptr()) % 64 for cache in caches for block in cache} == {0}
+    assert caches[0][0].nbytes <= attention.entry_bytes() < caches[0][0].nbytes + 64
 
 
 @kinds
@@ -231,8 +251,7 @@ def test_a_block_is_moved_by_moving_its_bytes(backend, kept, value_dim):
     world = World(build(backend, 4, 1, 40, 16, kept, value_dim), [(37, 11)])
     q, how = world.q[0], {"scale": 0.2}
     out, lse = world.backend.attend(q, world.cache, world.backend.plan(world.layout(world.requests)), **how)
-    blocks = world.cache.view(torch.uint8).view(len(world.cache), -1)  # [blocks, bytes]
-    assert blocks.shape[1] == world.backend.block_bytes()
+    blocks = blocks_of(world.backend, world.cache)
     blocks[:] = blocks.flip(0).clone()
     world.table = len(blocks) - 1 - world.table
     moved = world.backend.attend(q, world.cache, world.backend.plan(world.layout(world.requests)), **how)
@@ -272,7 +291,7 @@ def test_a_step_without_tokens(backend):
     attention = build(backend, 4, 2, 32, 16, FLOAT32)
     empty = torch.zeros(0, dtype=torch.int32)
     plan = attention.plan(StepLayout(torch.zeros(1, dtype=torch.int32), empty, empty.long(), empty.view(0, 4)))
-    cache = attention.allocate(2)
+    cache = allocate(attention, 2)
     attention.store(cache, torch.zeros(0, 2, 32), torch.zeros(0, 2, 32), plan)
     out, lse = attention.attend(torch.zeros(0, 4, 32), cache, plan, scale=1.0)
     assert (out.shape, lse.shape) == ((0, 4, 32), (0, 4))

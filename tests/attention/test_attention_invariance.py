@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention.test_attention import allocate
 from torch import Tensor
 
 from quire.attention.base import AttentionShape, StepLayout
@@ -84,8 +85,7 @@ class Sequences:
         self.table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for r, mine in enumerate(order.split(blocks)):
             self.table[r, : len(mine)] = mine
-        self.cache = self.backend.allocate(sum(blocks))
-        self.cache.view(torch.uint8).fill_(255)  # NaN
+        self.cache = allocate(self.backend, sum(blocks))
         everything = [(r, 0, length) for r, length in enumerate(lengths)]
         k, v = (torch.cat(x) for x in (self.k, self.v))
         self.backend.store(self.cache, k, None if case.value_dim else v, self.backend.plan(self.layout(everything)))

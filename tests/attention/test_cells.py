@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.test_attention import BACKENDS, CELLS, World, build
+from attention.test_attention import BACKENDS, CELLS, World, allocate, build
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, StepLayout
@@ -68,7 +68,7 @@ def test_what_is_stored_is_what_the_definition_says(backend, kept, head_dim):
     numbers = numbers_of(kept.cell)
     halfway = (numbers[1:] + numbers[:-1])[torch.randint(len(numbers) - 1, (8, 2, head_dim), generator=g)] / 2
     k[:8], k[:8, :, 0], k[8] = halfway.to(kept.dtype), LARGEST[kept.cell], 0
-    cache = attention.allocate(3)
+    cache = allocate(attention, 3)
     attention.store(cache, k, v, attention.plan(one_request(attention, 45)))
     assert torch.equal(stored(attention, cache, 45)[0], to_bytes(k, kept.cell))
     assert torch.equal(stored(attention, cache, 45)[1], to_bytes(v, kept.cell))
@@ -82,7 +82,7 @@ def test_numbers_that_are_not_finite_do_not_get_lost(backend, kept, number, plac
     attention = build(backend, 2, 2, 33, 16, kept)
     k = torch.ones(2, 2, 33, dtype=kept.dtype)
     k[1, 0, place] = number
-    cache = attention.allocate(1)
+    cache = allocate(attention, 1)
     attention.store(cache, k, k, attention.plan(one_request(attention, 2)))
     for seen in from_bytes(stored(attention, cache, 2), kept.cell):
         assert seen.isfinite().all(-1).tolist() == [[True, True], [False, True]]
@@ -96,8 +96,7 @@ def test_numbers_that_cells_can_hold_are_seen_exactly(backend, kept, heads):
     numbers = numbers_of(kept.cell)
     attention = build(backend, heads, 1, len(numbers), 16, kept)
     k, v = numbers.to(kept.dtype)[None, None], numbers.flip(0).to(kept.dtype)[None, None]
-    plan, cache = attention.plan(one_request(attention, 1)), attention.allocate(1)
-    cache.fill_(255)
+    plan, cache = attention.plan(one_request(attention, 1)), allocate(attention, 1)
     attention.store(cache, k, v, plan)
     for some in torch.arange(len(numbers)).split(heads):
         q = torch.zeros(1, heads, len(numbers), dtype=kept.dtype)
@@ -135,4 +134,4 @@ def test_both_backends_see_the_same(kept):
 
 def test_half_the_bytes_of_bfloat16():
     whole, cells = (build(CpuAttention, 16, 8, 128, 16, kept) for kept in (CELLS[2]._replace(cell=None), CELLS[2]))
-    assert cells.block_bytes() / whole.block_bytes() == (128 + SCALE_BYTES) / 256
+    assert cells.entry_bytes() / whole.entry_bytes() == (128 + SCALE_BYTES) / 256

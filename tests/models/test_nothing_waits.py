@@ -31,16 +31,11 @@ class NoAttention(AttentionBackend):
     """Of the right shapes."""
 
     name = "none"
+    cache_dtype, block_shape = torch.uint8, (0,)
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
         return None
-
-    def block_bytes(self) -> int:
-        return 0
-
-    def allocate(self, num_blocks: int) -> Tensor:
-        return torch.empty(0, device=META)
 
     def plan(self, layout: Any, over: Any = None) -> Any:
         return layout
@@ -68,7 +63,7 @@ def test_a_forward_needs_nothing_of_the_device(tmp_path, variant):
     builder.fill(lambda slot: None)
     c = model.cache_shape
     shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim)
-    model.bind_cache(NoAttention(shape), [torch.empty(0, device=META)] * len(model.layers))
+    model.bind_cache(NoAttention(shape), torch.empty(1, 0, dtype=torch.uint8, device=META))
     forward = Forward(model, NoAttention(shape), torch.empty(4, dtype=torch.int64, device=META))
     groups = len(model.kv_specs)
 

@@ -169,6 +169,7 @@ struct Attention {
   const T* q;
   int64_t q_stride, q_head_stride;
   const uint32_t* cache;
+  int64_t block_stride;  // in words
   float scale;
   int window;          // 0: none
   float soft_cap;      // 0: none
@@ -191,7 +192,7 @@ struct Attention {
     for (int c = std::max(first_key(t) - base, 0) / LANES; base + c * LANES < end; c++) {
       const int token = base + c * LANES, offset = token % g.block_size;
       const int64_t block = step.block_table[t.request * step.table_stride + token / g.block_size];
-      const uint32_t* keys = cache + (block * g.kv_heads + head) * g.planes() * plane_words<S>(g);
+      const uint32_t* keys = cache + block * block_stride + head * g.planes() * plane_words<S>(g);
       const uint32_t* values = keys + (g.is_latent ? 0 : plane_words<S>(g));
       tile.keys[c] = keys + offset;
       if (!g.is_latent) tile.values[c] = values + offset / TOKENS<S> * g.dim;
@@ -485,15 +486,16 @@ struct Attention {
 }  // namespace
 
 extern "C" {
-// window, soft_cap: 0 for none. sinks: null for none.
+// block_stride: elements of the cache from one block to the next. window, soft_cap: 0 for none. sinks: null for none.
 void quire_attention_attend(const Geometry* g, const Step* step, const void* q, int64_t q_stride, int64_t q_head_stride,
-                            const void* cache, float scale, int32_t window, float soft_cap, const float* sinks,
-                            void* out, float* lse) {
+                            const void* cache, int64_t block_stride, float scale, int32_t window, float soft_cap,
+                            const float* sinks, void* out, float* lse) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
-    Attention<S>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, scale, window, soft_cap,
-                 sinks, (T*)out, lse, nullptr}
+    const int64_t block_words = block_stride / TOKENS<S>;
+    Attention<S>{*g, *step, (const T*)q, q_stride, q_head_stride, (const uint32_t*)cache, block_words, scale, window,
+                 soft_cap, sinks, (T*)out, lse, nullptr}
         .run_all();
   });
 }

@@ -1,7 +1,7 @@
 // What the attention kernels share: the layout of the cache, and how a step's work is cut into tasks.
 //
-// The cache of a layer is [blocks][kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16
-// with zeros. A block's keys are transposed, and keys and values are interleaved in pairs (bfloat16; "pairs" of one for
+// A block of a layer's cache is [kv_heads][2][block_size * dim] elements; dim is head_dim padded to a multiple of 16 with
+// zeros. Between it and the next block lie the other layers' parts of the block: the block stride is an argument. Keys are transposed, and keys and values are interleaved in pairs (bfloat16; "pairs" of one for
 // float32), so that everything is read as lines of 16 32-bit words, 64 bytes, each word a pair that meets one broadcast
 // word of the other operand in a dot product. No sum ever runs across a register:
 //
@@ -15,7 +15,7 @@
 // Cells of one byte (attention_cells.h) lie likewise, in words of four: keys in [dim / 4][block_size] words, values in
 // [block_size / 4][dim]; block_size scales in float32 follow the keys, and as many the values.
 //
-// A latent cache (MLA) is [blocks][kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
+// A block of a latent cache (MLA) is [kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
 // tile of them is brought into the layout of values when it is visited, once for all query heads.
 #pragma once
 

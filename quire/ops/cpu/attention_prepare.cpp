@@ -79,9 +79,9 @@ struct Preparation {
 };
 
 template <class S, class T = typename S::T>
-void store_tokens(const Geometry& g, uint32_t* cache, const T* k, int64_t k_stride, int64_t k_head_stride, const T* v,
-                  int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens, int threads,
-                  const Preparation<T>* preparation = nullptr) {
+void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, const T* k, int64_t k_stride,
+                  int64_t k_head_stride, const T* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots,
+                  int64_t tokens, int threads, const Preparation<T>* preparation = nullptr) {
   using Element = typename S::Element;
   constexpr int N = TOKENS<S>;  // elements in a word
   // Heads outside, tokens in runs: what a thread stores at a time then falls into the same cache lines.
@@ -98,7 +98,7 @@ void store_tokens(const Geometry& g, uint32_t* cache, const T* k, int64_t k_stri
     for (int64_t t = first; t < std::min(first + STORE_TOKENS, tokens); t++) {
       if (slots[t] < 0) continue;
       const int64_t offset = slots[t] % block_size;
-      uint32_t* keys = cache + (slots[t] / block_size * g.kv_heads + head) * g.planes() * plane;
+      uint32_t* keys = cache + slots[t] / block_size * (block_stride / N) + head * g.planes() * plane;
       if constexpr (!S::SCALED)
         if (offset % LANES == 0 && block_size % LANES == 0 && t + LANES <= std::min(first + STORE_TOKENS, tokens) &&
             follow(slots + t)) {
@@ -164,31 +164,32 @@ void quire_attention_plan(const Geometry* g, const int32_t* query_start, const i
   std::stable_sort(tasks, tasks + step->num_tasks, [](const Task& a, const Task& b) { return a.cost > b.cost; });
 }
 
-void quire_attention_store(const Geometry* g, void* cache, const void* k, int64_t k_stride, int64_t k_head_stride,
-                           const void* v, int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
-                           const Step* step) {
+// block_stride: elements of the cache from one block to the next.
+void quire_attention_store(const Geometry* g, void* cache, int64_t block_stride, const void* k, int64_t k_stride,
+                           int64_t k_head_stride, const void* v, int64_t v_stride, int64_t v_head_stride,
+                           const int64_t* slots, int64_t tokens, const Step* step) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
-    store_tokens<S>(*g, (uint32_t*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride,
-                    slots, tokens, step->threads);
+    store_tokens<S>(*g, (uint32_t*)cache, block_stride, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride,
+                    v_head_stride, slots, tokens, step->threads);
   });
 }
 
 // The same, after queries and keys were normed and rotated in place (see Preparation).
-void quire_attention_prepare(const Geometry* g, void* cache, void* q, int64_t q_stride, int64_t q_head_stride, void* k,
-                             int64_t k_stride, int64_t k_head_stride, const void* v, int64_t v_stride,
-                             int64_t v_head_stride, const int64_t* slots, int64_t tokens, const Step* step,
-                             const void* q_weight, const void* k_weight, int wide_weight, float eps, const float* cos,
-                             const float* sin, int64_t half, int interleaved) {
+void quire_attention_prepare(const Geometry* g, void* cache, int64_t block_stride, void* q, int64_t q_stride,
+                             int64_t q_head_stride, void* k, int64_t k_stride, int64_t k_head_stride, const void* v,
+                             int64_t v_stride, int64_t v_head_stride, const int64_t* slots, int64_t tokens,
+                             const Step* step, const void* q_weight, const void* k_weight, int wide_weight, float eps,
+                             const float* cos, const float* sin, int64_t half, int interleaved) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
     const Preparation<T> preparation{(T*)q,    (T*)k,    q_stride,         q_head_stride, k_stride, k_head_stride,
                                      q_weight, k_weight, wide_weight != 0, eps,           cos,      sin,
                                      half,     interleaved != 0};
-    store_tokens<S>(*g, (uint32_t*)cache, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride, v_head_stride,
-                    slots, tokens, step->threads, &preparation);
+    store_tokens<S>(*g, (uint32_t*)cache, block_stride, (const T*)k, k_stride, k_head_stride, (const T*)v, v_stride,
+                    v_head_stride, slots, tokens, step->threads, &preparation);
   });
 }
 

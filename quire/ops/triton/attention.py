@@ -2,7 +2,8 @@
 
 A layer's cache is [blocks, kv_heads, 2 (keys, values), block_size, head_dim], or [blocks, 1, 1, block_size, head_dim]
 where it is latent and values are the first elements of keys. A cache of cells has bytes, and a scale for each token
-behind those of a plane, as [blocks, kv_heads, planes, block_size * head_dim + 4 * block_size].
+behind those of a plane, as [blocks, kv_heads, planes, block_size * head_dim + 4 * block_size]. Between two blocks lie
+the other layers' parts of the first one: block_stride is the number of elements from one block to the next.
 
 A program attends for a tile of rows: the query heads of one KV head, of a few neighbouring tokens of one request (GQA
 packed into the tile, as in FlashInfer, arXiv:2501.01005), with an online softmax (arXiv:2205.14135) over the request's
@@ -49,7 +50,7 @@ def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.c
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_kernel(
-    cache, k, v, slots, k_stride, k_head_stride, v_stride, v_head_stride, kv_heads, dim, plane_size,
+    cache, k, v, slots, block_stride, k_stride, k_head_stride, v_stride, v_head_stride, dim, plane_size,
     LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for each token and KV head."""
@@ -60,7 +61,7 @@ def store_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < dim
     planes: tl.constexpr = 1 if LATENT else 2
-    plane = cache + (slot // BLOCK_SIZE * kv_heads + head) * planes * plane_size
+    plane = cache + slot // BLOCK_SIZE * block_stride + head * planes * plane_size
     offset = slot % BLOCK_SIZE
     key = tl.load(k + token * k_stride + head * k_head_stride + at, mask=inside, other=0.0)
     _put(key, plane, offset, dim, inside, at, BLOCK_SIZE, CELL)
@@ -80,8 +81,8 @@ def _times(x, scale, weight, WIDE_WEIGHT: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def prepare_kernel(
-    cache, q, k, v, slots, q_weight, k_weight, cos, sin, q_stride, q_head_stride, heads, k_stride, k_head_stride,
-    v_stride, v_head_stride, kv_heads, dim, half, plane_size, eps,
+    cache, q, k, v, slots, q_weight, k_weight, cos, sin, block_stride, q_stride, q_head_stride, heads, k_stride,
+    k_head_stride, v_stride, v_head_stride, kv_heads, dim, half, plane_size, eps,
     NORM: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +127,7 @@ def prepare_kernel(
         if slot >= 0:
             kv_head = (head - heads) % kv_heads
             which = (head - heads) // kv_heads
-            plane = cache + ((slot // BLOCK_SIZE * kv_heads + kv_head) * 2 + which) * plane_size
+            plane = cache + slot // BLOCK_SIZE * block_stride + (kv_head * 2 + which) * plane_size
             _put(values, plane, slot % BLOCK_SIZE, dim, inside, at, BLOCK_SIZE, CELL)
 
 
@@ -157,8 +158,8 @@ def _lines(at, columns, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: 
 
 @triton.jit(do_not_specialize=["requests", "splits"], do_not_specialize_on_alignment=["block_table"])
 def attend_kernel(
-    out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, q_stride, q_head_stride,
-    table_stride, requests, splits, kv_heads, scale, soft_cap, window, plane_size,
+    out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, block_stride, q_stride,
+    q_head_stride, table_stride, requests, splits, kv_heads, scale, soft_cap, window, plane_size,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, OUT_DIM: tl.constexpr,
     OUT_BLOCK: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, SINKS: tl.constexpr,
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
@@ -218,7 +219,7 @@ def attend_kernel(
             block = tl.load(
                 block_table + request.to(tl.int64) * table_stride + keys // BLOCK_SIZE, mask=exists, other=0
             )
-            plane = cache + (block.to(tl.int64) * kv_heads + kv_head) * planes * plane_size
+            plane = cache + block.to(tl.int64) * block_stride + kv_head * planes * plane_size
             at = plane + keys % BLOCK_SIZE * DIM
             k = _lines(at, main, exists, DIM, MAIN, masked, True)
             if CELL:
