@@ -15,7 +15,7 @@ from time import perf_counter
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
@@ -24,8 +24,8 @@ from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 BLOCK_SIZE = 16
 EOS = 0
 LIMIT_US = 6.0  # for schedule and update together, a request and step
-FULL = [KVCacheSpec((0,))]
-MIXED = [KVCacheSpec((0,)), KVCacheSpec((1,), window=512)]
+FULL = [attention_spec([0])]
+MIXED = [attention_spec([0]), attention_spec([1], window=512)]
 
 
 class Sampler:

@@ -43,15 +43,17 @@ class FreeList:
         self.length += 1
 
     def remove(self, block: Block) -> None:
-        assert block.prev is not None
-        assert block.next is not None
-        block.prev.next, block.next.prev = block.next, block.prev
+        before, after = block.prev, block.next
+        assert before is not None
+        assert after is not None
+        before.next, after.prev = after, before
         block.prev = block.next = None
         self.length -= 1
 
     def popleft(self) -> Block:
+        assert self.length, "the free list is empty"
         first = self._head.next
-        assert first is not None and self.length, "the free list is empty"  # noqa: PT018
+        assert first is not None
         self.remove(first)
         return first
 
@@ -96,7 +98,8 @@ class BlockPool:
     def take(self) -> Block:
         """A block that is not cached, or the least recently freed one, evicted. The caller has checked num_free."""
         block = self.free_list.popleft()
-        self.forget(block)
+        if block.block_hash is not None:
+            self.forget(block)
         block.ref_cnt = 1
         return block
 

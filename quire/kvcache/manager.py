@@ -1,5 +1,6 @@
 """Which blocks a request holds: prefix matching, allocation, and hashing of full blocks."""
 
+from functools import partial
 from typing import Protocol
 
 from quire.kvcache.block_pool import Block, BlockPool
@@ -15,6 +16,7 @@ class Holder(Protocol):
     token_ids: list[int]
     num_computed_tokens: int
     num_retired_tokens: int
+    num_tokens_at_last_free: int
     extra_keys: bytes
     block_tables: list[list[Block]]
     capacity: int
@@ -39,7 +41,12 @@ class KVCacheManager:
         self.block_size = block_size
         self.chunk = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self._windowed = any(spec.window is not None for spec in specs)
+        self._new_blocks = [spec.new_blocks for spec in specs]  # bound once, since they are called often
+        self._full_blocks = [spec.full_blocks for spec in specs]
+        # The groups in which a long request gives blocks back while it runs.
+        self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
+        self._filled: list[tuple[Block, int, bytes]] = []  # (block, group, hash): see begin_step
+        self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
 
     def max_blocks(self, num_tokens: int) -> int:
         """Blocks that a request of that length holds at most."""
@@ -67,58 +74,68 @@ class KVCacheManager:
                 if block is not self.pool.null_block:
                     self.pool.share(block)
         request.block_tables = tables
-        request.capacity = num_blocks * self.block_size
+        request.capacity = request.num_tokens_at_last_free = num_blocks * self.block_size
         request.num_hashed_blocks = num_blocks
         request.next_hash_at = (num_blocks + 1) * self.block_size
         return request.capacity
 
     def _match(self, request: Holder) -> tuple[int, list[list[Block]]]:
-        """The longest prefix, in blocks, of which every group still has what the next query sees; and those blocks."""
-        pool, specs = self.pool, self.specs
-        hashes = request.block_hashes[: (len(request.token_ids) - 1) // self.block_size]
-        tables: list[list[Block]] = [[] for _ in specs]
+        """The longest prefix, in blocks, of which every group still has what the next query reads; and those blocks."""
+        null, size = self.pool.null_block, self.block_size
+        hashes = request.block_hashes[: (len(request.token_ids) - 1) // size]
         length = len(hashes)
-        for group, spec in enumerate(specs):
-            if spec.window is None:
-                tables[group] = pool.lookup_all(group, hashes[:length])
-                length = len(tables[group])
-        windowed = [(group, spec) for group, spec in enumerate(specs) if spec.window is not None]
-        # Of a window, the last blocks are enough; where one is missing, no prefix that goes past it will do.
-        while True:
-            for group, spec in windowed:
-                first = spec.first_needed_token(length * self.block_size) // self.block_size
-                found = pool.lookup_all(group, reversed(hashes[first:length]))
-                if len(found) < length - first:
-                    length -= len(found) + 1
-                    break
-                tables[group] = [pool.null_block] * first + found[::-1]
-            else:
-                return length, [table[:length] for table in tables]
+        starts = [length + 1 for _ in self.specs]  # the first block of the group's prefix; beyond all: none found yet
+        prefixes: list[list[Block]] = [[] for _ in self.specs]
+        settled = False
+        while not settled:
+            settled = True
+            for group, spec in enumerate(self.specs):
+                if spec.first_needed_token(length * size) // size >= starts[group]:
+                    continue  # what was found for a longer prefix has all that this one needs
+                lookup = partial(self.pool.lookup_all, group)
+                starts[group], prefixes[group] = spec.cached_prefix(hashes[:length], size, lookup)
+                if starts[group] + len(prefixes[group]) < length:
+                    length = starts[group] + len(prefixes[group])
+                    settled = False
+        tables = []
+        for spec, start, blocks in zip(self.specs, starts, prefixes, strict=True):
+            first = spec.first_needed_token(length * size) // size
+            tables.append([null] * first + blocks[first - start : length - start])
+        return length, tables
 
     # ---- a request grows
 
     def allocate(self, request: Holder, num_tokens: int, edits: BlockTableEdits) -> bool:
         """Slots for the request's first `num_tokens` tokens; block-table changes are appended to `edits`.
 
-        False, and nothing changed but blocks that fell out of a window freed, if the pool has too few blocks.
+        False if the pool has too few blocks; then nothing has changed, except that unneeded blocks have been freed.
         """
         if num_tokens <= request.capacity:
             return True
-        if self._windowed:
-            self._free_outside_windows(request)
-        count = -(-num_tokens // self.block_size)
-        have = request.capacity // self.block_size
-        if (count - have) * len(self.specs) > self.pool.num_free:
+        if self._freeing_groups:
+            self._free_unneeded(request)
+        pool, size, tables = self.pool, self.block_size, request.block_tables
+        capacity = -(-num_tokens // size) * size
+        ranges = []
+        num_new = 0
+        for new_blocks, table in zip(self._new_blocks, tables, strict=True):
+            indices = new_blocks(len(table), capacity, size)
+            ranges.append(indices)
+            num_new += len(indices)
+        if num_new > pool.free_list.length:
             return False
-        for group, table in enumerate(request.block_tables):
-            for index in range(have, count):
-                block = self.pool.take()
+        for group, indices in enumerate(ranges):
+            table = tables[group]
+            if indices.start > len(table):
+                table.extend([pool.null_block] * (indices.start - len(table)))
+            for index in indices:
+                block = pool.take()
                 table.append(block)
                 edits.groups.append(group)
                 edits.rows.append(request.row)
                 edits.indices.append(index)
                 edits.block_ids.append(block.block_id)
-        request.capacity = count * self.block_size
+        request.capacity = capacity
         return True
 
     def write_tables(self, request: Holder, edits: BlockTableEdits) -> None:
@@ -129,18 +146,18 @@ class KVCacheManager:
             edits.indices.extend(range(len(table)))
             edits.block_ids.extend([block.block_id for block in table])
 
-    def _free_outside_windows(self, request: Holder) -> None:
-        """Replace blocks that no present or later query sees by the null block. Tables of workers need no edit."""
-        null = self.pool.null_block
-        for spec, table in zip(self.specs, request.block_tables, strict=True):
-            last = spec.first_needed_token(request.num_retired_tokens) // self.block_size
-            index = min(last, len(table)) - 1
-            freed = []
-            while index >= 0 and table[index] is not null:
-                freed.append(table[index])
-                table[index] = null
-                index -= 1
-            self.pool.release(freed)
+    def _free_unneeded(self, request: Holder) -> None:
+        """Replace blocks that no present or later query reads by the null block. Tables of workers need no edit."""
+        null, size, retired = self.pool.null_block, self.block_size, request.num_retired_tokens
+        for group in self._freeing_groups:
+            spec, table = self.specs[group], request.block_tables[group]
+            first = spec.first_needed_token(request.num_tokens_at_last_free) // size
+            last = spec.first_needed_token(retired) // size
+            if first < last:
+                unneeded = table[first:last]
+                table[first:last] = [null] * len(unneeded)
+                self.pool.release(reversed(unneeded))
+        request.num_tokens_at_last_free = retired
 
     # ---- hashes
 
@@ -152,16 +169,33 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
-        num_full = min(request.num_computed_tokens // self.block_size, len(request.block_hashes))
+        null, size, hashes, first = (
+            self.pool.null_block,
+            self.block_size,
+            request.block_hashes,
+            request.num_hashed_blocks,
+        )
+        num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         for group, table in enumerate(request.block_tables):
-            for index in range(request.num_hashed_blocks, num_full):
-                if table[index] is not self.pool.null_block:
-                    self.pool.remember(table[index], group, request.block_hashes[index])
+            for index in self._full_blocks[group](first, num_tokens, size):
+                if table[index] is not null:
+                    self._remember[group](table[index], group, hashes[index])
+        num_full = num_tokens // size
         request.num_hashed_blocks = num_full
         request.next_hash_at = (num_full + 1) * self.block_size
 
+    def _remember_later(self, block: Block, group: int, block_hash: bytes) -> None:
+        self._filled.append((block, group, block_hash))
+
+    def begin_step(self) -> None:
+        """Make findable the blocks that only the steps after the one that fills them may share."""
+        for block, group, block_hash in self._filled:
+            self.pool.remember(block, group, block_hash)
+        self._filled.clear()
+
     def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
         """Forget the hashes of blocks that are full only since `num_computed_tokens`: their step never ran."""
+        self._filled.clear()  # it names blocks of the newest step alone, which is withdrawn before all others
         for table in request.block_tables:
             for block in table[num_computed_tokens // self.block_size : request.num_hashed_blocks]:
                 if block is not self.pool.null_block:
@@ -177,4 +211,5 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all hashes; running requests keep their blocks."""
+        self._filled.clear()
         self.pool.forget_all()

@@ -1,64 +1,177 @@
-"""What a layer keeps for a token, and for how long: layers of one kind form a KV group with its own block table.
+"""What the layers keep in the KV cache, and for how long. Entries that keep the same tokens form a KV group.
 
-Block ids come from one pool and belong to one group at a time. Group g's j-th layer keeps block b in cache tensor j,
-so groups share memory, and a model needs as many cache tensors as its largest group has layers.
+An entry is what one layer keeps in one role. Each group has a block table of its own for every request. All groups
+draw blocks of the same size from one pool, and entry j of a group lies at place j of its blocks, so a block is as
+large as the group with the most entries.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, TypeVar
+
+import msgspec
+
+from quire.kvcache.block_pool import Block
+
+if TYPE_CHECKING:
+    from numpy import integer
+    from numpy.typing import NDArray
+
+    Ints = NDArray[integer]
+
+Spec = TypeVar("Spec", bound="KVCacheSpec")
+Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashes, up to the first that is missing
 
 
-@dataclass(frozen=True)
-class KVCacheSpec:
-    """The layers that keep the same tokens. window: tokens that a query sees, itself included; None is all."""
+class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What one layer keeps in one role: "kv" is the keys and values, or the latents, of attention."""
 
-    layers: tuple[int, ...]
-    window: int | None = None
+    layer: int
+    role: str = "kv"
+
+
+class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
+    """The arithmetic of a KV group. Subclasses say which tokens are needed; the rest may stay as it is here.
+
+    Index i of a block table stands for the tokens from i * block_size on. The manager knows a group only through these
+    methods, which are pure arithmetic: a spec has no state of its own.
+    """
+
+    entries: tuple[CacheEntry, ...]
+
+    # Whether requests of one step may share a block that the step fills. It is so if every layer stores all of a
+    # step's entries before it reads any of them.
+    sharable_at_once: ClassVar[bool] = True
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the entries for keys and values."""
+        return tuple(entry.layer for entry in self.entries if entry.role == "kv")
+
+    def page_bytes(self, entry_bytes: int) -> int:
+        """Bytes that a block of this group fills, if each entry takes `entry_bytes` of it."""
+        return len(self.entries) * entry_bytes
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
-        """The first token that a query at position `num_computed_tokens` still sees."""
-        return 0 if self.window is None else max(0, num_computed_tokens - self.window + 1)
+        """The first token whose entry is read by a query at position `num_computed_tokens`, or by later ones."""
+        raise NotImplementedError
+
+    def tokens_kept(self, num_tokens: int) -> int:
+        """Tokens whose entries must be in memory while the last of `num_tokens` is computed."""
+        return num_tokens - self.first_needed_token(num_tokens - 1)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Blocks that a request of `num_tokens` holds at most at once when a step computes at most `chunk` tokens."""
-        whole = -(-num_tokens // block_size)
-        if self.window is None:
-            return whole
-        return min(whole, -(-(self.window - 1 + chunk) // block_size) + 1)
+        """Blocks that a request of `num_tokens` holds at most at once, if `chunk` tokens may be in flight."""
+        raise NotImplementedError
+
+    def new_blocks(self, table_length: int, num_tokens: int, block_size: int) -> range:
+        """The indices that a table of `table_length` must gain a block at, before `num_tokens` tokens are computed.
+
+        Indices that are passed over get the null block.
+        """
+        return range(table_length, -(-num_tokens // block_size))
+
+    def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
+        """The indices, from `first` on, of blocks that keep what their hash stands for, once a step has ended with
+        `num_tokens` computed."""
+        return range(first, num_tokens // block_size)
+
+    def cached_prefix(self, hashes: Sequence[bytes], block_size: int, lookup: Lookup) -> tuple[int, list[Block]]:
+        """The longest prefix of the blocks with these hashes that a request can start behind.
+
+        Returns the index of the first block that is needed, and the blocks from there to the end of the prefix. Here,
+        blocks are looked up from the end: where one is missing, no prefix that goes past it will do.
+        """
+        length = len(hashes)
+        while True:
+            first = self.first_needed_token(length * block_size) // block_size
+            found = lookup(reversed(hashes[first:length]))
+            if len(found) == length - first:
+                return first, found[::-1]
+            length -= len(found) + 1
+
+    def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
+        """Where the entries of a step's tokens are kept: block id * block_size + offset.
+
+        tables: [..., rows, indices] of blocks, as the worker has them. rows, positions: [tokens]. -> [..., tokens]
+        """
+        indices, offsets = divmod(positions, block_size)
+        return tables[..., rows, indices].astype(positions.dtype) * block_size + offsets
 
 
-@dataclass(frozen=True)
-class KVCacheSize:
-    """The cache as the workers made it, the same on every rank. block_bytes: of one block in all layers of a rank."""
+class FullAttentionSpec(KVCacheSpec, frozen=True, tag=True):
+    """Every query reads all tokens before it."""
+
+    def first_needed_token(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        return -(-num_tokens // block_size)
+
+    def cached_prefix(self, hashes: Sequence[bytes], block_size: int, lookup: Lookup) -> tuple[int, list[Block]]:
+        """Blocks are looked up from the beginning, so a prompt that is not cached costs one lookup."""
+        return 0, lookup(hashes)
+
+
+class LatentSpec(FullAttentionSpec, frozen=True, tag=True):
+    """Full attention whose entries are one latent a token (MLA), instead of keys and values for each head."""
+
+
+class SlidingWindowSpec(KVCacheSpec, frozen=True, tag=True):
+    """A query reads the last `window` tokens, itself included."""
+
+    window: int
+
+    def first_needed_token(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.window + 1)
+
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        return min(-(-num_tokens // block_size), -(-(self.window - 1 + chunk) // block_size) + 1)
+
+
+AttentionKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec
+
+
+def attention_spec(layers: Iterable[int], window: int | None = None) -> AttentionKVSpec:
+    """What attention layers keep whose queries read `window` tokens, themselves included, or all."""
+    entries = tuple(map(CacheEntry, layers))
+    return FullAttentionSpec(entries) if window is None else SlidingWindowSpec(entries, window)
+
+
+class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
+    """The cache as the workers made it, the same on every rank. block_bytes: of one block on one rank."""
 
     num_blocks: int
     block_bytes: int
-    specs: tuple[KVCacheSpec, ...]
+    specs: tuple[AttentionKVSpec, ...]
 
 
-def group_layers(windows: list[int | None], max_model_len: int) -> list[KVCacheSpec]:
-    """Group the layers (windows[i] is layer i's), full attention first, so that a long request wastes little memory.
+def group_entries(kept: Iterable[Spec], max_model_len: int) -> list[Spec]:
+    """Group entries that keep the same tokens so that a long request wastes little memory.
 
-    A block takes the memory of as many layers as the largest group has. Ten layers with full attention beside 52 with
-    a window must not be two groups, or each block of the ten takes the memory of 52: the 52 are cut into six groups.
-    Of the sizes that waste at most 5 % of what a request of max_model_len keeps, the largest is taken, since each
-    group costs the scheduler and every step a little time.
+    kept: what each layer keeps, a spec for each kind of entry. The groups that keep most tokens come first.
+
+    A block is as large as the group with the most entries. Ten layers with full attention beside 52 with a window must
+    not be two groups, or each block of the ten takes the memory of 52: the 52 are cut into six groups. Of the sizes
+    that waste at most 5 % of what a request of max_model_len keeps, the largest is taken, since each group costs the
+    scheduler and every step a little time.
     """
-    kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+    kinds: dict[Spec, list[CacheEntry]] = {}
+    for spec in kept:
+        kinds.setdefault(msgspec.structs.replace(spec, entries=()), []).extend(spec.entries)
 
     def memory(size: int) -> int:
-        """Tokens x layers whose memory a request of max_model_len takes if groups have `size` layers."""
-        groups = {window: -(-len(layers) // size) for window, layers in kinds.items()}
-        return sum(count * size * min(window or max_model_len, max_model_len) for window, count in groups.items())
+        """Tokens x entries whose memory a request of max_model_len takes if groups have `size` entries."""
+        return sum(-(-len(found) // size) * size * kind.tokens_kept(max_model_len) for kind, found in kinds.items())
 
-    sizes = range(1, max(map(len, kinds.values())) + 1)
     least = memory(1)
-    size = max(size for size in sizes if memory(size) <= 1.05 * least)
-    specs = []
-    for window in sorted(kinds, key=lambda w: (w is not None, w or 0)):
-        layers, count = kinds[window], -(-len(kinds[window]) // size)
-        ends = [len(layers) * i // count for i in range(count + 1)]
-        specs += [KVCacheSpec(tuple(layers[a:b]), window) for a, b in pairwise(ends)]
-    return specs
+    size = max(size for size in range(1, max(map(len, kinds.values())) + 1) if memory(size) <= 1.05 * least)
+    groups = []
+    for kind in sorted(kinds, key=lambda kind: -kind.tokens_kept(max_model_len)):
+        found = kinds[kind]
+        count = -(-len(found) // size)
+        ends = [len(found) * i // count for i in range(count + 1)]
+        groups += [msgspec.structs.replace(kind, entries=tuple(found[a:b])) for a, b in pairwise(ends)]
+    return groups

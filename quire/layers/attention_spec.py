@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
+from quire.kvcache.specs import AttentionKVSpec, CacheEntry, LatentSpec, attention_spec
 from quire.layers.specs import NormSpec, OutputPart
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class AttentionSpec:
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
         return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim + (2 if self.alibi else 0))
+
+    def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
+        return attention_spec([layer], window)
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,9 @@ class LatentAttentionSpec:
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         return CacheShape(len(self.heads(group)), 1, self.kv_rank + self.rope_dim, self.kv_rank)
+
+    def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
+        return LatentSpec((CacheEntry(layer),))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import KVCacheSpec, group_layers
+from quire.kvcache.specs import AttentionKVSpec, group_entries
 from quire.layers.attention import Attention
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
@@ -93,7 +93,8 @@ class Decoder:
         self.spec, self.kernels = spec, builder.kernels
         (self.cache_shape,) = {mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers}
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
-        self.kv_specs: list[KVCacheSpec] = group_layers(windows, max_model_len)
+        kept = [mixer.kv_spec(i, window) for i, (mixer, window) in enumerate(zip(spec.mixers, windows, strict=True))]
+        self.kv_specs: list[AttentionKVSpec] = group_entries(kept, max_model_len)
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary = [RotaryEmbedding(r, max_model_len, builder.device) for r in variants]

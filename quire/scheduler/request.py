@@ -28,8 +28,8 @@ class Request:
 
     __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
         num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_in_flight_steps
-        num_preemptions num_prompt_tokens num_retired_tokens repetition request_id row source status
-        stop_token_ids token_ids""".split()
+        num_preemptions num_prompt_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source
+        status stop_token_ids token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
         self.source = source
@@ -55,6 +55,7 @@ class Request:
         self.extra_keys = extra_keys
         self.block_tables: list[list[Block]] = []  # one a KV group
         self.capacity = 0  # tokens that the block tables have slots for
+        self.num_tokens_at_last_free = 0  # retired tokens when blocks that nobody needs were given back last
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
         self.next_hash_at = 0  # when this many tokens are computed, another block is full

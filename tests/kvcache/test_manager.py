@@ -8,16 +8,16 @@ import pytest
 
 from quire.kvcache.hashing import encode_extra_keys
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits
 from quire.scheduler.request import Request
 
 BLOCK_SIZE = 4
-FULL = [KVCacheSpec((0,))]
-WINDOW = [KVCacheSpec((0,), window=6)]
-MIXED = [KVCacheSpec((0,)), KVCacheSpec((1,), window=6)]
+FULL = [attention_spec([0])]
+WINDOW = [attention_spec([0], window=6)]
+MIXED = [attention_spec([0]), attention_spec([1], window=6)]
 
 
 def make_manager(specs: list[KVCacheSpec] = FULL, num_blocks: int = 64, chunk: int = 64) -> KVCacheManager:
@@ -226,7 +226,7 @@ def longest_prefix(kv: KVCacheManager, hashes: list[bytes], limit: int) -> tuple
 def test_the_longest_prefix_is_found_whatever_was_evicted(windows: list[int | None]) -> None:
     dice = random.Random(str(windows))
     for _ in range(150):
-        kv = make_manager([KVCacheSpec((g,), window) for g, window in enumerate(windows)], num_blocks=200)
+        kv = make_manager([attention_spec([g], window) for g, window in enumerate(windows)], num_blocks=200)
         tokens = [dice.randrange(100) for _ in range(dice.randint(1, 50))]
         first, _ = enter(kv, tokens)
         evicted = dice.choice([0.05, 0.1, 0.4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.messages.step import ModelRunnerOutput
@@ -36,7 +36,7 @@ def test_a_repetition_is_found_at_the_token_that_completes_it(tokens, smallest, 
 def run(tokens: list[int], known: tuple[int, ...] = (), **fields) -> tuple[list[int], FinishReason | None, object]:
     """What becomes of a request for which the model draws these tokens."""
     limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64)
-    scheduler = Scheduler(limits, num_blocks=32, kv_specs=[KVCacheSpec((0,), None)], block_size=4)
+    scheduler = Scheduler(limits, num_blocks=32, kv_specs=[attention_spec([0])], block_size=4)
     detection = {"max_pattern_size": 3, "min_count": 3}
     params = SamplingParams(max_tokens=20, repetition_detection=detection, **fields)
     request = EngineCoreRequest("a", [1, 2, 1, 2, 1], params, 0, 20, output_token_ids=list(known))

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import pytest
 
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs, ModelRunnerOutput, SchedulerOutput
@@ -31,7 +31,7 @@ def make_scheduler(
     threshold: int = 0,
 ) -> Scheduler:
     limits = SchedulerLimits(max_num_seqs, budget, max_model_len, policy, depth, threshold)
-    return Scheduler(limits, num_blocks, [KVCacheSpec((0,), window)], block_size, caching)
+    return Scheduler(limits, num_blocks, [attention_spec([0], window)], block_size, caching)
 
 
 def make_request(

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from quire.kvcache.hashing import ROOT
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
@@ -222,7 +222,7 @@ class House:
 
     def __init__(self, setting: Setting) -> None:
         windows = KV_GROUPS[setting.groups]
-        specs = [KVCacheSpec((group,), window) for group, window in enumerate(windows)]
+        specs = [attention_spec([group], window) for group, window in enumerate(windows)]
         budget = max(setting.budget, setting.max_num_seqs)
         limits = SchedulerLimits(
             setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, setting.threshold
