@@ -1,6 +1,7 @@
 """The pool of KV blocks: reference counts, the free list, and the map from hashes to blocks."""
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 NULL_BLOCK_ID = 0  # stands in a table where nothing is kept (outside a window); padding may write to it
 
@@ -65,6 +66,18 @@ class FreeList:
             block = block.next
 
 
+class BlockListener(Protocol):
+    """Somebody who keeps track of the blocks that can be found by their hash.
+
+    A block is stored when the step that fills it is scheduled: its content is there once that step has run. If the
+    step is withdrawn, the block is removed again. A block is removed before it is handed out for other content.
+    """
+
+    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None: ...
+
+    def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None: ...
+
+
 class BlockPool:
     """`num_blocks` blocks, of which block 0 is the null block and is never handed out."""
 
@@ -74,6 +87,7 @@ class BlockPool:
         self.free_list = FreeList()
         for block in self.blocks[1:]:
             self.free_list.append(block)
+        self.listeners: list[BlockListener] = []
         self._cached: dict[tuple[int, bytes], Block] = {}
 
     @property
@@ -126,13 +140,17 @@ class BlockPool:
         key = (group, block_hash)
         if block.block_hash is None and self._cached.setdefault(key, block) is block:
             block.block_hash = key
+            for listener in self.listeners:
+                listener.on_stored(group, block_hash, block.block_id)
 
     def forget(self, block: Block) -> None:
+        """Nobody finds the block by its hash any more. Its users keep it."""
         if block.block_hash is not None:
             del self._cached[block.block_hash]
+            for listener in self.listeners:
+                listener.on_removed(*block.block_hash, block.block_id)
             block.block_hash = None
 
     def forget_all(self) -> None:
-        for block in self._cached.values():
-            block.block_hash = None
-        self._cached.clear()
+        for block in list(self._cached.values()):
+            self.forget(block)

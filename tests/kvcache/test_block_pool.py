@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.kvcache.block_pool import NULL_BLOCK_ID, BlockPool
 
@@ -149,3 +151,75 @@ def test_forgetting_all_leaves_the_users_their_blocks() -> None:
     assert used.ref_cnt == 1
     assert free_ids(pool) == [2]
     assert used.block_hash is free.block_hash is None
+
+
+class Ledger:
+    """A listener that believes what it is told, and refuses contradictions."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, bytes], int] = {}
+        self.events: list[str] = []
+
+    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None:
+        assert (group, block_hash) not in self.blocks, "stored twice"
+        assert block_id not in self.blocks.values(), "a block has two hashes"
+        self.blocks[group, block_hash] = block_id
+        self.events.append("stored")
+
+    def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
+        assert self.blocks.pop((group, block_hash)) == block_id, "another block was removed"
+        self.events.append("removed")
+
+
+MOVES = st.lists(st.tuples(st.sampled_from(["take", "share", "release", "remember", "forget", "forget all"]),
+                           st.integers(0, 7), st.integers(0, 1), st.integers(0, 4)), max_size=60)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(MOVES)
+def test_listeners_know_at_any_time_which_block_has_which_hash(moves: list[tuple[str, int, int, int]]) -> None:
+    """Against a model: who holds which block how often, and the first owner of each hash."""
+    pool, ledgers = BlockPool(5), [Ledger(), Ledger()]
+    pool.listeners += ledgers
+    uses: dict[int, int] = {}
+    owners: dict[tuple[int, bytes], int] = {}
+    for move, number, group, content in moves:
+        block = pool.blocks[1 + number % 4]
+        block_id, key = block.block_id, (group, hash_of(content))
+        if move == "take" and pool.num_free:
+            taken = pool.take().block_id
+            assert taken not in uses
+            owners = {key: owner for key, owner in owners.items() if owner != taken}
+            uses[taken] = 1
+        elif move == "share" and block_id in (*uses, *owners.values()):
+            pool.share(block)
+            uses[block_id] = uses.get(block_id, 0) + 1
+        elif move == "release" and block_id in uses:
+            pool.release([block])
+            uses[block_id] -= 1
+            uses = {held: count for held, count in uses.items() if count}
+        elif move == "remember" and block_id in uses:
+            pool.remember(block, *key)
+            if block_id not in owners.values():
+                owners.setdefault(key, block_id)
+        elif move == "forget":
+            pool.forget(block)
+            owners = {key: owner for key, owner in owners.items() if owner != block_id}
+        elif move == "forget all":
+            pool.forget_all()
+            owners = {}
+        assert {b.block_id: b.ref_cnt for b in pool.blocks if b.ref_cnt} == uses
+        assert all(ledger.blocks == owners for ledger in ledgers)
+        assert sorted(free_ids(pool)) == [i for i in range(1, 5) if i not in uses]
+
+
+def test_a_listener_hears_of_a_removal_before_the_block_gets_other_content() -> None:
+    pool, ledger = BlockPool(2), Ledger()
+    pool.listeners.append(ledger)
+    block = pool.take()
+    pool.remember(block, 0, hash_of(7))
+    pool.remember(block, 0, hash_of(8))
+    pool.release([block])
+    assert ledger.events == ["stored"]
+    pool.take()
+    assert ledger.events == ["stored", "removed"]
