@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one rank keeps of a token in one layer; value_dim: see AttentionShape."""
+    """What one rank keeps of a token in one layer; value_dim: see AttentionShape.
+
+    holds_positions: keys hold positions, which one byte cannot tell apart (see AlibiSlopes).
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
+    holds_positions: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class AttentionSpec:
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
-        return CacheShape(len(share.heads), len(share.kv_heads), self.head_dim + (2 if self.alibi else 0))
+        dim = self.head_dim + (2 if self.alibi else 0)
+        return CacheShape(len(share.heads), len(share.kv_heads), dim, holds_positions=self.alibi)
 
     def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
         return attention_spec([layer], window)

@@ -1,6 +1,6 @@
 """The one decoder: assembled from the layers by a spec."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.specs import MLPSpec
+from quire.models.model import Model
 from quire.models.spec import DecoderSpec
 
 MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
@@ -86,11 +87,11 @@ class PostNormLayer(DecoderLayer):
 LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer}
 
 
-class Decoder:
+class Decoder(Model):
     """A decoder-only language model over a paged KV cache."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
-        self.spec, self.kernels = spec, builder.kernels
+        self.spec, self.kernels, self.vocab_size = spec, builder.kernels, spec.vocab_size
         (self.cache_shape,) = {mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers}
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         kept = [mixer.kv_spec(i, window) for i, (mixer, window) in enumerate(zip(spec.mixers, windows, strict=True))]
@@ -127,22 +128,37 @@ class Decoder:
         self.num_parameters = builder.num_parameters
 
     def bind_cache(self, backend: AttentionBackend, memory: Tensor) -> None:
-        """Give each group's j-th layer entry j of all blocks. memory: uint8 [blocks, bytes of a block]"""
         for kv_spec in self.kv_specs:
             for j, layer in enumerate(kv_spec.layers):
                 self.layers[layer].mixer.bind(backend, backend.view(memory, j))
 
-    def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
-        """The layers and the final norm. x: what `embed` gives -> hidden states: [tokens, hidden], or of `rows` alone:
-        of the others, nobody needs more of the last layer than keys and values."""
-        residual = None
-        for layer in self.layers[:-1]:
+    def forward(
+        self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+    ) -> Tensor:
+        """See Model.forward. Of tokens that are not in `rows`, the last layer computes only keys and values."""
+        residual: Tensor | None = None
+        start, last = 0, len(self.layers) - 1
+        for tapped in sorted(taps):
+            for layer in self.layers[start : tapped + 1]:
+                x, residual = layer(x, residual, state)
+            self._copy_stream(x, residual, taps[tapped])
+            start = tapped + 1
+        for layer in self.layers[start:last]:
             x, residual = layer(x, residual, state)
-        x, residual = self.layers[-1](x, residual, state, rows)
+        if start <= last:
+            x, residual = self.layers[last](x, residual, state, rows)
+        else:
+            x, residual = pick(x, rows), None if residual is None else pick(residual, rows)
         return self.final_norm.add(x, residual)[0]
 
+    def _copy_stream(self, x: Tensor, residual: Tensor | None, tap: Tensor) -> None:
+        """Write the residual stream, with the last branch's result x added to it, to the first rows of `tap`."""
+        if residual is None:
+            tap[: len(x)].copy_(x)
+        else:
+            self.kernels.add(x, residual, tap[: len(x)])
+
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids, positions: [tokens] -> [tokens, hidden]"""
         x = self.embedding(ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
@@ -151,7 +167,6 @@ class Decoder:
         return x if self.positions is None else x + self.positions(positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden] -> [rows, vocab]"""
         spec = self.spec
         logits = self.lm_head(hidden if self.project_out is None else self.project_out(hidden))
         if spec.logit_scale is not None:

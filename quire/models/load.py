@@ -13,6 +13,7 @@ from quire.loading.mxfp4 import Mxfp4Checkpoint
 from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint
 from quire.models.decoder import Decoder
 from quire.models.description import describe
+from quire.models.model import Model
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
 from quire.parallel.mesh import Communicator
@@ -32,7 +33,7 @@ def load_model(
     device: torch.device,
     group: Communicator,
     show_progress: bool,
-) -> Decoder:
+) -> Model:
     """Build the decoder that the config of the directory, or GGUF file, describes and fill its parameters."""
     description = describe(directory, config.model)
     spec = description.spec

@@ -5,15 +5,19 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.layers.forward_state import ForwardState
-from quire.models.decoder import Decoder
+from quire.models.model import Model
 from quire.worker.staging import StepInputs
 
 
 class Forward:
-    """Calls every kernel anew. last_tokens: see Staging."""
+    """Calls every kernel anew. last_tokens: see Staging.
 
-    def __init__(self, model: Decoder, backend: AttentionBackend, last_tokens: Tensor | None = None) -> None:
+    taps: where to write hidden states of chosen layers, see Model.forward. To be set before the first step.
+    """
+
+    def __init__(self, model: Model, backend: AttentionBackend, last_tokens: Tensor | None = None) -> None:
         self.model, self.backend, self.last_tokens = model, backend, last_tokens
+        self.taps: dict[int, Tensor] = {}
 
     def fit(self, tokens: int, requests: int) -> tuple[int, int]:
         """The size that a step of this size is to be padded to."""
@@ -23,7 +27,7 @@ class Forward:
         """Hidden states: [tokens, hidden], or of `rows` alone, valid until the next call"""
         x, state = self.embed(inputs)
         state.plans = [self.backend.plan(layout) for layout in inputs.layouts()]
-        return self.model.forward(x, state, rows)
+        return self.model.forward(x, state, rows, self.taps)
 
     def embed(self, inputs: StepInputs) -> tuple[Tensor, ForwardState]:
         """What the first layer gets; no plans are made yet."""

@@ -14,7 +14,7 @@ from quire.layers.forward_state import ForwardState, pick
 from quire.messages.errors import error_text
 from quire.messages.step import SchedulerOutput
 from quire.metrics.logging import logger
-from quire.models.decoder import Decoder
+from quire.models.model import Model
 from quire.ops.cpu.recording import Arena, Recording
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch
@@ -37,7 +37,7 @@ class RecordedForward(Forward):
     A model whose layers are not kernels only (see Recording) is run as ever.
     """
 
-    def __init__(self, model: Decoder, backend: AttentionBackend) -> None:
+    def __init__(self, model: Model, backend: AttentionBackend) -> None:
         super().__init__(model, backend)
         self.usable = True
         self._arena = Arena()
@@ -63,7 +63,7 @@ class RecordedForward(Forward):
 
     def _record(self, x: Tensor, state: ForwardState) -> Tensor:
         with Recording(self._arena) as recording:
-            hidden = self.model.forward(x, state)
+            hidden = self.model.forward(x, state, None, self.taps)
         if recording.obstacle is None:
             self._recorded[len(x)] = _Calls(recording, x, state, hidden)
         else:
@@ -92,7 +92,7 @@ class CapturedForward(Forward):
     anew: they take longer than that.
     """
 
-    def __init__(self, model: Decoder, backend: AttentionBackend, staging: Staging, most_tokens: int) -> None:
+    def __init__(self, model: Model, backend: AttentionBackend, staging: Staging, most_tokens: int) -> None:
         super().__init__(model, backend, staging.last_tokens)
         self.staging, self.max_num_seqs = staging, len(staging.batch.num_tokens)
         self._decode_sizes = [*(n for n in DECODE_SIZES if n < self.max_num_seqs), self.max_num_seqs]

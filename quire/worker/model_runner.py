@@ -12,7 +12,7 @@ from quire.layers.forward_state import pick
 from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.models.decoder import Decoder
+from quire.models.model import Model
 from quire.ops.memory import upload
 from quire.sampling.logits_processors import Ints
 from quire.sampling.logprobs import TopLogprobs
@@ -52,7 +52,7 @@ class _Sampled:
 class ModelRunner:
     """Executes steps. The forward and the sampling of a step are two calls, in that order, step after step."""
 
-    def __init__(self, model: Decoder, batch: InputBatch, staging: Staging, forward: Forward, sampler: Sampler) -> None:
+    def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, sampler: Sampler) -> None:
         self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
         self.device = staging.device
         self.processors = sampler.processors

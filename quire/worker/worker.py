@@ -10,11 +10,10 @@ from quire.attention.cells import CELLS
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.layers.attention_spec import AttentionSpec
+from quire.layers.attention_spec import CacheShape
 from quire.metrics.logging import logger
-from quire.models.decoder import Decoder
 from quire.models.load import load_model
-from quire.models.spec import DecoderSpec
+from quire.models.model import Model
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Communicator, Mesh
 from quire.sampling.sampler import Sampler
@@ -38,10 +37,10 @@ class Worker:
         budget = memory.budget(config, at)
         with memory.explained("the model's weights", at):
             model = load_model(directory, config, max_model_len, at, group, show_progress=mesh.rank == 0)
-        self.model, spec, dtype = model, model.spec, model.kernels.target.dtype
+        self.model, dtype = model, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         c = model.cache_shape
-        cell = _cell(config, spec)
+        cell = _cell(config, c)
         shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, at, c.value_dim, cell)
         self.backend = choose_backend(shape, config.kernels.attention_backend)
         if mesh.rank == 0:
@@ -60,7 +59,7 @@ class Worker:
                     hidden = torch.compiler.disable(getattr(self.backend, method))  # type: ignore[no-untyped-call]
                     setattr(self.backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), spec.vocab_size)
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), model.vocab_size)
         staging = Staging(self.device, batch)
         forward = _forward(config, model, self.backend, staging, group)
         self.runner = ModelRunner(model, batch, staging, forward, Sampler(model.kernels, config, at))
@@ -90,7 +89,7 @@ class Worker:
 
 
 def _forward(
-    config: EngineConfig, model: Decoder, backend: AttentionBackend, staging: Staging, group: Communicator
+    config: EngineConfig, model: Model, backend: AttentionBackend, staging: Staging, group: Communicator
 ) -> Forward:
     """Calling kernels anew, or repeating what was recorded. The sum over ranks is not a kernel that can be."""
     eager = config.model.enforce_eager or group.size > 1
@@ -101,11 +100,11 @@ def _forward(
     return CapturedForward(model, backend, staging, config.scheduler.tokens_of_a_step(gpu=True))
 
 
-def _cell(config: EngineConfig, spec: DecoderSpec) -> torch.dtype | None:
-    """What the cache keeps an element in, None for the model's own type."""
+def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:
+    """The type in which the cache keeps an element, None for the model's own type."""
     if (name := config.cache.kv_cache_dtype) not in CELLS:
         return None
-    if any(isinstance(mixer, AttentionSpec) and mixer.alibi for mixer in spec.mixers):
+    if shape.holds_positions:
         raise ConfigError(
             f"kv_cache_dtype={name!r} cannot be used with {config.model.model}: for its linear biases (ALiBi), keys "
             "hold positions, which one byte cannot tell apart; leave it at auto"

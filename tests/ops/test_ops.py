@@ -58,6 +58,13 @@ def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield same, same, draw(dtype, 32), 1e-6
 
 
+def add_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, dim in ((0, 16), (1, 1), (3, 17), (5, 1030), (33, 4096)):
+        x, residual, out = (draw(dtype, tokens, dim) for _ in range(3))
+        yield x, residual, out
+        yield slice_of_wider(x), residual, out
+
+
 def gated_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for half in SIZES:
         for tokens in TOKENS:
@@ -183,6 +190,7 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
 CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "rms_norm": rms_norm_cases,
     "add_rms_norm": add_rms_norm_cases,
+    "add": add_cases,
     "silu_and_mul": gated_cases,
     "gelu_and_mul": gelu_and_mul_cases,
     "swiglu_oai": swiglu_oai_cases,

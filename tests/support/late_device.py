@@ -179,14 +179,14 @@ class LateModel(_Late):
         size, dtype = self.real.spec.hidden_size, self.real.kernels.target.dtype
         return self.stream.launch(lambda: self.real.embed(ids, positions), len(ids), size, dtype=dtype)
 
-    def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Any = None) -> Tensor:
         def run() -> Tensor:
-            return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows)
+            return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows, taps)
 
         return self.stream.launch(run, len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        size = self.real.spec.vocab_size
+        size = self.real.vocab_size
         return self.stream.launch(lambda: self.real.logits(hidden), len(hidden), size, dtype=hidden.dtype)
 
 

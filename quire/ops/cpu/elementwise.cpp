@@ -38,6 +38,18 @@ void add_rms_norm(T* x, int64_t x_stride, T* residual, int64_t residual_stride, 
   });
 }
 
+// out = x + y, all of them contiguous.
+template <class T>
+void add(const T* x, const T* y, int64_t size, T* out, int threads) {
+  constexpr int64_t PIECE = 4096;
+  for_rows((size + PIECE - 1) / PIECE, PIECE, threads, [=](int64_t piece) {
+    const int64_t start = piece * PIECE;
+    for_lanes(std::min(PIECE, size - start), [&](int64_t i, int n) {
+      store_up_to(out + start + i, load_up_to(x + start + i, n) + load_up_to(y + start + i, n), n);
+    });
+  });
+}
+
 constexpr float LOG2_E = 1.44269504f;
 
 // 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
@@ -151,6 +163,13 @@ void quire_add_rms_norm(int is_bf16, int wide_weight, void* x, int64_t x_stride,
   });
 }
 
+void quire_add(int is_bf16, const void* x, const void* y, int64_t size, void* out, int threads) {
+  with_types(is_bf16, false, [&](auto t, auto) {
+    using T = decltype(t);
+    add((const T*)x, (const T*)y, size, (T*)out, threads);
+  });
+}
+
 // activation: numbered as in elementwise.py; alpha and limit are SwigluOai's.
 void quire_gate(int is_bf16, int activation, float alpha, float limit, const void* x, int64_t stride, int64_t rows,
                 int64_t half, void* out, int threads) {
@@ -193,6 +212,7 @@ void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride,
 
 RECORDABLE(quire_rms_norm)
 RECORDABLE(quire_add_rms_norm)
+RECORDABLE(quire_add)
 RECORDABLE(quire_gate)
 RECORDABLE(quire_activate)
 RECORDABLE(quire_rotary)

@@ -50,6 +50,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return x, residual
 
 
+@reference.add.implementation("cpu", supports=on_cpu)
+def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
+    if not x.is_contiguous() or not residual.is_contiguous() or not out.is_contiguous():
+        return reference.add.reference(x, residual, out)  # type: ignore[no-any-return]
+    kernel("quire_add", "ipplpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), residual.data_ptr(), x.numel(), out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     """activation: 0 silu, 1 gelu, 2 gelu by tanh, 3 gpt-oss's, as elementwise.cpp numbers them."""
     rows, width = x.shape

@@ -36,6 +36,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 @declare
+def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
+    """Write x + residual to `out`, and return it. All are [tokens, dim] and of one type."""
+    return torch.add(x, residual, out=out)
+
+
+@declare
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(x[:, :half]) * x[:, half:], the gated activation of Llama's MLP. x: [tokens, 2 * half] -> [tokens, half]."""
     gate, up = x.chunk(2, dim=-1)

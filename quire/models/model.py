@@ -1,0 +1,46 @@
+"""What the worker needs of a model, whatever its architecture."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend
+from quire.kvcache.specs import AttentionKVSpec
+from quire.layers.attention_spec import CacheShape
+from quire.layers.forward_state import ForwardState
+from quire.ops import Kernels
+
+
+class Model(Protocol):
+    """A model on one rank: token ids -> embeddings -> hidden states -> logits.
+
+    vocab_size: of the logits. num_parameters: of all ranks together. rotary: functions from positions to the tables
+    (cos, sin) in ForwardState.rotary. kv_specs: what is kept of a token, one for each KV group. cache_shape: what this
+    rank keeps of a token in one layer.
+    """
+
+    kernels: Kernels
+    vocab_size: int
+    num_parameters: int
+    rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
+    kv_specs: Sequence[AttentionKVSpec]
+    cache_shape: CacheShape
+
+    def bind_cache(self, backend: AttentionBackend, memory: Tensor) -> None:
+        """Give each group's j-th layer entry j of all blocks. memory: uint8 [blocks, bytes of a block]"""
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions: [tokens] -> [tokens, hidden]"""
+
+    def forward(
+        self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+    ) -> Tensor:
+        """x: what `embed` returns -> hidden states that `logits` takes: [tokens, hidden], or only of the tokens `rows`.
+
+        taps: tensors [tokens or more, hidden] by layer. The residual stream behind each of these layers is written to
+        the first rows of its tensor, of all tokens of the step.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] -> [rows, vocab_size]"""
