@@ -12,9 +12,10 @@ class BatchState:
     A device may work late: the host cannot know these values without waiting, but what it launches reads them in the
     order of the launches. In that order, for the rows of a step:
 
-    - when the step's tokens are sampled, `token_ids[row, :num_tokens[row]]` are the prompt and all tokens that earlier
-      steps sampled, and `num_computed[row]` counts the step's own tokens already;
-    - afterwards the sampled token is written to `token_ids[row, num_tokens[row]]`, and `num_tokens[row]` grows by one;
+    - when the step's tokens are sampled, `token_ids[row, :num_tokens[row]]` are the prompt, all tokens that earlier
+      steps sampled, and drafts, if the row has any; `num_computed[row]` counts the step's own tokens already;
+    - afterwards the token that was sampled at a place is written behind the token of that place, and
+      `token_ids[row, num_tokens[row] - 1]` is what was sampled at the row's last place;
     - cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
 
     Only the worker writes here. On a CPU the tensors are views of the arrays of InputBatch.

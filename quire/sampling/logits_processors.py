@@ -1,4 +1,5 @@
-"""The interface of whatever changes logits before a token is drawn, for all rows at once; built-ins and plugins alike.
+"""The interface of whatever changes logits before tokens are drawn, for all of a step at once; built-ins and plugins
+alike.
 
     class Hurry(LogitsProcessor):
         '''extra_args={"hurry": 0.5}: with each token of output, end-of-sequence gains so much.'''
@@ -11,14 +12,15 @@
             self.hurry[row] = (request.sampling_params.extra_args or {}).get("hurry", 0.0)
             return self.hurry[row] != 0.0
 
-        def apply(self, logits: Tensor, at: SamplingRows) -> None:
+        def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
             gain = self.hurry[at.rows] * at.num_output
             logits[self.upload(at.index), 2] += self.upload(gain).to(logits)
 
     LLM(logits_processors=["my_package.hurry:Hurry"])
 
 vLLM's plugins differ in two points: they are told of rows that move, which never happens here, and they get the logits
-of the whole batch, whereas a step here samples some of the rows (and may one day sample several places of one).
+of the whole batch, whereas a step here samples at some places: not in every row, and in some rows after each of several
+tokens.
 """
 
 import importlib
@@ -42,33 +44,35 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class SamplingRows:
-    """Places where a token is about to be drawn: the logits of row rows[i] of the batch are logits[index[i]]."""
+class SamplingPlaces:
+    """Places where a token is about to be drawn: after the first num_tokens[i] tokens of row rows[i] of the batch, from
+    logits[index[i]]. A row may have several places, one after the other.
+    """
 
     index: Ints  # [places]
     rows: Ints  # [places]
     num_prompt: Ints  # [places]
-    num_tokens: Ints  # [places]: prompt and output so far
-    all_token_ids: npt.NDArray[np.int32]  # [all rows, longest]: row r has num_tokens of them, and rubbish behind
+    num_tokens: Ints  # [places]: prompt and output before the place
+    all_token_ids: npt.NDArray[np.int32]  # [all rows, longest]; a row's tokens behind a place have no meaning there
 
     @cached_property
     def num_output(self) -> Ints:
         return self.num_tokens - self.num_prompt
 
     def token_ids(self, place: int) -> tuple[list[int], list[int]]:
-        """Prompt and output of one place."""
+        """Prompt and output before one place."""
         known = self.all_token_ids[self.rows[place], : self.num_tokens[place]].tolist()
         return known[: self.num_prompt[place]], known[self.num_prompt[place] :]
 
-    def where(self, mask: npt.NDArray[np.bool_]) -> "SamplingRows":
+    def where(self, mask: npt.NDArray[np.bool_]) -> "SamplingPlaces":
         if mask.all():
             return self
         columns = self.index[mask], self.rows[mask], self.num_prompt[mask], self.num_tokens[mask]
-        return SamplingRows(*columns, self.all_token_ids)
+        return SamplingPlaces(*columns, self.all_token_ids)
 
 
 class LogitsProcessor:
-    """Changes logits of the rows that ask for it. Made once for each process that holds a part of the model."""
+    """Changes logits of the requests that ask for it. Made once for each process that holds a part of the model."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.device = device
@@ -88,8 +92,9 @@ class LogitsProcessor:
         """
         raise NotImplementedError
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
-        """Change `logits` [rows, vocab], float32, in place, at the places `at`: at least one, and all of them asked."""
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
+        """Change `logits` [all places, vocab], float32, in place, at the places `at`: at least one, and all of them of
+        requests that asked."""
         raise NotImplementedError
 
 
@@ -107,7 +112,7 @@ class LogitsProcessors:
         """Whether any of the rows asks for anything."""
         return bool(self._asks.any() and self._asks[:, rows].any())  # hardly ever does any
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> Tensor:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> Tensor:
         """The logits as they were, or changed in place, or changed in float32."""
         asks = self._asks[:, at.rows]
         if asks.any():

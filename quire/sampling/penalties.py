@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.messages.step import NewRequest
-from quire.sampling.logits_processors import LogitsProcessor, SamplingRows
+from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 
 
 class Penalties(LogitsProcessor):
@@ -27,7 +27,7 @@ class Penalties(LogitsProcessor):
         self._penalties[row] = penalties
         return penalties != (1.0, 0.0, 0.0)
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         place = np.arange(at.num_tokens.max())
         known = place < at.num_tokens[:, None]
         rows_tokens = at.all_token_ids[at.rows, : len(place)]

@@ -1,4 +1,4 @@
-"""From logits to token ids, for all rows of a step at once. Rows that ask for nothing pay nothing."""
+"""From logits to token ids, for all places of a step at once. Requests that ask for nothing pay nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.ops import Kernels
 from quire.ops.memory import upload
-from quire.sampling.logits_processors import Ints, LogitsProcessor, LogitsProcessors, SamplingRows, load_plugins
+from quire.sampling.logits_processors import Ints, LogitsProcessor, LogitsProcessors, SamplingPlaces, load_plugins
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.penalties import Penalties
 from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, MinTokens, RequestFunctions
@@ -19,21 +19,21 @@ from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, Min
 
 @dataclass
 class SamplingBatch:
-    """The parameters of the rows that sample, as tensors over those that are not greedy; None where none asks for it.
+    """The parameters of the places of a step, as tensors over those that are not greedy; None where none asks for it.
 
-    num_logprobs, named_tokens and rows are about all rows.
+    num_logprobs, named_tokens and places are about all places.
     """
 
-    random: Tensor | None = None  # int64: which rows are not greedy, None for all (if there is a temperature)
-    temperature: Tensor | None = None  # None: every row is greedy
+    random: Tensor | None = None  # int64: which places are not greedy, None for all (if there is a temperature)
+    temperature: Tensor | None = None  # None: every place is greedy
     seeds: Tensor | None = None  # int64
-    output_positions: Tensor | None = None  # int64: which output token this is
-    top_k: Tensor | None = None  # int64, vocab_size where a row has none
+    output_positions: Tensor | None = None  # int64: how many tokens of output come before
+    top_k: Tensor | None = None  # int64, vocab_size where a place has none
     top_p: Tensor | None = None
     min_p: Tensor | None = None
-    num_logprobs: Ints | None = None  # -1 where a row has none
-    named_tokens: Ints | None = None  # [rows with logprobs, most]: the tokens they are of, -1 for the likeliest
-    rows: SamplingRows | None = None  # for logits processors
+    num_logprobs: Ints | None = None  # -1 where a place has none
+    named_tokens: Ints | None = None  # [places with logprobs, most]: the tokens they are of, -1 for the likeliest
+    places: SamplingPlaces | None = None  # for logits processors
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
@@ -58,15 +58,15 @@ class Sampler:
         self.processors = LogitsProcessors([kind(config, device) for kind in kinds], config.scheduler.max_num_seqs)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, TopLogprobs | None]:
-        """logits: [rows, vocab], any float type, may be overwritten -> token ids [rows], int64, and logprobs of the
-        rows that ask for some, in their order."""
+        """logits: [places, vocab], any float type, may be overwritten -> token ids [places], int64, and logprobs of the
+        places that ask for some, in their order."""
         asks, scores = None, None
         if batch.num_logprobs is not None:
             asks = upload(np.flatnonzero(batch.num_logprobs >= 0), logits.device)
             if not self._scores_processed:
                 scores = self.score(logits if len(asks) == len(logits) else logits[asks])
-        if batch.rows is not None:
-            logits = self.processors.apply(logits, batch.rows)
+        if batch.places is not None:
+            logits = self.processors.apply(logits, batch.places)
         if batch.temperature is None:
             tokens = self.argmax(logits)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.messages.step import NewRequest
-from quire.sampling.logits_processors import Ints, LogitsProcessor, SamplingRows
+from quire.sampling.logits_processors import Ints, LogitsProcessor, SamplingPlaces
 
 _NEVER = float("-inf")
 
@@ -33,7 +33,7 @@ class _TableRule(LogitsProcessor):
         self._tables[row], self._joined = columns, None
         return True
 
-    def join(self, at: SamplingRows) -> tuple[Ints, list[npt.NDArray[Any]]]:
+    def join(self, at: SamplingPlaces) -> tuple[Ints, list[npt.NDArray[Any]]]:
         """(place in `at` of each line, columns)"""
         key = at.rows.tobytes()
         if self._joined is None or self._joined[0] != key:
@@ -42,7 +42,7 @@ class _TableRule(LogitsProcessor):
             self._joined = key, place, [np.concatenate(column) for column in zip(*tables, strict=True)]
         return self._joined[1:]
 
-    def cells(self, at: SamplingRows) -> tuple[Tensor, Tensor, list[npt.NDArray[Any]]]:
+    def cells(self, at: SamplingPlaces) -> tuple[Tensor, Tensor, list[npt.NDArray[Any]]]:
         """Where in the logits the token ids of the first column are; and the other columns."""
         place, (token_ids, *others) = self.join(at)
         return self.upload(at.index[place]), self.upload(token_ids), others
@@ -54,7 +54,7 @@ class AllowedTokenIds(_TableRule):
     def add(self, row: int, request: NewRequest) -> bool:
         return self.keep(row, np.asarray(request.sampling_params.allowed_token_ids or (), np.int64))
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         *cells, _ = self.cells(at)
         allowed = logits[*cells]
         logits.index_fill_(0, self.upload(at.index), _NEVER)
@@ -81,7 +81,7 @@ class BadWords(_TableRule):
             line[self._longest - len(token_ids) + 1 :] = token_ids[:-1]
         return self.keep(row, np.asarray([token_ids[-1] for token_ids in request.bad_words]), before)
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         place, (last, before) = self.join(at)
         where = at.num_tokens[place, None] - self._longest + np.arange(self._longest)  # [sequences, longest]
         same = at.all_token_ids[at.rows[place, None], where] == before
@@ -101,7 +101,7 @@ class MinTokens(_TableRule):
         stops = np.asarray(request.stop_token_ids, np.int64)
         return self.keep(row, stops) and request.sampling_params.min_tokens > 0
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         short = at.num_output < self._min_tokens[at.rows]
         if short.any():
             at = at.where(short)
@@ -117,7 +117,7 @@ class LogitBias(_TableRule):
         bias = request.sampling_params.logit_bias or {}
         return self.keep(row, np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32))
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         rows, token_ids, (bias,) = self.cells(at)
         logits[rows, token_ids] += self.upload(bias)
 
@@ -134,7 +134,7 @@ class RequestFunctions(LogitsProcessor):
         self._functions[row] = [(f, len(inspect.signature(f).parameters) == 3) for f in functions]
         return bool(functions)
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         for place, (index, row) in enumerate(zip(at.index.tolist(), at.rows.tolist(), strict=True)):
             prompt, output = at.token_ids(place)
             for function, takes_prompt in self._functions[row]:

@@ -1,13 +1,13 @@
 """The running batch in fixed arrays, one row per request, and the flat batch that each step is made of."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.messages.step import NewRequest, SchedulerOutput
-from quire.sampling.logits_processors import Ints, SamplingRows
+from quire.sampling.logits_processors import Ints, SamplingPlaces
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,10 @@ class FlatBatch:
     slot_mapping: Ints  # [groups, tokens]; -1 for a token that is not kept
     query_start_loc: npt.NDArray[np.int32]  # [requests + 1]
     seq_lens: npt.NDArray[np.int32]  # [requests]
-    samples: npt.NDArray[np.bool_]  # [requests]: whether the row samples at its last token
+    place_start_loc: Ints  # [requests + 1]: request i samples at places place_start_loc[i] up to place_start_loc[i + 1]
+    place_rows: Ints  # [places]
+    place_tokens: Ints  # [places]: index of the token after which the place samples
+    place_positions: Ints  # [places]: of that token in its sequence
 
     @classmethod
     def idle(cls, tokens: int, requests: int, groups: int, longest: int) -> Self:
@@ -33,8 +36,9 @@ class FlatBatch:
         nothing, lengths = np.zeros(tokens, np.int64), counts.astype(np.int32)
         starts = np.concatenate(([0], ends)).astype(np.int32)
         slots = np.full((groups, tokens), -1)
-        samples = np.zeros(requests, np.bool_)
-        return cls(np.zeros(requests, np.int64), nothing, positions, slots, starts, lengths, samples)
+        rows, no_places = np.zeros(requests, np.int64), np.zeros(0, np.int64)
+        places = np.zeros(requests + 1, np.int64), no_places, no_places, no_places
+        return cls(rows, nothing, positions, slots, starts, lengths, *places)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -50,7 +54,8 @@ class FlatBatch:
         return int(counts.max(initial=0)) if np.array_equal(counts, self.seq_lens) else 0
 
     def padded(self, tokens: int, requests: int) -> Self:
-        """The same with tokens that are not kept, and with requests that have no tokens, behind it."""
+        """The same with tokens that are not kept, and with requests that have no tokens, behind it. No places are
+        added."""
         more, rows = tokens - len(self.input_ids), requests - len(self.rows)
         if not more and not rows:
             return self
@@ -139,6 +144,13 @@ class InputBatch:
         blocks, offsets = np.divmod(positions, self.block_size)
         slot_mapping = self.block_tables[:, row_of_token, blocks].astype(np.int64) * self.block_size + offsets
         self.num_computed[rows] = seq_lens
+        num_places: npt.NDArray[Any] = seq_lens == self.num_tokens[rows]
+        if step.num_draft_tokens:
+            num_places = num_places * (1 + np.asarray(step.num_draft_tokens, np.int64))
+        place_start_loc = np.zeros(len(rows) + 1, np.int64)
+        place_start_loc[1:] = num_places.cumsum()
+        # A request's places are its last tokens.
+        place_tokens = np.repeat(query_start_loc[1:] - place_start_loc[1:], num_places) + np.arange(place_start_loc[-1])
         return FlatBatch(
             rows=rows,
             input_ids=self.token_ids[row_of_token, positions].astype(np.int64),
@@ -146,7 +158,10 @@ class InputBatch:
             slot_mapping=slot_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
-            samples=seq_lens == self.num_tokens[rows],
+            place_start_loc=place_start_loc,
+            place_rows=row_of_token[place_tokens],
+            place_tokens=place_tokens,
+            place_positions=positions[place_tokens],
         )
 
     def named_tokens(self, rows: Ints) -> Ints | None:
@@ -160,17 +175,18 @@ class InputBatch:
             token_ids[place, : len(of_row)] = of_row
         return token_ids
 
-    def sampling_rows(self, rows: Ints) -> SamplingRows:
-        """These rows as logits processors see them: the logits of rows[i] are those of place i."""
-        num_prompt, num_tokens = self.num_prompt[rows], self.num_tokens[rows]
-        return SamplingRows(np.arange(len(rows)), rows, num_prompt, num_tokens, self.token_ids)
+    def sampling_places(self, flat: FlatBatch) -> SamplingPlaces:
+        """The places of a step as logits processors see them: the logits of place i are logits[i]."""
+        rows = flat.place_rows
+        index = np.arange(len(rows))
+        return SamplingPlaces(index, rows, self.num_prompt[rows], flat.place_positions + 1, self.token_ids)
 
-    def expect(self, rows: Ints) -> Ints:
-        """A token was drawn for each of `rows`, and is yet to be filled in. Where: its position in each row."""
-        positions = self.num_tokens[rows]
+    def expect(self, flat: FlatBatch) -> None:
+        """A token is being drawn at each place of the step, and is filled in later."""
+        rows, positions = flat.place_rows, flat.place_positions + 1
         self.token_ids[rows, positions] = -1 - rows
-        self.num_tokens[rows] += 1
-        return positions
+        self.num_tokens[rows] = positions + 1  # of a row's places, the last one counts
 
-    def fill(self, rows: Ints, positions: Ints, tokens: Ints) -> None:
-        self.token_ids[rows, positions] = tokens
+    def fill(self, flat: FlatBatch, tokens: Ints) -> None:
+        """tokens: [places], what was drawn"""
+        self.token_ids[flat.place_rows, flat.place_positions + 1] = tokens

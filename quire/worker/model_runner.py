@@ -1,8 +1,9 @@
-"""Rows -> flat batch -> forward -> the rows that need logits -> sampled token ids."""
+"""Rows -> flat batch -> forward -> logits of the places that sample -> token ids."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.models.model import Model
 from quire.ops.memory import upload
-from quire.sampling.logits_processors import Ints
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
 from quire.worker.device import Array
@@ -30,23 +30,22 @@ class _Launched:
     """A step whose forward was launched."""
 
     flat: FlatBatch
-    logits: Tensor
+    logits: Tensor  # [places, vocab]
     sampling: SamplingBatch
-    sample_rows: Tensor  # [rows that sample], int64: their rows in the batch
+    place_rows: Tensor  # [places], int64
+    place_positions: Tensor  # [places], int64
 
 
 @dataclass
 class _Sampled:
-    """A step whose tokens were drawn. positions: of the tokens in their rows."""
+    """A step whose tokens were drawn."""
 
     output: ModelRunnerOutput
-    rows: Ints
-    positions: Ints
-    places: list[int]  # of the rows in the step
-    read_tokens: Callable[[], list[Tensor]]
-    widths: dict[int, int] = field(default_factory=dict)  # of logprobs, by place
+    flat: FlatBatch
+    read_tokens: Callable[[], list[Tensor]]  # one tensor, [places]; none if the step has no places
+    logprobs: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # by request: start, end and width
     read_logprobs: Callable[[], list[Tensor]] | None = None
-    read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # logprobs, by place
+    read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # logprobs, by request
 
 
 class ModelRunner:
@@ -86,8 +85,7 @@ class ModelRunner:
         launched = self._launched.pop(step_id)
         flat = launched.flat
         try:
-            nothing: list[int] = []  # in every place; where tokens are drawn, a list of its own takes it
-            sampled = self._sample(launched, ModelRunnerOutput(step_id, [nothing] * len(flat.rows)))
+            sampled = self._sample(launched, ModelRunnerOutput(step_id, [[]] * len(flat.rows)))
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(flat, error) from error
         if not self.device.is_async:
@@ -109,56 +107,61 @@ class ModelRunner:
             self.sampler(logits, SamplingBatch.of({k: v for k, v in there.items() if k not in without}))
 
     def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
-        rows, last = flat.rows[flat.samples], flat.query_start_loc[1:][flat.samples] - 1
-        sampling = self._sampling(rows)
-        more = {"sample_rows": rows, "last": last.astype(np.int64), **sampling}
-        inputs, there = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), step, more)
+        sampling = self._sampling(flat)
+        extra = {"place_rows": flat.place_rows, "place_tokens": flat.place_tokens, **sampling}
+        inputs, on_device = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), step, extra)
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
-        wanted = None if len(last) == len(flat.input_ids) else there["last"]
+        num_places = len(flat.place_tokens)
+        wanted = None if num_places == len(flat.input_ids) else on_device["place_tokens"]
         hidden = self.forward(inputs, None if scored else wanted)
         if scored:
             self._score_prompts(flat, hidden)
             hidden = pick(hidden, wanted)
-        logits = self.model.logits(hidden[: len(last)])  # there may be padded rows
-        batch = SamplingBatch.of({name: there[name] for name in sampling})
-        return _Launched(flat, logits, batch, there["sample_rows"])
+        logits = self.model.logits(hidden[:num_places])  # padded tokens may follow
+        batch = SamplingBatch.of({name: on_device[name] for name in sampling})
+        positions = inputs.positions[on_device["place_tokens"]]
+        return _Launched(flat, logits, batch, on_device["place_rows"], positions)
 
-    def _sampling(self, rows: Ints) -> dict[str, Array]:
-        """The parameters of the rows that sample, as SamplingBatch has them; what no row asks for is left out."""
-        batch = self.batch
+    def _sampling(self, flat: FlatBatch) -> dict[str, Array]:
+        """The parameters of a step's places, as SamplingBatch has them; what no request asks for is left out."""
+        batch, rows, positions = self.batch, flat.place_rows, flat.place_positions
         temperature = batch.temperature[rows]
         random = temperature.nonzero()[0]
         made: dict[str, Array] = {}
         if len(random):
             if len(random) < len(rows):
-                made["random"], rows, temperature = random, rows[random], temperature[random]
+                made["random"], rows, positions = random, rows[random], positions[random]
+                temperature = temperature[random]
             top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
             made["temperature"], made["seeds"] = temperature, batch.seed[rows]
-            made["output_positions"] = batch.num_tokens[rows] - batch.num_prompt[rows]
+            made["output_positions"] = positions + 1 - batch.num_prompt[rows]
             made |= {"top_k": top_k} if (top_k < batch.vocab_size).any() else {}
             made |= {"top_p": top_p} if (top_p < 1).any() else {}
             made |= {"min_p": min_p} if min_p.any() else {}
         return made
 
     def _sample(self, launched: _Launched, output: ModelRunnerOutput) -> _Sampled:
-        flat, batch = launched.flat, self.batch
-        rows, places = flat.rows[flat.samples], flat.samples.nonzero()[0]
+        flat, batch, rows = launched.flat, self.batch, launched.flat.place_rows
         if not len(rows):
-            self._unread.append(_Sampled(output, rows, rows, [], self.device.download()))  # which tells of its end
+            self._unread.append(_Sampled(output, flat, self.device.download()))  # which tells of its end
             return self._unread[-1]
         if self.processors.ask(rows):  # they look at the tokens so far; the forward runs meanwhile
             self._read_until(None)
-            launched.sampling.rows = batch.sampling_rows(rows)
+            launched.sampling.places = batch.sampling_places(flat)
         num_logprobs = batch.num_logprobs[rows]
-        if (num_logprobs >= 0).any():
+        asks = num_logprobs >= 0
+        if asks.any():
             launched.sampling.num_logprobs = num_logprobs
-            launched.sampling.named_tokens = batch.named_tokens(rows[num_logprobs >= 0])
+            launched.sampling.named_tokens = batch.named_tokens(rows[asks])
         tokens, logprobs = self.sampler(launched.logits, launched.sampling)
-        sampled = _Sampled(output, rows, batch.expect(rows), places.tolist(), self.device.download(tokens))
-        self.staging.sampled(launched.sample_rows, tokens)
+        batch.expect(flat)
+        sampled = _Sampled(output, flat, self.device.download(tokens))
+        self.staging.sampled(launched.place_rows, launched.place_positions, tokens)
         if logprobs is not None:
-            asks = num_logprobs >= 0
-            sampled.widths = dict(zip(places[asks].tolist(), (1 + num_logprobs[asks]).tolist(), strict=True))
+            lines = np.concatenate(([0], asks.cumsum()))[flat.place_start_loc]  # [requests + 1]
+            for request in np.diff(lines).nonzero()[0].tolist():
+                start, end = lines[request : request + 2].tolist()
+                sampled.logprobs[request] = start, end, 1 + int(batch.num_logprobs[flat.rows[request]])
             sampled.read_logprobs = self.device.download(*logprobs.columns)
         if self._prompt_logprobs:
             self._report_prompts(sampled)
@@ -167,27 +170,28 @@ class ModelRunner:
 
     def _report_prompts(self, sampled: _Sampled) -> None:
         """The logprobs of the prompts of rows that sample for the first time."""
-        for row, place in zip(sampled.rows.tolist(), sampled.places, strict=True):
+        for request in np.diff(sampled.flat.place_start_loc).nonzero()[0].tolist():
+            row = int(sampled.flat.rows[request])
             if row in self._prompt_logprobs:
                 scored = TopLogprobs.join(self._prompt_logprobs.pop(row))
-                sampled.read_prompts[place] = self.device.download(*scored.columns)
+                sampled.read_prompts[request] = self.device.download(*scored.columns)
                 self.batch.num_prompt_logprobs[row] = -1
 
     def _read_until(self, last: _Sampled | None) -> ModelRunnerOutput:
         """Fill in the tokens of all steps up to `last`, None for all. Its output."""
         while self._unread and (last is None or any(step is last for step in self._unread)):
             sampled = self._unread[0]  # until all is done: Ctrl-C may come at any time
-            for tokens in sampled.read_tokens():  # none, if no row samples
-                drawn = tokens.numpy()
-                self.batch.fill(sampled.rows, sampled.positions, drawn)
-                for place, token_ids in zip(sampled.places, drawn[:, None].tolist(), strict=True):
-                    sampled.output.sampled_token_ids[place] = token_ids
+            output = sampled.output
+            for tokens in sampled.read_tokens():
+                self.batch.fill(sampled.flat, tokens.numpy())
+                drawn, bounds = tokens.tolist(), sampled.flat.place_start_loc.tolist()
+                output.sampled_token_ids = [drawn[start:end] for start, end in pairwise(bounds)]
             if sampled.read_logprobs is not None:
                 logprobs = TopLogprobs(*sampled.read_logprobs())
-                for line, (place, width) in enumerate(sampled.widths.items()):
-                    sampled.output.logprobs[place] = logprobs.slice(line, line + 1, width).pack()
-            for place, read in sampled.read_prompts.items():
-                sampled.output.prompt_logprobs[place] = TopLogprobs(*read()).pack()
+                for request, (start, end, width) in sampled.logprobs.items():
+                    output.logprobs[request] = logprobs.slice(start, end, width).pack()
+            for request, read in sampled.read_prompts.items():
+                output.prompt_logprobs[request] = TopLogprobs(*read()).pack()
             self._unread.popleft()
         return last.output if last is not None else ModelRunnerOutput(0)
 

@@ -92,11 +92,12 @@ class Staging:
         )  # fmt: skip
         return inputs, {name: there[name] for name in more}
 
-    def sampled(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Rows [places] of the step got these tokens. On a CPU, the batch has been told, and that is enough."""
+    def sampled(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """At the places of a step, see FlatBatch, these tokens were sampled: [places], int64. On a CPU, the batch has
+        been told, and that is enough."""
         if isinstance(self.state, DeviceState) and self.last_tokens is not None:
             self.last_tokens[rows] = token_ids
-            self.state.append(rows, token_ids)
+            self.state.append(rows, positions, token_ids)
 
     def tables_of(self, requests: int) -> Tensor:
         """Where the block tables of a step of so many requests lie: [groups, requests, blocks]"""

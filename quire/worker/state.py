@@ -69,7 +69,8 @@ class DeviceState(BatchState):
         """A forward computes query_start_loc[i + 1] - query_start_loc[i] tokens of rows[i], int64; 0 is possible."""
         self.num_computed.index_add_(0, rows, query_start_loc.diff().long())
 
-    def append(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Each of `rows`, int64, gets the token that was sampled for it. token_ids: [rows], int64"""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids.int()
-        self.num_tokens.index_add_(0, rows, torch.ones_like(rows))
+    def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
+        """At places of `rows`, behind their tokens at `positions`, these tokens were sampled: all [places], int64. A
+        row's places are in the order of its text."""
+        self.token_ids[rows, positions + 1] = token_ids.int()
+        self.num_tokens.scatter_reduce_(0, rows, positions + 2, "amax")

@@ -18,7 +18,7 @@ from quire.engine.output_processor import DeltaReader
 from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.step import NewRequest
-from quire.sampling.logits_processors import LogitsProcessor, SamplingRows
+from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 from support.checkpoints import END, EOS, Checkpoints
 from support.engines import GREEDY, generate, make_llm
 from support.late_device import run_late
@@ -196,7 +196,7 @@ class OnlyEven(LogitsProcessor):
     def add(self, row: int, request: NewRequest) -> bool:
         return "even" in (request.sampling_params.extra_args or {})
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         logits[torch.from_numpy(at.index)[:, None], torch.arange(1, logits.shape[1], 2)] = -math.inf
 
 

@@ -17,10 +17,10 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops import Kernels, Target
 from quire.sampling import logits_processors
-from quire.sampling.logits_processors import LogitsProcessor, SamplingRows, load_plugins
+from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces, load_plugins
 from quire.sampling.sampler import Sampler, SamplingBatch
 from quire.worker.input_batch import InputBatch
-from support.sampling import chi_square, chi_square_bound, distribution, processed
+from support.sampling import chi_square, chi_square_bound, distribution, places, processed
 
 VOCAB, ROWS, LONGEST = 61, 24, 80
 CPU = torch.device("cpu")
@@ -44,18 +44,20 @@ class Batch:
         self.rows.install(new)
         self.sampler.processors.add(row, new)
 
-    def texts(self, row: int) -> tuple[list[int], list[int]]:
-        known = self.rows.token_ids[row, : self.rows.num_tokens[row]].tolist()
-        return known[: self.rows.num_prompt[row]], known[self.rows.num_prompt[row] :]
+    def grow(self, row: int, token: int) -> None:
+        self.rows.token_ids[row, self.rows.num_tokens[row]] = token
+        self.rows.num_tokens[row] += 1
 
-    def apply(self, logits: Tensor, rows: list[int]) -> Tensor:
-        return self.sampler.processors.apply(logits.clone(), self.rows.sampling_rows(np.array(rows)))
+    def apply(self, logits: Tensor, rows: list[int], num_tokens: list[int] | None = None) -> Tensor:
+        return self.sampler.processors.apply(logits.clone(), places(self.rows, rows, num_tokens))
 
-    def expected(self, logits: Tensor, rows: list[int]) -> Tensor:
+    def expected(self, logits: Tensor, rows: list[int], num_tokens: list[int]) -> Tensor:
         made = []
-        for row_logits, row in zip(logits.tolist(), rows, strict=True):
-            new = self.requests[row]
-            made.append(processed(row_logits, *self.texts(row), new.sampling_params, new.bad_words, STOPS))
+        for place_logits, row, length in zip(logits.tolist(), rows, num_tokens, strict=True):
+            new, start = self.requests[row], int(self.rows.num_prompt[row])
+            known = self.rows.token_ids[row, :length].tolist()
+            params = new.sampling_params
+            made.append(processed(place_logits, known[:start], known[start:], params, new.bad_words, STOPS))
         return torch.tensor(made)
 
 
@@ -86,8 +88,9 @@ def wishes(kind: str, draw: random.Random) -> tuple[SamplingParams, list[list[in
 
 
 @pytest.mark.parametrize("kind", [*WISHES, "mixed"])
-def test_every_row_is_processed_as_if_it_were_alone(kind):
-    """Rows come, grow, sample or not, in any order, and go when another request takes their place."""
+def test_every_place_is_processed_as_if_it_were_alone(kind):
+    """Rows come, grow, sample or not, at one place or at several, in any order, and go when another request takes their
+    place."""
     draw, generator = random.Random(kind), torch.Generator().manual_seed(2)
     batch = Batch()
     for step in range(40):
@@ -95,11 +98,18 @@ def test_every_row_is_processed_as_if_it_were_alone(kind):
             tokens = random_tokens(draw, draw.randrange(1, 40))
             params, bad_words = wishes(kind, draw)
             batch.install(row, tokens, draw.randint(1, len(tokens)), params, bad_words)  # some were preempted
-        rows = draw.sample(range(ROWS), draw.randint(1, ROWS)) if step % 4 else list(range(ROWS))
-        rows = [row for row in rows if batch.rows.num_tokens[row] < LONGEST]
+        chosen = draw.sample(range(ROWS), draw.randint(1, ROWS)) if step % 4 else list(range(ROWS))
+        rows, lengths = [], []
+        for row in (row for row in chosen if batch.rows.num_tokens[row] < LONGEST):
+            known, first = int(batch.rows.num_tokens[row]), int(batch.rows.num_prompt[row])
+            for length in range(max(first, known - draw.choice([0, 0, 1, 4])) if step % 3 else known, known + 1):
+                rows.append(row)
+                lengths.append(length)
         logits = torch.randn(len(rows), VOCAB, generator=generator) * 4
-        torch.testing.assert_close(batch.apply(logits, rows), batch.expected(logits, rows), rtol=1e-5, atol=1e-4)
-        batch.rows.fill(np.array(rows), batch.rows.expect(np.array(rows)), np.array(random_tokens(draw, len(rows))))
+        made, expected = batch.apply(logits, rows, lengths), batch.expected(logits, rows, lengths)
+        torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-4)
+        for row in dict.fromkeys(rows):
+            batch.grow(row, draw.randrange(12))
 
 
 def test_rows_that_ask_for_nothing_leave_the_logits_untouched():
@@ -107,9 +117,9 @@ def test_rows_that_ask_for_nothing_leave_the_logits_untouched():
     for row in range(4):
         batch.install(row, [1, 2], 2, SamplingParams(temperature=0))
     logits = torch.randn(4, VOCAB).bfloat16()
-    at = batch.rows.sampling_rows(np.arange(4))
+    at = places(batch.rows, range(4))
     assert batch.sampler.processors.apply(logits, at) is logits
-    tokens, logprobs = batch.sampler(logits, SamplingBatch(rows=at))
+    tokens, logprobs = batch.sampler(logits, SamplingBatch(places=at))
     assert tokens.tolist() == logits.argmax(-1).tolist()
     assert logprobs is None
 
@@ -137,11 +147,11 @@ def test_draws_have_the_distribution_that_was_asked_for(options, bad_words):
     batch = Batch(count, vocab)
     for row in range(count):
         batch.install(row, [1, 2, 3, 4, 4, 2], 3, params, bad_words)
-    rows = np.arange(count)
     sampling = SamplingBatch(
         temperature=torch.full((count,), params.temperature), seeds=torch.arange(count),
         output_positions=torch.full((count,), 3),
-        top_k=torch.full((count,), params.top_k) if params.top_k else None, rows=batch.rows.sampling_rows(rows),
+        top_k=torch.full((count,), params.top_k) if params.top_k else None,
+        places=places(batch.rows, range(count)),
     )  # fmt: skip
     tokens, _ = batch.sampler(logits.expand(count, vocab).clone(), sampling)
     observed = torch.bincount(tokens, minlength=vocab).tolist()
@@ -202,7 +212,7 @@ class Favourite(LogitsProcessor):
         self.favourites[row] = -1 if favourite is None else favourite
         return favourite is not None
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         logits[at.index] = -math.inf
         logits[at.index, self.favourites[at.rows]] = 0.0
 

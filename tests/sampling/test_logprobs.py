@@ -18,7 +18,7 @@ from quire.ops import Kernels, Target
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
 from quire.worker.input_batch import InputBatch
-from support.sampling import distribution, processed
+from support.sampling import distribution, places, processed
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_every_mode_reports_what_its_name_says_of_the_rows_that_ask(mode, temper
     some = np.arange(4)
     random = torch.tensor(temperatures).nonzero().squeeze(1)
     top_k = torch.tensor([p.top_k or VOCAB for p in params])
-    batch = SamplingBatch(num_logprobs=rows.num_logprobs[some], rows=rows.sampling_rows(some))
+    batch = SamplingBatch(num_logprobs=rows.num_logprobs[some], places=places(rows, range(4)))
     if len(random):
         batch = replace(
             batch, random=random if len(random) < 4 else None, temperature=torch.tensor(temperatures)[random],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.messages.step import NewRequest
-from quire.sampling.logits_processors import LogitsProcessor, SamplingRows
+from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 
 FAULTS = ["exception", "memory", "kill", "stop"]
 
@@ -30,7 +30,7 @@ class Faults(LogitsProcessor):
             self._asked[row] = arguments
         return row in self._asked
 
-    def apply(self, logits: Tensor, at: SamplingRows) -> None:
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         for row, position in zip(at.rows.tolist(), at.num_output.tolist(), strict=True):
             arguments = self._asked[row]
             if position >= arguments["at"] and not ("once" in arguments and Path(arguments["once"]).exists()):

@@ -65,8 +65,20 @@ def test_changes_are_applied_in_any_number():
         arrays = {name: torch.from_numpy(array) for name, array in state.changes(batch, step).items()}
         state.apply(arrays)
         assert_same_state(state, batch)
-        drawn = torch.tensor(rows, dtype=torch.int64)
-        positions = batch.expect(drawn.numpy())
-        batch.fill(drawn.numpy(), positions, np.arange(count))
-        state.append(drawn, torch.arange(count))
+        last = batch.num_tokens[rows] - 1
+        batch.token_ids[rows, last + 1] = np.arange(count)
+        batch.num_tokens[rows] += 1
+        state.append(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(last), torch.arange(count))
         assert_same_state(state, batch)
+
+
+def test_tokens_that_were_sampled_at_several_places_of_a_row_follow_the_tokens_of_their_places():
+    batch = InputBatch(3, 40, 16, 1, 100)
+    for row in range(3):
+        batch.install(NewRequest("a", row, [1, 2, 3, 4, 5], 2, 0, SamplingParams(), 0))
+    state = DeviceState.empty(batch, torch.device("cpu"))
+    for name, tensor in vars(shared_state(batch)).items():
+        getattr(state, name).copy_(tensor)
+    state.append(torch.tensor([2, 2, 2, 0]), torch.tensor([2, 3, 4, 4]), torch.tensor([11, 12, 13, 14]))
+    assert state.num_tokens.tolist() == [6, 5, 6]
+    assert state.token_ids[:, :6].tolist() == [[1, 2, 3, 4, 5, 14], [1, 2, 3, 4, 5, 0], [1, 2, 3, 11, 12, 13]]
