@@ -3,17 +3,26 @@
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from quire.executor.base import Executor
-from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, RequestError
+from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
 from quire.messages.errors import error_text
-from quire.messages.step import ModelRunnerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.metrics.logging import logger
 from quire.scheduler.scheduler import Scheduler
 
 
 class EngineDeadError(RuntimeError):
     """A step failed on the device. The engine cannot go on; its cause is the exception behind this one."""
+
+
+@dataclass
+class Flight:
+    """A submitted step. result: None until the executor has been told to sample it."""
+
+    step: SchedulerOutput
+    result: Future[ModelRunnerOutput] | None = None
 
 
 class EngineCore:
@@ -25,7 +34,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler, self.executor = scheduler, executor
-        self._in_flight: deque[Future[ModelRunnerOutput]] = deque()
+        self._flights: deque[Flight] = deque()
         self._cause_of_death: BaseException | None = None
         self._scheduled_at: dict[str, float] = {}  # of requests that have had no output yet
 
@@ -41,20 +50,16 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._flights)
 
     def step(self) -> list[EngineCoreOutput]:
         """Fill the queue of submitted steps, then retire the oldest. Blocks until its results are there."""
         if self._cause_of_death is not None:
             raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
-        outputs: list[EngineCoreOutput] = []
         try:
-            while len(self._in_flight) < self.scheduler.limits.depth and self._launch(outputs):
+            while len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
-            if self._in_flight:
-                result = self._in_flight[0].result()
-                self._in_flight.popleft()
-                outputs += self.scheduler.update(result)
+            outputs = self._retire()
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
@@ -77,27 +82,38 @@ class EngineCore:
             computed_tokens=counted.computed_tokens,
         )
 
-    def _launch(self, outputs: list[EngineCoreOutput]) -> bool:
-        """Submit the next step. False if there is nothing to run. A request that cannot be run fails alone."""
-        while True:
-            step = self.scheduler.schedule()
-            if not step.rows:
-                return False
-            now = time.monotonic()
-            for request in step.new_requests:
-                if len(request.token_ids) == request.num_prompt_tokens:  # else it was preempted, or replayed
-                    self._scheduled_at.setdefault(request.request_id, now)
-            try:
-                self.executor.submit(step)
-                self._in_flight.append(self.executor.sample(step.step_id))
-                return True
-            except RequestError as error:
-                logger.error("Request %s failed: %s", error.request_id, error.reason)
-                self.scheduler.withdraw(step)
-                outputs.append(self.scheduler.fail(error.request_id, error.reason))
-            except KeyboardInterrupt:  # the step is given up; the requests can be aborted, or go on
-                self.scheduler.withdraw(step)
-                raise
+    def _launch(self) -> bool:
+        """Submit the next step. False if there is nothing to run."""
+        step = self.scheduler.schedule()
+        if not step.rows:
+            return False
+        now = time.monotonic()
+        for request in step.new_requests:
+            if len(request.token_ids) == request.num_prompt_tokens:  # else it was preempted, or replayed
+                self._scheduled_at.setdefault(request.request_id, now)
+        try:
+            self.executor.submit(step)
+            self._flights.append(Flight(step, self.executor.sample(step.step_id)))
+        except KeyboardInterrupt:  # the step is given up; its requests can be aborted, or go on
+            self.scheduler.withdraw(step)
+            raise
+        return True
+
+    def _retire(self) -> list[EngineCoreOutput]:
+        """Wait for the results of the oldest step in flight, and hand them to the scheduler."""
+        if not self._flights:
+            return []
+        flight = self._flights[0]
+        assert flight.result is not None
+        result = flight.result.result()
+        self._flights.popleft()
+        if flight.step.epoch < self.scheduler.epoch:
+            return []  # an earlier step of its epoch was skipped, and this one with it: the scheduler has withdrawn it
+        outputs = self.scheduler.update(result)
+        if result.was_skipped:
+            for output in outputs:
+                logger.error("Request %s failed: %s", output.request_id, output.stop_reason)
+        return outputs
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.kv.reset_prefix_cache()

@@ -8,17 +8,23 @@ from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 
 
 class Executor(ABC):
-    """Runs steps on all devices. Steps are submitted and sampled in order; results come in that order."""
+    """Runs steps on all devices, in the order in which they are submitted. Their results come in the same order.
+
+    A fault of a device or a process is raised by the method that notices it first, or by a result.
+    """
 
     kv_cache: KVCacheSize
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward on all devices. Raises RequestError, before any launch, if a request cannot be run."""
+        """Launch the forward on all devices. The step that was submitted before has been told to sample."""
 
     @abstractmethod
     def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
-        """Launch the sampling of the step that was submitted last; its tokens feed the next step on the device."""
+        """Launch the sampling of the step that was submitted last. Its tokens feed the next step on the device.
+
+        A step that the workers skipped, and the refusals that made them skip it, are told by its result.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

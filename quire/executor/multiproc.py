@@ -15,7 +15,6 @@ import torch
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.metrics.logging import configure_logging, logging_level
@@ -28,7 +27,6 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
     kv_cache: KVCacheSize | None = None
     output: ModelRunnerOutput | None = None
-    refused: tuple[str, str] | None = None  # a request of the step and why it cannot be run; nothing was launched
     broken: str | None = None  # the rank failed and has ended
 
 
@@ -70,9 +68,8 @@ class MultiprocExecutor(Executor):
 
     def submit(self, step: SchedulerOutput) -> None:
         self._send(step)
-        replies = [self._receive(rank) for rank in range(len(self._pipes))]  # the checks are the same on every rank
-        if replies[0].refused is not None:
-            raise RequestError(*replies[0].refused)
+        for rank in range(len(self._pipes)):
+            self._receive(rank)
 
     def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
         self._send(step_id)
@@ -126,12 +123,8 @@ def _run_rank(pipe: Connection, rank: int, size: int, meeting: int, threads: int
                 if rank == 0:
                     reply(Reply(output=output))
                 continue
-            try:
-                worker.runner.submit(order)
-            except RequestError as error:
-                reply(Reply(refused=(error.request_id, error.reason)))
-            else:
-                reply(Reply())
+            worker.runner.submit(order)
+            reply(Reply())
     except (EOFError, KeyboardInterrupt, ConnectionError):
         return  # the executor has gone
     except Exception as error:

@@ -16,15 +16,6 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this request could not be run; stop_reason says why
 
 
-class RequestError(Exception):
-    """One request cannot be run. Raised before its step is launched, it fails that request alone."""
-
-    def __init__(self, request_id: str, reason: str) -> None:
-        super().__init__(f"request {request_id}: {reason}")
-        self.request_id = request_id
-        self.reason = reason
-
-
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A validated, tokenized request. Lengths, ranges and token ids were checked by the processor.
 

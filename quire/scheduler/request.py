@@ -10,8 +10,8 @@ from quire.scheduler.repetition import RepetitionDetector
 class Status(Enum):
     WAITING = auto()  # in the queue
     RUNNING = auto()  # has a row
-    PREEMPTED = auto()  # lost its row; back in the queue when the last submitted step that names it retires
-    FINISHED = auto()  # its blocks go back when the last submitted step that names it retires
+    PREEMPTED = auto()  # has to leave its row; is back in the queue when nothing holds its blocks
+    FINISHED = auto()  # its row and its blocks are given back when nothing holds them
 
 
 class Request:
@@ -27,9 +27,9 @@ class Request:
     """
 
     __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
-        num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_in_flight_steps
-        num_preemptions num_prompt_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source
-        status stop_token_ids token_ids""".split()
+        holds num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_preemptions
+        num_prompt_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source status
+        stop_token_ids token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
         self.source = source
@@ -48,7 +48,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
         self.num_in_flight_samples = 0
-        self.num_in_flight_steps = 0
+        self.holds = 0  # what needs its row and its blocks to stay: submitted steps that name it
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         # Owned by the KV cache manager.

@@ -92,6 +92,7 @@ class Scheduler:
         self._num_preempted = 0  # of those, requests that will be back in the queue
         self._num_arrived = 0
         self._num_steps = 0
+        self.epoch = 0  # how often the worker has skipped steps; see `update`
 
     # ---- requests come and go
 
@@ -118,11 +119,6 @@ class Scheduler:
         self._finish(request)
         return True
 
-    def fail(self, request_id: str, reason: str) -> EngineCoreOutput:
-        """End a request that cannot be run. Call after `withdraw` if a step names it."""
-        self.abort(request_id)
-        return EngineCoreOutput(request_id, [], FinishReason.ERROR, reason)
-
     @property
     def has_unfinished(self) -> bool:
         return bool(self.requests) or bool(self._submitted)
@@ -132,7 +128,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step. Counters advance at once: the step is taken as submitted until `update` or `withdraw`."""
         self._num_steps += 1
-        step = SchedulerOutput(self._num_steps)
+        step = SchedulerOutput(self._num_steps, epoch=self.epoch)
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.max_num_batched_tokens)
         self._schedule_waiting(step, requests, budget)
@@ -167,7 +163,7 @@ class Scheduler:
             requests.append(request)
             budget -= count
             request.num_computed_tokens = end
-            request.num_in_flight_steps += 1
+            request.holds += 1
             if end == known:
                 request.num_in_flight_samples += 1
             if end >= request.next_hash_at:
@@ -219,27 +215,34 @@ class Scheduler:
             requests.append(request)
             budget -= end - num_cached
             request.num_computed_tokens = end
-            request.num_in_flight_steps += 1
+            request.holds += 1
             request.num_in_flight_samples += end == known
             self.kv.hash_full_blocks(request)
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Retire the oldest submitted step: advance its requests by what they sampled, finish, free."""
+        """Retire the oldest submitted step: advance its requests by what they sampled, finish, free.
+
+        If the worker skipped that step, it skips all later ones of the same epoch too. Then all submitted steps are
+        withdrawn, the requests that were refused fail, and a new epoch begins. The results of the withdrawn steps must
+        not be given to this method.
+        """
         step, requests = self._submitted[0]
-        if step.step_id != output.step_id or len(requests) != len(output.sampled_token_ids):
+        if step.step_id != output.step_id or len(output.sampled_token_ids) != len(requests) * (not output.was_skipped):
             raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
+        if output.was_skipped:
+            return self._end_epoch({requests[place]: reason for place, reason in output.refusals.items()})
         self._submitted.popleft()
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
         for request, count, sampled in zip(requests, step.num_tokens, output.sampled_token_ids, strict=True):
             status = request.status
-            request.num_in_flight_steps -= 1
+            request.holds -= 1
             request.num_retired_tokens += count
             if sampled:
                 request.num_in_flight_samples -= 1
                 if status is not Status.FINISHED:
                     outputs.append(self._advance(request, sampled))
-            if status is not Status.RUNNING and not request.num_in_flight_steps:  # it was leaving already
+            if status is not Status.RUNNING and not request.holds:  # it was leaving already
                 self._release(request)
         if output.logprobs or output.prompt_logprobs:
             made = {made.request_id: made for made in outputs}
@@ -273,8 +276,20 @@ class Scheduler:
             break
         return output
 
+    def _end_epoch(self, refusals: dict[Request, str]) -> list[EngineCoreOutput]:
+        """Withdraw all submitted steps, and fail requests for the given reasons."""
+        while self._submitted:
+            self.withdraw(self._submitted[-1][0])
+        self.epoch += 1
+        outputs = []
+        for request, reason in refusals.items():
+            if request.status is not Status.FINISHED:  # it may have been aborted since
+                self._finish(request)
+                outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, reason))
+        return outputs
+
     def withdraw(self, step: SchedulerOutput) -> None:
-        """The step that was scheduled last failed before launch: its requests go back to the queue, as if preempted.
+        """Take back the step that was scheduled last and was not run. Its requests are preempted.
 
         What they computed in retired steps stays findable in the prefix cache, so little is computed again.
         """
@@ -284,7 +299,7 @@ class Scheduler:
             start = request.num_computed_tokens - count
             if request.num_computed_tokens >= len(request.token_ids):  # the step would have sampled
                 request.num_in_flight_samples -= 1
-            request.num_in_flight_steps -= 1
+            request.holds -= 1
             self.kv.withdraw_hashes(request, start)
             request.num_computed_tokens = start
             if start == request.num_cached_tokens:  # it was the first step: the next one counts its hits afresh
@@ -292,7 +307,7 @@ class Scheduler:
         for request in requests:
             if request.status is Status.RUNNING:
                 self._preempt(request)
-            elif not request.num_in_flight_steps:
+            elif not request.holds:
                 self._release(request)
 
     # ---- leaving
@@ -317,7 +332,7 @@ class Scheduler:
             del self.running[bisect_left(self.running, request.key, key=_by_key)]
             self._num_leaving += 1
             self._num_preempted += status is Status.PREEMPTED
-            if not request.num_in_flight_steps:
+            if not request.holds:
                 self._release(request)
 
     def _release(self, request: Request) -> None:

@@ -80,7 +80,6 @@ class InputBatch:
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One more than fits: the last token of a full row is sampled but never computed.
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)  # -1 - row: see FlatBatch
-        self.request_ids = [""] * rows
         self.block_tables = np.zeros((num_groups, rows, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_computed = np.zeros(rows, np.int64)
@@ -103,7 +102,6 @@ class InputBatch:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise ValueError(f"token id {worst} is out of vocabulary; the model has {self.vocab_size} tokens")
-        self.request_ids[row] = new.request_id
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
         self.num_computed[row] = new.num_computed_tokens

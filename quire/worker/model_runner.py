@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from quire.layers.forward_state import pick
-from quire.messages.engine import RequestError
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.models.model import Model
@@ -29,6 +28,7 @@ _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same tim
 class _Launched:
     """A step whose forward was launched."""
 
+    step: SchedulerOutput
     flat: FlatBatch
     logits: Tensor  # [places, vocab]
     sampling: SamplingBatch
@@ -49,13 +49,29 @@ class _Sampled:
 
 
 class ModelRunner:
-    """Executes steps. The forward and the sampling of a step are two calls, in that order, step after step."""
+    """Executes steps. The forward and the sampling of a step are two calls, in that order, step after step.
 
-    def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, sampler: Sampler) -> None:
+    A step that names a request that cannot be run is skipped, and so are the later steps of its epoch, since they were
+    made in the belief that it had run. Requests that were in skipped steps are installed again before they go on.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        batch: InputBatch,
+        staging: Staging,
+        forward: Forward,
+        sampler: Sampler,
+        is_only_rank: bool = True,
+    ) -> None:
+        """is_only_rank: False makes running out of memory an error, since the other ranks wait for this one's part of
+        the step."""
+        self.is_only_rank = is_only_rank
         self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
         self.device = staging.device
         self.processors = sampler.processors
-        self._launched: dict[int, _Launched] = {}  # by step id
+        self._launched: dict[int, _Launched | ModelRunnerOutput] = {}  # by step id; of a skipped step, its output
+        self._skipped_epoch = -1  # steps of this epoch and of earlier ones are skipped
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         self._prompt_logprobs: dict[
             int, list[TopLogprobs]
@@ -63,31 +79,34 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward. Raises RequestError, with nothing launched that counts, if a request cannot be run."""
-        for new in step.new_requests:
-            try:
-                self.batch.install(new)
-                self.processors.add(new.row, new)
-            except ValueError as error:
-                raise RequestError(new.request_id, error_text(error)) from error
-            self._prompt_logprobs.pop(new.row, None)
+        """Launch the forward, unless the step is skipped; the result of `sample` tells."""
+        if step.epoch <= self._skipped_epoch:
+            self._launched[step.step_id] = ModelRunnerOutput(step.step_id, was_skipped=True)
+            return
+        refusals = self._install(step)
+        if refusals:
+            self._launched[step.step_id] = self._skip(step, refusals)
+            return
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
         try:
             self._launched[step.step_id] = self._launch(flat, step)
         except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(flat, error) from error
+            self._launched[step.step_id] = self._out_of_memory(step, error)
 
     @torch.inference_mode()
     def sample(self, step_id: int) -> Callable[[], ModelRunnerOutput]:
-        """Launch the drawing of a submitted step's tokens; they are the next step's inputs. The function waits for
-        them. Raises RequestError like `submit`."""
+        """Launch the drawing of a submitted step's tokens, which are inputs of the next step. The function waits for
+        them."""
         launched = self._launched.pop(step_id)
+        if isinstance(launched, ModelRunnerOutput):
+            return lambda: launched
         flat = launched.flat
         try:
             sampled = self._sample(launched, ModelRunnerOutput(step_id, [[]] * len(flat.rows)))
         except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(flat, error) from error
+            skipped = self._out_of_memory(launched.step, error)
+            return lambda: skipped
         if not self.device.is_async:
             self._read_until(sampled)
         return lambda: self._read_until(sampled)
@@ -120,7 +139,7 @@ class ModelRunner:
         logits = self.model.logits(hidden[:num_places])  # padded tokens may follow
         batch = SamplingBatch.of({name: on_device[name] for name in sampling})
         positions = inputs.positions[on_device["place_tokens"]]
-        return _Launched(flat, logits, batch, on_device["place_rows"], positions)
+        return _Launched(step, flat, logits, batch, on_device["place_rows"], positions)
 
     def _sampling(self, flat: FlatBatch) -> dict[str, Array]:
         """The parameters of a step's places, as SamplingBatch has them; what no request asks for is left out."""
@@ -217,13 +236,30 @@ class ModelRunner:
         for row, count, end, width in zip(*(a.tolist() for a in (rows, counts, ends, widths)), strict=True):
             self._prompt_logprobs.setdefault(row, []).append(scored.slice(end - count, end, width))
 
-    def _out_of_memory(self, flat: FlatBatch, error: BaseException) -> RequestError:
-        """The step's newest request is to go, so that the others can go on."""
+    def _install(self, step: SchedulerOutput) -> dict[int, str]:
+        """Give the step's new requests their rows. The reasons why some cannot be run, by place in the step."""
+        refusals = {}
+        for new in step.new_requests:
+            try:
+                self.batch.install(new)
+                self.processors.add(new.row, new)
+            except ValueError as error:
+                refusals[step.rows.index(new.row)] = error_text(error)
+            self._prompt_logprobs.pop(new.row, None)
+        return refusals
+
+    def _skip(self, step: SchedulerOutput, refusals: dict[int, str]) -> ModelRunnerOutput:
+        self._skipped_epoch = step.epoch
+        return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
+
+    def _out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
+        """Refuse the newest request of the step, so that the others can go on with more memory."""
+        if not self.is_only_rank:
+            raise error
         if self.device.is_async:
             torch.cuda.empty_cache()
-        request_id = self.batch.request_ids[flat.rows[-1]]
         reason = (
-            f"the device ran out of memory in a step of {len(flat.input_ids)} tokens; lower gpu_memory_utilization, "
+            f"the device ran out of memory in a step of {sum(step.num_tokens)} tokens; lower gpu_memory_utilization, "
             f"max_num_batched_tokens or max_num_seqs ({error_text(error)})"
         )
-        return RequestError(request_id, reason)
+        return self._skip(step, {len(step.rows) - 1: reason})

@@ -62,7 +62,8 @@ class Worker:
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), model.vocab_size)
         staging = Staging(self.device, batch)
         forward = _forward(config, model, self.backend, staging, group)
-        self.runner = ModelRunner(model, batch, staging, forward, Sampler(model.kernels, config, at))
+        sampler = Sampler(model.kernels, config, at)
+        self.runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank=group.size == 1)
         block_bytes = self.backend.entry_bytes() * max(len(kv_spec.layers) for kv_spec in model.kv_specs)
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if at.type == "cuda":

@@ -248,16 +248,64 @@ def test_what_a_finished_request_said_is_found_by_its_continuation() -> None:
     assert scheduler.schedule().new_requests[0].num_computed_tokens == 8
 
 
-def test_a_withdrawn_step_leaves_nothing_to_find_and_its_requests_come_back() -> None:
+def refuse(scheduler: Scheduler, step: SchedulerOutput, **reasons: str) -> list[EngineCoreOutput]:
+    """Retire a step that the worker skipped, because of the requests that are named."""
+    names = {request.row: request.request_id for request in scheduler.running}
+    refusals = {place: reasons[names[row]] for place, row in enumerate(step.rows) if names.get(row) in reasons}
+    return scheduler.update(ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True))
+
+
+def test_a_refused_request_fails_and_its_step_leaves_nothing_to_find() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", list(range(1, 11))))
     scheduler.add(make_request("bad", [*range(1, 9), 70]))
-    scheduler.withdraw(scheduler.schedule())
-    output = scheduler.fail("bad", "no such adapter")
-    assert (output.finish_reason, output.stop_reason) == (FinishReason.ERROR, "no such adapter")
+    (output,) = refuse(scheduler, scheduler.schedule(), bad="no such adapter")
+    assert (output.request_id, output.finish_reason) == ("bad", FinishReason.ERROR)
+    assert output.stop_reason == "no such adapter"
     step = scheduler.schedule()
     assert counts(scheduler, step) == {"a": 10}
-    assert step.new_requests[0].num_computed_tokens == 0
+    assert (step.epoch, step.new_requests[0].num_computed_tokens) == (1, 0)
+
+
+def test_all_steps_after_a_skipped_one_are_withdrawn_and_begin_again() -> None:
+    scheduler = make_scheduler(depth=3)
+    scheduler.add(make_request("runs", [1, 2, 3]))
+    answer(scheduler, scheduler.schedule(), 4)
+    scheduler.add(make_request("bad", list(range(11, 20))))
+    first = scheduler.schedule()
+    scheduler.add(make_request("same beginning", list(range(11, 25))))
+    second = scheduler.schedule()
+    assert second.new_requests[0].num_computed_tokens == 8  # what the first step is to compute
+    scheduler.schedule()
+    outputs = refuse(scheduler, first, bad="no such adapter")
+    assert [output.request_id for output in outputs] == ["bad"]
+    assert scheduler.running == []
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
+    step = scheduler.schedule()
+    assert counts(scheduler, step) == {"runs": 4, "same beginning": 14}
+    assert (first.epoch, second.epoch, step.epoch) == (0, 0, 1)
+    outputs = answer(scheduler, step, 5, 25)
+    assert [(output.new_token_ids, output.num_cached_tokens) for output in outputs] == [([5], 0), ([25], 0)]
+
+
+def test_a_refused_request_that_was_aborted_meanwhile_says_nothing() -> None:
+    scheduler = make_scheduler(depth=2)
+    scheduler.add(make_request("bad", [1, 2, 3]))
+    step = scheduler.schedule()
+    assert scheduler.abort("bad")
+    scheduler.add(make_request("bad", [4, 5]))  # another one of that name
+    scheduler.schedule()
+    assert scheduler.update(ModelRunnerOutput(step.step_id, refusals={0: "no"}, was_skipped=True)) == []
+    assert counts(scheduler, scheduler.schedule()) == {"bad": 2}
+
+
+def test_a_skipped_step_without_refusals_is_repeated() -> None:
+    """The answer that told of a refusal may have been lost, when Ctrl-C came."""
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1, 2, 3]))
+    assert refuse(scheduler, scheduler.schedule()) == []
+    step = scheduler.schedule()
+    assert (step.epoch, counts(scheduler, step)) == (1, {"a": 3})
 
 
 def test_withdrawing_the_second_step_in_flight_keeps_the_first() -> None:

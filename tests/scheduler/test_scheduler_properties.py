@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
@@ -139,7 +140,11 @@ class Row:
 
 
 class WorkerModel:
-    """Rows, tables and memory, from the stream of steps alone."""
+    """Rows, tables and memory, from the stream of steps alone.
+
+    When it refuses a request of a step, it skips the later steps of that epoch. Nothing that such steps would have
+    written, and none of their rows, may be used afterwards.
+    """
 
     def __init__(self, windows: list[int | None], histories: Histories, seed: int) -> None:
         self.windows = windows
@@ -148,6 +153,19 @@ class WorkerModel:
         self.rows: dict[int, Row] = {}
         self.tables: dict[tuple[int, int, int], int] = {}  # (group, row, index) -> block; stale entries stay
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, node)
+        self.skipped_epoch = -1
+
+    def refuse(self, step: SchedulerOutput, truths: dict[str, Truth], out_of_memory: bool) -> None:
+        """Skip this step. out_of_memory: after it has spoilt every slot that it was to fill."""
+        self.skipped_epoch = step.epoch
+        if out_of_memory:
+            before = dict(self.memory)
+            self.execute(step, truths)
+            for slot, entry in self.memory.items():
+                if before.get(slot) is not entry:
+                    self.memory[slot] = (-1, -1)
+        for row in step.rows:
+            self.rows.pop(row, None)
 
     def sample(self, node: int, style: int) -> int:
         """A deterministic model, so that equal prompts go on alike; one token in eight or so ends a request."""
@@ -202,6 +220,13 @@ class InFlight:
     step: SchedulerOutput
     sampled: list[list[int]]
     accesses: list[Access]
+    refusals: dict[int, str] = field(default_factory=dict)
+    was_skipped: bool = False
+
+    @property
+    def output(self) -> ModelRunnerOutput:
+        sampled = [] if self.was_skipped else self.sampled
+        return ModelRunnerOutput(self.step.step_id, sampled, refusals=self.refusals, was_skipped=self.was_skipped)
 
 
 @dataclass(frozen=True)
@@ -238,6 +263,11 @@ class House:
         self.owners: dict[tuple[int, bytes], int] = {}
         self.num_steps = 0
 
+    @property
+    def flying(self) -> list[InFlight]:
+        """The steps that the scheduler counts on: not those that it has withdrawn."""
+        return [flight for flight in self.in_flight if flight.step.epoch == self.scheduler.epoch]
+
     # ---- moves
 
     def add(
@@ -272,7 +302,7 @@ class House:
         scheduler, limits = self.scheduler, self.scheduler.limits
         assert len(self.in_flight) < limits.depth
         before = list(scheduler.running)
-        flying_ids = {access.request_id for other in self.in_flight for access in other.accesses}
+        flying_ids = {access.request_id for other in self.flying for access in other.accesses}
         blocks_come_back = bool(flying_ids - {request.request_id for request in before})
         step = scheduler.schedule()
         live = [truth.request for truth in self.truths.values()]
@@ -283,13 +313,13 @@ class House:
         assert len(scheduler.running) <= limits.max_num_seqs
         assert [r.key for r in scheduler.running] == sorted(r.key for r in scheduler.running)
         if not step.rows:
-            assert self.in_flight or not scheduler.requests, "nothing runs, and nothing will change that"
+            assert self.flying or not scheduler.requests, "nothing runs, and nothing will change that"
         for new in step.new_requests:
             truth = self.truths[new.request_id]
             assert new.token_ids == truth.tokens, "a request entered with other tokens than it has"
             assert new.num_prompt_tokens == len(truth.source.prompt_token_ids)
             assert new.num_computed_tokens < len(new.token_ids)
-            assert all(new.row not in flying.step.rows for flying in self.in_flight), "the row is still in use"
+            assert all(new.row not in flying.step.rows for flying in self.flying), "the row is still in use"
         names = {request.row: request.request_id for request in scheduler.running}
         scheduled = {names[row] for row in step.rows}
         leaving = flying_ids - set(names.values())
@@ -297,7 +327,7 @@ class House:
             truth = self.truths[request.request_id]
             flying = sum(
                 len(sampled)
-                for other in self.in_flight
+                for other in self.flying
                 for access, sampled in zip(other.accesses, other.sampled, strict=True)
                 if access.request_id == request.request_id
             )
@@ -317,10 +347,20 @@ class House:
                 assert all(key < request.key for key in stayed), "not the last in the order of service was preempted"
         return step
 
-    def submit(self, step: SchedulerOutput) -> None:
+    def submit(self, step: SchedulerOutput, refused: Sequence[int] = (), out_of_memory: bool = False) -> None:
+        """refused: places of the step. The worker skips it if there are any, or if it has skipped one of its epoch."""
         if not step.rows:
             return
         self.num_steps += 1
+        if refused and step.epoch > self.worker.skipped_epoch:
+            believed = self.believed(step)
+            self.worker.refuse(step, self.truths, out_of_memory)
+            refusals = dict.fromkeys(refused, "it does not compile")
+            self.in_flight.append(InFlight(step, *believed, refusals, was_skipped=True))
+            return
+        if step.epoch <= self.worker.skipped_epoch:
+            self.in_flight.append(InFlight(step, *self.believed(step), was_skipped=True))
+            return
         sampled, accesses = self.worker.execute(step, self.truths)
         for earlier in self.in_flight:
             for used in earlier.accesses:
@@ -331,6 +371,27 @@ class House:
                     )
         self.in_flight.append(InFlight(step, sampled, accesses))
 
+    def believed(self, step: SchedulerOutput) -> tuple[list[list[int]], list[Access]]:
+        """Which rows sample and which requests take part, if the step is run. It is not, so no block is touched."""
+        requests = {request.row: request for request in self.scheduler.running}
+        sampled, accesses = [], []
+        for row in step.rows:
+            request = requests[row]
+            tokens = len(self.truths[request.request_id].tokens)
+            sampled.append([-1] if request.num_computed_tokens >= tokens else [])
+            accesses.append(Access(request.request_id))
+        return sampled, accesses
+
+    def refuse(self, victim: int, out_of_memory: bool) -> None:
+        """A step that the worker skips: for lack of memory, or because it refuses some of the new requests."""
+        step = self.schedule()
+        places = [step.rows.index(new.row) for new in step.new_requests]
+        if out_of_memory:
+            self.submit(step, [len(step.rows) - 1], out_of_memory=True)
+        else:
+            self.submit(step, [place for bit, place in enumerate(places) if victim >> bit & 1])
+        self.check(set(step.block_table_edits.block_ids))
+
     def step(self) -> None:
         step = self.schedule()
         taken = set(step.block_table_edits.block_ids)
@@ -339,12 +400,24 @@ class House:
 
     def retire(self) -> None:
         flying = self.in_flight.popleft()
-        expected = []
-        for access, sampled in zip(flying.accesses, flying.sampled, strict=True):
-            output = self.truths[access.request_id].deliver(sampled) if sampled else None
-            if output is not None:
-                expected.append(output)
-        outputs = self.scheduler.update(ModelRunnerOutput(flying.step.step_id, flying.sampled))
+        epoch, expected = self.scheduler.epoch, []
+        if flying.step.epoch < epoch:
+            assert flying.was_skipped, "the worker ran a step that the scheduler has withdrawn"
+            return
+        for place, (access, sampled) in enumerate(zip(flying.accesses, flying.sampled, strict=True)):
+            truth = self.truths[access.request_id]
+            if not flying.was_skipped:
+                output = truth.deliver(sampled) if sampled else None
+                if output is not None:
+                    expected.append(output)
+            elif place in flying.refusals and not truth.ended:
+                truth.ended = True
+                expected.append((access.request_id, [], FinishReason.ERROR, flying.refusals[place]))
+        outputs = self.scheduler.update(flying.output)
+        assert self.scheduler.epoch == epoch + flying.was_skipped
+        if flying.was_skipped:
+            self.owners.clear()
+            assert all(not request.holds for request in self.scheduler.requests.values())
         assert [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs] == expected
         self.check()
 
@@ -354,31 +427,14 @@ class House:
         truth.ended = True
         self.check()
 
-    def withdraw(self, late: bool, victim: int | None) -> None:
-        """A step that fails before launch: taken back at once or after another has retired; maybe a request fails."""
+    def withdraw(self) -> None:
+        """A step that is given up before the worker sees it."""
         step = self.schedule()
-        if late and self.in_flight:
-            flying_before = len(self.in_flight)
-            self.retire_unchecked()
-            assert len(self.in_flight) == flying_before - 1
         if not step.rows:
             return
-        names = [r.request_id for row in step.rows for r in self.scheduler.running if r.row == row]
         self.scheduler.withdraw(step)
         self.owners.clear()
         self.check()
-        if victim is not None and names:
-            request_id = names[victim % len(names)]
-            output = self.scheduler.fail(request_id, "it does not compile")
-            assert (output.request_id, output.finish_reason) == (request_id, FinishReason.ERROR)
-            self.truths[request_id].ended = True
-            self.check()
-
-    def retire_unchecked(self) -> None:
-        """Between a schedule and its withdrawal, the cache names blocks that were never written."""
-        check, self.check = self.check, lambda taken=None: None  # type: ignore[method-assign]
-        self.retire()
-        self.check = check  # type: ignore[method-assign]
 
     def advance(self) -> None:
         """A turn of the core's loop."""
@@ -428,6 +484,8 @@ class House:
         self.check_cache(taken or set())
 
     def check_cache(self, taken: set[int]) -> None:
+        if any(flying.was_skipped for flying in self.flying):
+            return  # the cache names blocks that were not written, until the scheduler learns of it
         owners = {block.block_hash: block.block_id for block in self.pool.blocks if block.block_hash is not None}
         assert {key: block.block_id for key, block in self.pool._cached.items()} == owners
         for (group, block_hash), block_id in owners.items():
@@ -515,9 +573,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.house.abort(data.draw(st.sampled_from(sorted(self.house.scheduler.requests))))
 
     @precondition(lambda self: len(self.house.in_flight) < self.house.scheduler.limits.depth)
-    @rule(late=st.booleans(), victim=st.none() | st.integers(0, 4))
-    def withdraw(self, late: bool, victim: int | None) -> None:
-        self.house.withdraw(late, victim)
+    @rule()
+    def withdraw(self) -> None:
+        self.house.withdraw()
+
+    @precondition(lambda self: len(self.house.in_flight) < self.house.scheduler.limits.depth)
+    @rule(victim=st.integers(0, 7), out_of_memory=st.booleans())
+    def refuse(self, victim: int, out_of_memory: bool) -> None:
+        self.house.refuse(victim, out_of_memory)
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -571,8 +634,10 @@ def walk(groups: str, depth: int, seed: int, moves: int = 300) -> House:
         elif move < 0.24 and house.scheduler.requests:
             house.abort(dice.choice(sorted(house.scheduler.requests)))
         elif move < 0.26 and len(house.in_flight) < depth:
-            house.withdraw(dice.random() < 0.3, dice.choice([None, 0, 1]))
-        elif move < 0.27:
+            house.withdraw()
+        elif move < 0.29 and len(house.in_flight) < depth:
+            house.refuse(dice.randrange(8), dice.random() < 0.5)
+        elif move < 0.3:
             house.scheduler.kv.reset_prefix_cache()
             house.owners.clear()
         else:
