@@ -4,6 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs
 
@@ -19,14 +20,15 @@ class FinishReason(StrEnum):
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A validated, tokenized request. Lengths, ranges and token ids were checked by the processor.
 
-    seed: the resolved seed of this one sequence (n > 1 is fanned out before). arrival_time: seconds, orders the queue.
-    max_tokens: resolved, so that prompt and output fit into max_model_len. eos_token_id: None to ignore it.
-    output_token_ids: what it has said already, to a core that is gone; it goes on behind them.
+    It has either sampling_params or pooling_params. seed: the resolved seed of this one sequence (n > 1 is fanned out
+    before). arrival_time: seconds, orders the queue. max_tokens: resolved, so that prompt and output fit into
+    max_model_len; 0 for a request that pools. eos_token_id: None to ignore it. output_token_ids: what the request
+    generated in a core that was lost; generation goes on behind them.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams | None
     seed: int
     max_tokens: int
     eos_token_id: int | None = None
@@ -36,6 +38,12 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     cache_salt: str | None = None
     bad_words: list[list[int]] = []  # token ids of each way to write one
     output_token_ids: list[int] = []
+    pooling_params: PoolingParams | None = None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        params = self.sampling_params or self.pooling_params
+        return params is not None and params.reads_prefix_cache
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

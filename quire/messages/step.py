@@ -6,6 +6,7 @@ list of SchedulerOutput replays a run.
 
 import msgspec
 
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 
 
@@ -20,10 +21,17 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams | None
     seed: int
     stop_token_ids: list[int] = []  # all tokens that would end it: held down until min_tokens is reached
     bad_words: list[list[int]] = []  # token ids of each way to write one
+    pooling_params: PoolingParams | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of a request that samples."""
+        assert self.sampling_params is not None
+        return self.sampling_params
 
 
 class BlockTableEdits(msgspec.Struct, array_like=True):

@@ -22,7 +22,7 @@ class Penalties(LogitsProcessor):
         self._counts = torch.empty(0, 0, device=device)  # [rows, vocab], made on first use; rubbish between two calls
 
     def add(self, row: int, request: NewRequest) -> bool:
-        p = request.sampling_params
+        p = request.sampling
         penalties = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
         self._penalties[row] = penalties
         return penalties != (1.0, 0.0, 0.0)

@@ -52,7 +52,7 @@ class AllowedTokenIds(_TableRule):
     """No token but these."""
 
     def add(self, row: int, request: NewRequest) -> bool:
-        return self.keep(row, np.asarray(request.sampling_params.allowed_token_ids or (), np.int64))
+        return self.keep(row, np.asarray(request.sampling.allowed_token_ids or (), np.int64))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         *cells, _ = self.cells(at)
@@ -97,9 +97,9 @@ class MinTokens(_TableRule):
         self._min_tokens = np.zeros(config.scheduler.max_num_seqs, np.int64)
 
     def add(self, row: int, request: NewRequest) -> bool:
-        self._min_tokens[row] = request.sampling_params.min_tokens
+        self._min_tokens[row] = request.sampling.min_tokens
         stops = np.asarray(request.stop_token_ids, np.int64)
-        return self.keep(row, stops) and request.sampling_params.min_tokens > 0
+        return self.keep(row, stops) and request.sampling.min_tokens > 0
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         short = at.num_output < self._min_tokens[at.rows]
@@ -114,7 +114,7 @@ class LogitBias(_TableRule):
     """Adds to logits."""
 
     def add(self, row: int, request: NewRequest) -> bool:
-        bias = request.sampling_params.logit_bias or {}
+        bias = request.sampling.logit_bias or {}
         return self.keep(row, np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
@@ -130,7 +130,7 @@ class RequestFunctions(LogitsProcessor):
         self._functions: dict[int, list[tuple[Callable[..., Tensor], bool]]] = {}  # and whether each takes the prompt
 
     def add(self, row: int, request: NewRequest) -> bool:
-        functions = request.sampling_params.logits_processors or []
+        functions = request.sampling.logits_processors or []
         self._functions[row] = [(f, len(inspect.signature(f).parameters) == 3) for f in functions]
         return bool(functions)
 

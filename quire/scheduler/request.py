@@ -40,10 +40,11 @@ class Request:
         self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_total_tokens = self.num_prompt_tokens + source.max_tokens
-        self.min_total_tokens = self.num_prompt_tokens + source.sampling_params.min_tokens
+        sampling = source.sampling_params
+        self.min_total_tokens = self.num_prompt_tokens + (0 if sampling is None else sampling.min_tokens)
         eos = [] if source.eos_token_id is None else [source.eos_token_id]
         self.stop_token_ids = frozenset([*eos, *source.stop_token_ids])
-        detection = source.sampling_params.repetition_detection
+        detection = None if sampling is None else sampling.repetition_detection
         self.repetition = None if detection is None else RepetitionDetector(detection, source.output_token_ids)
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0

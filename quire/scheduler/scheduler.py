@@ -99,6 +99,8 @@ class Scheduler:
     def add(self, source: EngineCoreRequest) -> None:
         if source.request_id in self.requests:
             raise ValueError(f"request id {source.request_id!r} is in use")
+        if (source.sampling_params is None) == (source.pooling_params is None):
+            raise ValueError(f"request {source.request_id}: give either sampling_params or pooling_params")
         if not source.prompt_token_ids or len(source.prompt_token_ids) + source.max_tokens > self.limits.max_model_len:
             raise ValueError(
                 f"request {source.request_id}: a prompt of {len(source.prompt_token_ids)} tokens and max_tokens="
@@ -176,9 +178,9 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None:
                 return
-            known, params = len(request.token_ids), request.source.sampling_params
+            known, source = len(request.token_ids), request.source
             # With its first output a request has reported its prompt's logprobs: then its cached blocks will do.
-            read_cache = params.reads_prefix_cache or known > request.num_prompt_tokens
+            read_cache = source.reads_prefix_cache or known > request.num_prompt_tokens
             num_cached = self.kv.admit(request, read_cache)
             if num_cached is None:
                 return
@@ -195,7 +197,6 @@ class Scheduler:
             request.row = self._free_rows.pop()
             request.status = Status.RUNNING
             insort(self.running, request, key=_by_key)
-            source = request.source
             step.new_requests.append(
                 NewRequest(
                     request.request_id,
@@ -203,10 +204,11 @@ class Scheduler:
                     list(request.token_ids),
                     request.num_prompt_tokens,
                     num_cached,
-                    params,
+                    source.sampling_params,
                     source.seed,
-                    sorted(request.stop_token_ids) if params.min_tokens else [],
+                    sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else [],
                     source.bad_words,
+                    source.pooling_params,
                 )
             )
             self.kv.write_tables(request, step.block_table_edits)

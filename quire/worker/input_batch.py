@@ -95,7 +95,9 @@ class InputBatch:
 
     def install(self, new: NewRequest) -> None:
         """Give a request its row. Raises ValueError if the model cannot run it."""
-        row, params = new.row, new.sampling_params
+        if new.pooling_params is not None:
+            raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
+        row, params = new.row, new.sampling
         tokens = np.asarray(new.token_ids, np.int64)
         if len(tokens) > self.max_model_len:
             raise ValueError(f"{len(tokens)} tokens are more than max_model_len={self.max_model_len}")
