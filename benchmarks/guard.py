@@ -19,11 +19,13 @@ import json
 import math
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +83,6 @@ WORKLOADS: dict[str, tuple[str, Callable[[random.Random], Requests]]] = {
     "many_small-bundled": ("bundled", many_small),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {"quantization": "int8"}, "bundled": {"max_num_seqs": 256}}
-START = "start"  # a new process, from its beginning to the first token of the bundled model
 
 
 # ---- in a process of its own, with the package of one commit
@@ -149,6 +150,30 @@ def start(checkout: Path) -> float:
     return time.perf_counter() - started
 
 
+def serve(checkout: Path) -> float:
+    """Seconds from a server's start to its first answer that it is healthy."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "quire", "serve", "--port", port, "--log-level", "WARNING"]
+    started = time.perf_counter()
+    server = subprocess.Popen(command, cwd=checkout, env={**os.environ, "PYTHONPATH": str(checkout)})
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+            break
+        except OSError:
+            if server.poll() is not None:
+                raise SystemExit(f"a server ended with status {server.returncode}") from None
+            time.sleep(0.01)
+    seconds = time.perf_counter() - started
+    server.terminate()
+    server.wait()
+    return seconds
+
+
+STARTS = {"start": start, "serve": serve}  # workloads that are processes from their beginning, with the bundled model
+
+
 # ---- the comparison
 
 
@@ -191,15 +216,16 @@ def judge(old: list[float], new: list[float]) -> Verdict:
 
 def compare(checkouts: tuple[Path, Path], model: Path, names: list[str], rounds: int) -> Iterator[tuple[str, Verdict]]:
     """Each workload's verdict, as soon as it is known."""
-    groups = {name: WORKLOADS[name][0] for name in names if name != START}
+    groups = {name: WORKLOADS[name][0] for name in names if name not in STARTS}
     for group in dict.fromkeys(groups.values()):
         workers = [Worker(checkout, group, model) for checkout in checkouts]
         for name in (name for name in names if groups.get(name) == group):
             yield name, judge(*_rounds(rounds, [lambda seed, w=w: w.run(name, seed) for w in workers]))  # noqa: B023
         for worker in workers:
             worker.close()
-    if START in names:
-        yield START, judge(*_rounds(rounds, [lambda _, c=c: start(c) for c in checkouts]))  # type: ignore[misc]
+    for name in (name for name in names if name in STARTS):
+        run = STARTS[name]
+        yield name, judge(*_rounds(rounds, [lambda _, c=c, run=run: run(c) for c in checkouts]))  # type: ignore[misc]
 
 
 def _rounds(rounds: int, sides: list[Callable[[int], float]]) -> list[list[float]]:
@@ -233,7 +259,7 @@ def main() -> int:
     parser.add_argument("old", nargs="?", default="HEAD~1")
     parser.add_argument("new", nargs="?", default="HEAD")
     parser.add_argument("--rounds", type=int, default=7, help="pairs for each workload; at least 6 to tell noise")
-    parser.add_argument("--only", help="workloads, separated by commas: " + ", ".join([*WORKLOADS, START]))
+    parser.add_argument("--only", help="workloads, separated by commas: " + ", ".join([*WORKLOADS, *STARTS]))
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -241,9 +267,9 @@ def main() -> int:
     if arguments.work:
         work(arguments.work, None if arguments.work == "bundled" else arguments.model)
         return 0
-    names = arguments.only.split(",") if arguments.only else [*WORKLOADS, START]
-    if unknown := [name for name in names if name not in (*WORKLOADS, START)]:
-        parser.error(f"no workload is called {unknown[0]!r}; there are: {', '.join([*WORKLOADS, START])}")
+    names = arguments.only.split(",") if arguments.only else [*WORKLOADS, *STARTS]
+    if unknown := [name for name in names if name not in (*WORKLOADS, *STARTS)]:
+        parser.error(f"no workload is called {unknown[0]!r}; there are: {', '.join([*WORKLOADS, *STARTS])}")
     began, verdicts = time.perf_counter(), {}
     print(f"{arguments.old} -> {arguments.new}: seconds of either, new / old (lowest to highest of the rounds)")
     with checked_out(arguments.old, arguments.new) as (old, new), tempfile.TemporaryDirectory() as folder:

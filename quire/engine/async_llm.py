@@ -44,6 +44,7 @@ class AsyncLLM:
 
     model, options: as of `LLM`. metrics_prefix: of the names of Prometheus metrics. served_name: of the model in them.
     log_stats: keep statistics, for the metrics and the periodic log line. request_log: how to log requests, if at all.
+    core: the client of a core that was started already, with its own model and options.
     Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
     """
 
@@ -55,15 +56,23 @@ class AsyncLLM:
         served_name: str | None = None,
         log_stats: bool = True,
         request_log: RequestLog | None = None,
+        core: CoreClient | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.create(model=None if model is None else str(model), **options)
-        self.frontend = Frontend(self.config, model_directory(self.config.model), in_process=False)
+        if core is None:
+            config = EngineConfig.create(model=None if model is None else str(model), **options)
+            core = CoreClient(config, model_directory(config.model))
+        self.client, self.config = core, core.config
+        try:
+            self.frontend = Frontend(self.config, core.directory, in_process=False)
+        except BaseException:
+            core.kill()
+            raise
         self.processor = self.frontend.processor
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
-        self.client = CoreClient(self.config, self.frontend.directory, self.max_model_len, self._receive)
         self.request_log = request_log or RequestLog(enabled=False)
-        self.metrics = EngineMetrics(metrics_prefix, served_name or model or "quire", self.request_log, log_stats)
+        name = served_name or self.config.model.model or "quire"
+        self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats)
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()
@@ -73,7 +82,7 @@ class AsyncLLM:
         """Returns when the model is loaded. Raises ConfigError, or EngineDeadError if the core cannot start."""
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
         bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)  # found while the model is loaded
-        await asyncio.gather(self.client.start(), bound)
+        await asyncio.gather(self.client.start(self._receive), bound)
         self.processor.max_model_len = self.client.size.max_model_len
 
     async def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ import zmq.asyncio
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineDeadError
-from quire.engine.core_process import run_core
+from quire.engine.core_process import PATIENCE_SECONDS, run_core
 from quire.messages.engine import (
     AbortRequests,
     AddRequests,
@@ -39,7 +40,6 @@ from quire.system.folders import private_folder
 
 SILENCE_SECONDS = 5.0  # without a heartbeat, after which a core is taken for lost
 SILENT_START_SECONDS = 60.0  # the same before it is ready: imports let no thread speak, on a busy machine for long
-PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
 _SOCKET_PATH = 107  # characters that the path of a socket may have
 MAX_FAILED_STARTS = 3  # in a row, after which nothing is tried any more
 _reports = msgspec.msgpack.Decoder(CoreReport)
@@ -64,59 +64,77 @@ class _Unfinished:
 
 
 class _Link:
-    """The sockets and the process of one core. A new core has a new link: nothing of the old one can be heard."""
+    """The sockets and the process of one core. A new core has a new link: nothing of the old one can be heard.
 
-    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, directory: Path, max_len: int) -> None:
-        self.folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
+    Whatever happens to this process, short of a signal that kills it, the core's process ends with it and the sockets'
+    folder is removed.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, directory: Path) -> None:
+        folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
+        processes: list[BaseProcess] = []
+        # multiprocessing would wait for the process when this one exits; what has a priority comes before that.
+        self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
         self.orders, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        addresses = []
         for socket, name in ((self.orders, "orders"), (self.reports, "reports")):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
-            addresses.append(f"ipc://{self.folder}/{name}")
-            socket.bind(addresses[-1])
-        spawn = multiprocessing.get_context("spawn")
-        level = logging_level()
-        self.process: BaseProcess = spawn.Process(
-            target=run_core, args=(*addresses, config, directory, max_len, level), name="quire-core"
+            socket.bind(f"ipc://{folder}/{name}")
+        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=run_core, args=(folder, config, directory, logging_level()), name="quire-core"
         )
         self.process.start()
+        processes.append(self.process)
 
     async def close(self, patience: float) -> None:
         """patience: seconds in which the process may end by itself."""
         self.orders.close(linger=1000)
         self.reports.close()
         await asyncio.to_thread(self.process.join, patience)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._end()
+
+    def kill(self) -> None:
+        self.orders.close(linger=0)
+        self.reports.close(linger=0)
+        self._end()
+
+
+def _end(processes: list[BaseProcess], folder: Path) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class CoreClient:
-    """Sends requests to a core process and its outputs to `sink`.
+    """Starts a core's process, sends requests to it, and its outputs to the sink that `start` is given.
+
+    The process is started here, so that it loads the model while its caller builds the rest; `start` waits for it. End
+    it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
 
     If the core is lost (killed, stopped, an error in a step), a new one gets every unfinished request, with the tokens
     that came of it already; a request that is lost a second time ends with an error. Use from one event loop.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, sink: Sink) -> None:
-        self._core = config, directory, max_model_len
-        self._sink = sink
+    def __init__(self, config: EngineConfig, directory: Path) -> None:
+        """directory: the model's, or its GGUF file."""
+        self.config, self.directory = config, directory
+        self._sink: Sink = lambda outputs, stats: None
         self._context = zmq.asyncio.Context()
         self._unfinished: dict[str, _Unfinished] = {}
-        self._link: _Link | None = None
+        self._link: _Link | None = self._launch()
         self._task: asyncio.Task[None] | None = None
         self._heard_at = 0.0
         self._failed_starts = 0
         self.state = CoreState.STARTING
         self.stats = CoreStats()
-        self.size = CoreReady(0, 0, max_model_len)
+        self.size = CoreReady(0, 0, 0)
         self.restarts = 0
         self.cause_of_death = ""
 
-    async def start(self) -> None:
+    async def start(self, sink: Sink) -> None:
         """Returns when the core is ready. Raises ConfigError for wrong options, EngineDeadError if it cannot start."""
+        self._sink = sink
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._run(ready), name="core client")
         await ready.wait()
@@ -160,9 +178,22 @@ class CoreClient:
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError, ConfigError):
                 await self._task
         self.state, self.cause_of_death = CoreState.DEAD, self.cause_of_death or "it was shut down"
+        self.kill()
+
+    def kill(self) -> None:
+        """End the core's process at once, if it runs."""
+        if self._link is not None:
+            self._link.kill()
+            self._link = None
         self._context.destroy(linger=0)
 
     # ---- how
+
+    def _launch(self) -> _Link:
+        try:
+            return _Link(self._context, self.config, self.directory)
+        except (OSError, zmq.ZMQError) as problem:  # such as no folder for the sockets
+            raise ConfigError(error_text(problem)) from problem
 
     def _order(self, order: CoreOrder) -> None:
         assert self._link is not None
@@ -174,10 +205,10 @@ class CoreClient:
         try:
             while True:
                 try:
-                    self._link = _Link(self._context, *self._core)
-                except (OSError, zmq.ZMQError) as problem:  # no folder for the sockets, say
+                    self._link = self._link or self._launch()
+                except ConfigError as problem:
                     self._lost(CoreDied(error_text(problem), by_user=True), ready.is_set())
-                    raise ConfigError(self.cause_of_death) from problem
+                    raise
                 self._failed_starts += 1
                 self._heard_at = time.monotonic()
                 died, patience = CoreDied(""), PATIENCE_SECONDS

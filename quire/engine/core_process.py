@@ -1,9 +1,13 @@
 """An engine core in a process of its own: orders come in, reports go out, as msgpack over ZeroMQ."""
 
+import os
+import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import msgspec
@@ -31,31 +35,37 @@ from quire.metrics.logging import configure_logging, logger
 from quire.system.garbage import skip_last_collection
 
 HEARTBEAT_SECONDS = 1.0
+PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
 _orders = msgspec.msgpack.Decoder(CoreOrder)
 
 
-def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, max_model_len: int, log: str) -> None:
-    """The life of the process. orders, reports: ZeroMQ addresses at which the client listens."""
+def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> None:
+    """The life of the process.
+
+    folder: has the sockets "orders" and "reports", at which the client listens. directory: the model's, or its GGUF
+    file. log: the level of the log.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # often meant for a whole group of processes; the client decides
         signal.signal(number, signal.SIG_IGN)
     configure_logging(log)
     tqdm.set_lock(threading.RLock())  # its own is one between processes, which a process that is killed leaves behind
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((inbox, orders), (outbox, reports)):
+    for socket, name in ((inbox, "orders"), (outbox, "reports")):
         socket.setsockopt(zmq.LINGER, 1000)  # milliseconds for the last words
         socket.set_hwm(0)
-        socket.connect(address)
+        socket.connect(f"ipc://{folder}/{name}")
 
     def report(message: CoreReport) -> None:
         outbox.send(msgspec.msgpack.encode(message))
 
-    threading.Thread(target=_beat, args=(context, reports), name="heartbeat", daemon=True).start()
+    threading.Thread(target=_beat, args=(context, folder), name="heartbeat", daemon=True).start()
     core = None
     try:
-        from quire.engine.client import make_core  # torch comes with it
+        from quire.engine.client import make_core  # torch comes with it, which the client's process does without
+        from quire.models.description import describe
 
-        core = make_core(config, directory, max_model_len)
+        core = make_core(config, directory, describe(directory, config.model).max_model_len)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = kv.pool.num_usable * config.cache.block_size // len(kv.specs)
         report(CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))
@@ -75,17 +85,21 @@ def run_core(orders: str, reports: str, config: EngineConfig, directory: Path, m
         skip_last_collection()
 
 
-def _beat(context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-    """A thread beside the steps: that nothing comes of it means that the process is stopped."""
+def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
+    """Tell the client every second that this process runs, and end the process when the client has ended."""
+    client = parent_process()
+    assert client is not None
     socket = context.socket(zmq.PUSH)
-    socket.connect(address)
-    message, pause = msgspec.msgpack.encode(Heartbeat()), threading.Event()
+    socket.connect(f"ipc://{folder}/reports")
+    message = msgspec.msgpack.encode(Heartbeat())
     try:
-        while True:
+        while not wait([client.sentinel], HEARTBEAT_SECONDS):
             socket.send(message)
-            pause.wait(HEARTBEAT_SECONDS)
     except zmq.ZMQError:
         return  # the context has ended
+    shutil.rmtree(folder, ignore_errors=True)  # nobody else can remove it
+    time.sleep(PATIENCE_SECONDS)
+    os._exit(1)  # the main thread is still loading the model, or stuck
 
 
 def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:

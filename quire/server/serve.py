@@ -1,178 +1,28 @@
-"""The server's process: socket, engine, HTTP, signals."""
+"""`quire serve`: the socket first, then the core's process, then everything else."""
 
-import asyncio
 import contextlib
-import gc
-import logging
-import socket
-from collections.abc import Collection, Mapping
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import uvicorn
-
-from quire.config import ServerConfig
-from quire.engine.async_llm import AsyncLLM
-from quire.engine.core_client import CoreState
-from quire.metrics.logging import logger
-from quire.metrics.requests import RequestLog
-from quire.server.listening import Acceptor, listening_socket, raise_descriptor_limit
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
+from quire.config import EngineConfig, ServerConfig
+from quire.engine.core_client import CoreClient
+from quire.loading.hub import model_directory
+from quire.server.listening import listening_socket, raise_descriptor_limit
 
 
 def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -> int:
-    """Serve until a signal says otherwise. Returns the exit status. Raises ConfigError, OSError or EngineDeadError if
-    it cannot start."""
+    """Serve until a signal says otherwise. Returns the exit status.
+
+    Raises ConfigError, OSError or EngineDeadError if it cannot start.
+    """
     with contextlib.closing(listening_socket(config)) as listening:
-        names = config.served_model_name or [model or "quire-demo"]
-        llm = AsyncLLM(
-            model,
-            metrics_prefix=config.metrics_prefix,
-            served_name=names[0],
-            log_stats=not config.disable_log_stats,
-            request_log=RequestLog(config.enable_log_requests, config.max_log_len),
-            **options,
-        )
-        raise_descriptor_limit(llm.config.scheduler.max_num_seqs)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(llm, config, names, listening))
+        engine_config = EngineConfig.create(model=model, **options)
+        raise_descriptor_limit(engine_config.scheduler.max_num_seqs)
+        core = CoreClient(engine_config, model_directory(engine_config.model))
+        try:
+            # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
+            from quire.server.http_server import run
 
-
-async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listening: socket.socket) -> int:
-    try:
-        starting = asyncio.create_task(llm.start())
-        await asyncio.sleep(0.01)  # its process starts
-        from quire.server.app import create_app  # takes a while, which passes while the model is loaded
-
-        server = _Server(config, llm, create_app(llm, config, names), names)
-        await starting
-        await server.serve(sockets=[listening])
-        return 1 if server.engine_failed else 0
-    finally:
-        await llm.shutdown()
-
-
-class _Server(uvicorn.Server):
-    """Logs its URL when it is ready, drains when it is told to end, and ends when the engine has failed for good."""
-
-    def __init__(self, config: ServerConfig, llm: AsyncLLM, app: "FastAPI", names: list[str]) -> None:
-        self.app, self.llm, self._names = app, llm, names
-        self.engine_failed = False
-        self._about = config
-        self._ending = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._acceptors: list[Acceptor] = []
-        logging.getLogger("uvicorn").handlers = logger.handlers
-        super().__init__(
-            uvicorn.Config(
-                self.app,
-                log_config=None,
-                log_level=config.uvicorn_log_level,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                ssl_keyfile=config.ssl_keyfile,
-                ssl_certfile=config.ssl_certfile,
-                ssl_ca_certs=config.ssl_ca_certs,
-                ssl_cert_reqs=config.ssl_cert_reqs,
-                ssl_ciphers=config.ssl_ciphers,
-            )
-        )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        assert sockets
-        config = self.config
-
-        def protocol() -> asyncio.Protocol:
-            kind: Any = config.http_protocol_class
-            made: asyncio.Protocol = kind(config, self.server_state, self.lifespan.state)
-            return made
-
-        self._acceptors = [Acceptor(listening, config.backlog, protocol, config.ssl) for listening in sockets]
-        self.started = True
-        gc.freeze()  # what is loaded now stays: searches for garbage leave it out, and take a tenth of the time
-        scheme = "https" if self._about.ssl_certfile else "http"
-        name = sockets[0].getsockname()
-        where = f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}"
-        logger.info(
-            "Serving at %s: model %s, API %s/v1, description %s/docs", where, ", ".join(self._names), where, where
-        )
-
-    async def main_loop(self) -> None:
-        """As uvicorn's, but a signal is noticed at once."""
-        counter = 0
-        while not await self.on_tick(counter):
-            counter = (counter + 1) % 864_000
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), 0.1)
-
-    async def on_tick(self, counter: int) -> bool:
-        if self.llm.client.state is CoreState.DEAD and not self.engine_failed:
-            logger.error("The engine has failed for good; the server ends")
-            self.engine_failed = self.should_exit = True
-        return await super().on_tick(counter)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the drain. The next one ends it, and what still runs.
-
-        The exit status is 0 (uvicorn would raise the signal again).
-        """
-        self.force_exit = self.should_exit
-        self.app.state.draining = self.should_exit = True
-        self._loop.call_soon_threadsafe(self._ending.set)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Running requests may finish within the drain timeout; those that do not end with an error."""
-        for acceptor in self._acceptors:
-            await acceptor.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()  # closes it as soon as no request runs on it
-        seconds, server = self._about.drain_timeout, self.app.state.server
-        if server.calls and not self.engine_failed:
-            logger.info("Shutting down: waiting up to %g s for %s.", seconds, _running_requests(server.calls))
-        if not await self._answered(seconds):
-            if server.calls:
-                reason = "told to end at once" if self.force_exit else f"the drain timeout of {seconds:g} s is over"
-                logger.warning("Shutting down: %s, ending %s.", reason, _running_requests(server.calls))
-            server.end_calls()
-            self.force_exit = False
-            await self._answered(LAST_WORDS_SECONDS)
-        for connection in list(self.server_state.connections):  # of clients that read or send nothing any more
-            connection.transport.abort()
-        if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=1)
-
-    async def _answered(self, seconds: float) -> bool:
-        """Wait until all answers are sent; False if the time passes before, or at a signal."""
-        end = self._loop.time() + seconds
-        while any(map(_is_open, self.server_state.connections)) or self.server_state.tasks:
-            if self.force_exit or self._loop.time() >= end:
-                return False
-            await asyncio.sleep(0.02)
-        return True
-
-
-def _is_open(connection: Any) -> bool:
-    """False once a connection is closing and all is sent, whether or not the client has noticed."""
-    transport: asyncio.WriteTransport = connection.transport
-    return not transport.is_closing() or transport.get_write_buffer_size() > 0
-
-
-def _running_requests(calls: Collection[object]) -> str:
-    return f"{len(calls)} running request{'' if len(calls) == 1 else 's'}"
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _loop_factory() -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+            return run(core, config, listening)
+        finally:
+            core.kill()

@@ -1,0 +1,134 @@
+"""How a server starts: the core first, no torch in the API process, and nothing left of a start that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.server import eventually, request
+from support.server_process import Server
+
+MEGABYTES = 1_000_000
+REQUESTS: list[tuple[str, dict[str, Any], int]] = [
+    ("/v1/completions", {"prompt": "Once", "max_tokens": 8, "logprobs": 5, "echo": True}, 200),
+    ("/v1/completions", {"prompt": ["Once", "There"], "n": 3, "max_tokens": 8, "stream": True}, 200),
+    ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 8, "prompt_logprobs": 3, "bad_words": ["the"]}, 200),
+    ("/v1/completions", {"prompt": "Once", "logits_processors": ["no.such.processor"]}, 400),
+    ("/v1/completions", {"prompt": "Once " * 10_000}, 400),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "n": 2}, 200),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 8,
+            "logprobs": True,
+            "top_logprobs": 4,
+            "logit_bias": {"5": 1.5},
+            "min_tokens": 2,
+            "stream": True,
+        },
+        200,
+    ),
+    ("/tokenize", {"prompt": "Once upon a time"}, 200),
+    ("/detokenize", {"tokens": [1, 2, 3]}, 200),
+]
+PATHS = ["/v1/models", "/metrics", "/health", "/openapi.json", "/version"]
+
+
+def test_the_api_process_never_imports_torch_and_stays_small(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, pathlib, sys\n"
+        "def report():\n"
+        "    pathlib.Path(__file__).with_name(f'{os.getpid()}.txt').write_text(str('torch' in sys.modules))\n"
+        "atexit.register(report)\n"
+    )
+    with Server(PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[1]}") as server:
+        for path, body, status in REQUESTS:
+            answer = request(
+                server.url, "POST", path, json.dumps(body).encode(), **{"Content-Type": "application/json"}
+            )
+            assert (path, answer.status) == (path, status), answer
+        for path in PATHS:
+            assert server.get(path)[0] == 200
+        assert psutil.Process(server.process.pid).memory_info().rss <= 150 * MEGABYTES
+        assert server.stop() == 0
+        assert (tmp_path / f"{server.process.pid}.txt").read_text() == "False"
+
+
+def test_what_takes_long_to_import_is_imported_after_the_core_has_started():
+    code = "import sys, quire.cli.main, quire.server.serve; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    slow = {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "uvicorn", "jinja2", "prometheus_client"}
+    assert slow.isdisjoint(modules)
+
+
+class Start:
+    """`quire serve`, with a folder of its own for temporary files."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+
+    def processes(self) -> list[psutil.Process]:
+        """Those that were started with this one's environment, and so all that it started."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("TMPDIR") == str(self.folder):
+                    found.append(process)
+            except psutil.Error:  # it has ended, or is another user's
+                continue
+        return found
+
+    def check_that_nothing_is_left(self) -> None:
+        eventually(lambda: not self.processes())
+        assert not list(self.folder.iterdir())
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:  # with a short path: sockets are made in it
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chat-template", "no/such/file"], "--chat-template"),
+        (["--tokenizer", "no/such/tokenizer"], "no/such/tokenizer"),
+        (["--max-model-len", "1M"], "--max-model-len"),
+        (["--middleware", "no.such.middleware"], "middleware"),
+        (["--logits-processors", "no.such:Processor"], "--logits-processors"),
+    ],
+)
+def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_folder(folder, arguments, message):
+    start = Start(folder, *arguments)
+    _, log = start.process.communicate(timeout=60)
+    assert start.process.returncode == 1
+    last = log.strip().splitlines()[-1]
+    assert last.startswith("quire: error:")
+    assert message in last
+    assert "Traceback" not in log
+    start.check_that_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_the_core_starts_leaves_no_process_and_no_folder(folder, number):
+    start = Start(folder)
+    eventually(lambda: any("spawn_main" in " ".join(process.cmdline()) for process in start.processes()))
+    start.process.send_signal(number)
+    start.process.communicate(timeout=60)
+    start.check_that_nothing_is_left()
