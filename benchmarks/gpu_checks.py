@@ -19,6 +19,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.attention.selection import BACKENDS
 from quire.ops import OPS, Target
 from quire.ops.reference.quantized import QuantizedMatrix, quantize
+from quire.worker.kv_memory import KVMemory
 
 Check = Callable[[], None]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
@@ -183,14 +184,15 @@ def _attend(backend: type[AttentionBackend], shape: AttentionShape) -> None:
 def _result(
     kind: type[AttentionBackend], shape: AttentionShape, counts: list[int], cached: list[int], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Tokens that were stored before, then those of the step."""
+    """Tokens that were stored before, then those of the step, in the second of three layers. Then all blocks move."""
     torch.manual_seed(1)
     backend, device, block = kind(shape), shape.device, shape.block_size
     lengths = [a + b for a, b in zip(counts, cached, strict=True)]
     width = max(-(-n // block) for n in lengths)
     table = 1 + torch.randperm(len(lengths) * width).view(len(lengths), width).int()
-    memory = torch.zeros(1 + table.numel(), 3 * backend.entry_bytes(), dtype=torch.uint8, device=device)
-    cache = backend.view(memory, 1)  # the second of three layers
+    block_ids = table.flatten().tolist()
+    memory = KVMemory(1 + 2 * len(block_ids), 3 * backend.entry_bytes(), device)
+    cache = backend.view(memory.blocks, 1)
     if options.get("sinks"):
         options["sinks"] = torch.randn(shape.num_heads, device=device)
 
@@ -207,6 +209,13 @@ def _result(
             v = None if shape.value_dim else torch.randn(k.shape).to(device, shape.dtype)
             plan = backend.plan(layout(sizes, ends))
             backend.store(cache, k, v, plan)
+    moved = [len(block_ids) + block_id for block_id in block_ids]
+    memory.copy_blocks(block_ids, moved)
+    data = memory.read(moved)
+    memory.blocks.zero_()
+    memory.write(moved, data)
+    table += len(block_ids)
+    plan = backend.plan(layout(counts, lengths))
     q = torch.randn(sum(counts), shape.num_heads, shape.head_dim).to(device, shape.dtype)
     return backend.attend(q, cache, plan, scale=shape.head_dim**-0.5, **options)
 

@@ -60,7 +60,7 @@ class StepLayout:
 
     query_start_loc: Tensor  # [requests + 1], int32
     seq_lens: Tensor  # [requests], int32: cached tokens and this step's tokens together
-    slot_mapping: Tensor  # [tokens], int64
+    slot_mapping: Tensor  # [tokens], int64, contiguous
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
     longest_prompt: int = 0  # tokens of the longest request if nothing is cached of any of them, else 0
 

@@ -142,7 +142,8 @@ class InputBatch:
         offset = np.repeat(query_start_loc[:-1] - start, counts)
         positions = np.arange(query_start_loc[-1]) - offset
         blocks, offsets = np.divmod(positions, self.block_size)
-        slot_mapping = self.block_tables[:, row_of_token, blocks].astype(np.int64) * self.block_size + offsets
+        block_ids = self.block_tables[:, row_of_token, blocks].astype(np.int64, order="C")  # each group's in one run
+        slot_mapping = block_ids * self.block_size + offsets
         self.num_computed[rows] = seq_lens
         num_places: npt.NDArray[Any] = seq_lens == self.num_tokens[rows]
         if step.num_draft_tokens:
