@@ -9,6 +9,7 @@ import torch
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
+from quire.engine.fingerprint import cache_fingerprint
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor
@@ -61,7 +62,10 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         limits = _fitting(limits, kv, block_size)
         max_model_len = limits.max_model_len
     try:
-        scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching)
+        scheduler = Scheduler(
+            limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching,
+            cache_fingerprint(config, directory, kv.layout),
+        )  # fmt: skip
     except ValueError:
         executor.shutdown()
         raise

@@ -1,32 +1,55 @@
-"""Chained hashes of full blocks: equal hashes mean equal tokens in front, whoever sent them."""
+"""Chained hashes of full blocks: equal hashes mean equal content, whoever computed it."""
 
 from array import array
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 import msgspec
 
-ROOT = sha256(b"quire kv block, v1").digest()  # the parent of every first block
 
+def hash_root(fingerprint: str) -> bytes:
+    """The parent of every first block, 32 bytes.
 
-def encode_extra_keys(*keys: str | int | None) -> bytes:
-    """Bytes for what, besides its tokens, decides a block's content: adapter, image hashes, cache salt. 32, or none.
-
-    They become part of each block's hash, so they are short, however long the keys are.
+    fingerprint: all that decides the bytes of a block besides its tokens, such as the model, the types and the layout.
+    Blocks may be exchanged between engines whose fingerprints are equal.
     """
-    return b"" if all(key is None for key in keys) else sha256(msgspec.msgpack.encode(keys)).digest()
+    return sha256(b"quire kv block, v2: " + fingerprint.encode()).digest()
 
 
-def hash_block(parent: bytes, token_ids: list[int], extra_keys: bytes = b"") -> bytes:
+def extra_keys(
+    block_size: int, salt: str | None = None, ranges: Iterable[tuple[int, int, str]] = ()
+) -> dict[int, bytes]:
+    """What becomes part of the hashes besides tokens: block index -> 32 bytes. Most blocks of most requests have none.
+
+    ranges: (start, end, key): the content of the tokens from start to end - 1 depends on what the key stands for, for
+    example a picture. It becomes part of the blocks that the range touches, and through their hashes of all later
+    ones; earlier blocks stay sharable. The salt becomes part of the first block, and so of all.
+    """
+    keys: dict[int, list[tuple[int, int, str]]] = {}
+    if salt is not None:
+        keys[0] = [(0, 0, salt)]  # an empty range, which no other key has
+    for start, end, key in sorted(ranges):
+        for index in range(start // block_size, -(-end // block_size)):
+            begin = index * block_size
+            keys.setdefault(index, []).append((start - begin, end - begin, key))
+    return {index: sha256(msgspec.msgpack.encode(of_block)).digest() for index, of_block in keys.items()}
+
+
+def hash_block(parent: bytes, token_ids: list[int], extra: bytes = b"") -> bytes:
     """SHA-256 of (parent hash, token ids, extra keys). 32 bytes.
 
     The parent has a fixed length and the count of tokens is fixed by the block size, so that the plain concatenation
     is unambiguous.
     """
-    return sha256(parent + array("i", token_ids).tobytes() + extra_keys).digest()
+    return sha256(parent + array("i", token_ids).tobytes() + extra).digest()
 
 
-def extend_hashes(hashes: list[bytes], token_ids: list[int], block_size: int, extra_keys: bytes = b"") -> None:
+def extend_hashes(
+    hashes: list[bytes], token_ids: list[int], block_size: int, root: bytes, extra: Mapping[int, bytes]
+) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet."""
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else ROOT
-        hashes.append(hash_block(parent, token_ids[start : start + block_size], extra_keys))
+    parent = hashes[-1] if hashes else root
+    for index in range(len(hashes), len(token_ids) // block_size):
+        tokens = token_ids[index * block_size : (index + 1) * block_size]
+        parent = hash_block(parent, tokens, extra.get(index, b"") if extra else b"")
+        hashes.append(parent)

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Protocol
 
 from quire.kvcache.block_pool import Block, BlockPool
-from quire.kvcache.hashing import extend_hashes
+from quire.kvcache.hashing import extend_hashes, hash_root
 from quire.kvcache.specs import KVCacheSpec
 from quire.messages.step import BlockTableEdits
 
@@ -17,7 +17,7 @@ class Holder(Protocol):
     num_computed_tokens: int
     num_retired_tokens: int
     num_tokens_at_last_free: int
-    extra_keys: bytes
+    extra_keys: dict[int, bytes]
     block_tables: list[list[Block]]
     capacity: int
     block_hashes: list[bytes]
@@ -35,12 +35,15 @@ class KVCacheManager:
         block_size: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        fingerprint: str = "",
     ) -> None:
+        """fingerprint: see `hash_root`."""
         self.pool = BlockPool(num_blocks)
         self.specs = specs
         self.block_size = block_size
         self.chunk = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.root = hash_root(fingerprint)
         self._new_blocks = [spec.new_blocks for spec in specs]  # bound once, since they are called often
         self._full_blocks = [spec.full_blocks for spec in specs]
         # The groups in which a long request gives blocks back while it runs.
@@ -63,7 +66,7 @@ class KVCacheManager:
         num_blocks = 0
         tables: list[list[Block]] = [[] for _ in self.specs]
         if self.enable_prefix_caching:
-            extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
+            extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         if self.enable_prefix_caching and read_cache:
             num_blocks, tables = self._match(request)
         in_use = sum(block.ref_cnt > 0 for table in tables for block in table)  # these take nothing from the free ones
@@ -168,7 +171,7 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        extend_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)
+        extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         null, size, hashes, first = (
             self.pool.null_block,
             self.block_size,

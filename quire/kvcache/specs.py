@@ -141,11 +141,15 @@ def attention_spec(layers: Iterable[int], window: int | None = None) -> Attentio
 
 
 class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
-    """The cache as the workers made it, the same on every rank. block_bytes: of one block on one rank."""
+    """The cache as the workers made it, the same on every rank.
+
+    block_bytes: of one block on one rank. layout: what the bytes of a block mean, as the name of the kernels and types.
+    """
 
     num_blocks: int
     block_bytes: int
     specs: tuple[AttentionKVSpec, ...]
+    layout: str
 
 
 def group_entries(kept: Iterable[Spec], max_model_len: int) -> list[Spec]:

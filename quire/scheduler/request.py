@@ -31,7 +31,7 @@ class Request:
         num_prompt_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source status
         stop_token_ids token_ids""".split()
 
-    def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: bytes = b"") -> None:
+    def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: dict[int, bytes]) -> None:
         self.source = source
         self.request_id = source.request_id
         self.key = key  # the order of service: (priority, arrival time, arrival number)

@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
-from quire.kvcache.hashing import encode_extra_keys
+from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -70,12 +70,14 @@ class Scheduler:
         kv_specs: list[KVCacheSpec],
         block_size: int,
         enable_prefix_caching: bool = True,
+        fingerprint: str = "",
     ) -> None:
+        """fingerprint: of the KV blocks, see `hash_root`."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
         chunk = limits.max_num_batched_tokens * limits.depth
-        self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching)
+        self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching, fingerprint)
         if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
             raise ValueError(
                 f"a request of max_model_len={limits.max_model_len} tokens needs "
@@ -109,7 +111,7 @@ class Scheduler:
         self._num_arrived += 1
         priority = source.priority if self.limits.policy == "priority" else 0
         key = (priority, source.arrival_time, self._num_arrived)
-        request = Request(source, key, encode_extra_keys(source.cache_salt))
+        request = Request(source, key, extra_keys(self.kv.block_size, source.cache_salt))
         self.requests[request.request_id] = request
         self.waiting.push(request)
 

@@ -64,7 +64,7 @@ class Worker:
         forward = _forward(config, model, self.backend, staging, group)
         sampler = Sampler(model.kernels, config, at)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank=group.size == 1)
-        block_bytes = self.backend.entry_bytes() * max(len(kv_spec.layers) for kv_spec in model.kv_specs)
+        block_bytes = max(kv_spec.page_bytes(self.backend.entry_bytes()) for kv_spec in model.kv_specs)
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if at.type == "cuda":
             self._allocate(1, block_bytes)
@@ -81,7 +81,8 @@ class Worker:
         if isinstance(forward, CapturedForward):
             forward.capture()
             torch.cuda.empty_cache()  # of what ran before it was captured
-        self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs))
+        layout = f"{self.backend.name}, {dtype}, {cell or dtype}"
+        self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
         kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from quire.kvcache.hashing import encode_extra_keys
+from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest
@@ -24,9 +25,9 @@ def make_manager(specs: list[KVCacheSpec] = FULL, num_blocks: int = 64, chunk: i
     return KVCacheManager(num_blocks, specs, BLOCK_SIZE, chunk)
 
 
-def make_request(tokens: list[int], salt: str | None = None) -> Request:
+def make_request(tokens: list[int], salt: str | None = None, ranges: Sequence[tuple[int, int, str]] = ()) -> Request:
     source = EngineCoreRequest("r", tokens, SamplingParams(), 0, 16)
-    return Request(source, (0, 0.0, 0), encode_extra_keys(salt))
+    return Request(source, (0, 0.0, 0), extra_keys(BLOCK_SIZE, salt, ranges))
 
 
 def compute(kv: KVCacheManager, request: Request, num_tokens: int) -> None:
@@ -37,9 +38,11 @@ def compute(kv: KVCacheManager, request: Request, num_tokens: int) -> None:
     request.num_retired_tokens = num_tokens
 
 
-def enter(kv: KVCacheManager, tokens: list[int], salt: str | None = None) -> tuple[Request, int]:
+def enter(
+    kv: KVCacheManager, tokens: list[int], salt: str | None = None, ranges: Sequence[tuple[int, int, str]] = ()
+) -> tuple[Request, int]:
     """A request that computes all its tokens in one step, and the number of those that it found."""
-    request = make_request(tokens, salt)
+    request = make_request(tokens, salt, ranges)
     num_cached = kv.admit(request)
     assert num_cached is not None
     request.num_retired_tokens = request.num_computed_tokens = num_cached
@@ -75,6 +78,23 @@ def test_a_cache_salt_keeps_requests_apart() -> None:
     enter(kv, list(range(10)), salt="a")
     assert enter(kv, list(range(10)), salt="b")[1] == 0
     assert enter(kv, list(range(10)), salt="a")[1] == 8
+
+
+def test_text_before_a_picture_is_shared_and_what_follows_another_picture_is_not() -> None:
+    kv = make_manager()
+    enter(kv, [7] * 22, ranges=[(9, 14, "cat")])
+    assert enter(kv, [7] * 22, ranges=[(9, 14, "dog")])[1] == 8
+    assert enter(kv, [7] * 22)[1] == 8
+    assert enter(kv, [7] * 22, ranges=[(9, 14, "cat")])[1] == 20
+
+
+def test_engines_with_equal_fingerprints_name_blocks_alike() -> None:
+    hashes = []
+    for fingerprint in ("one model", "one model", "another model"):
+        request, _ = enter(KVCacheManager(64, FULL, BLOCK_SIZE, 64, fingerprint=fingerprint), list(range(10)))
+        hashes.append(request.block_hashes)
+    assert hashes[0] == hashes[1]
+    assert not set(hashes[0]) & set(hashes[2])
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

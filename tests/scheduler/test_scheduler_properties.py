@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from quire.kvcache.hashing import ROOT
+from quire.kvcache.hashing import hash_root
 from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
@@ -90,9 +90,9 @@ class Histories:
     def block_hash(self, node: int) -> bytes:
         """The hash of the block that ends with this node."""
         before, tokens = self.last_tokens(node, BLOCK_SIZE)
-        parent = self.block_hash(before) if self.depth[before] else ROOT
-        salt = self.salt[node]
-        extra = b"" if salt is None else sha256(msgspec.msgpack.encode([salt])).digest()
+        parent = self.block_hash(before) if self.depth[before] else hash_root("")
+        salt = self.salt[node] if self.depth[node] == BLOCK_SIZE else None
+        extra = b"" if salt is None else sha256(msgspec.msgpack.encode([(0, 0, salt)])).digest()
         return sha256(parent + pack(f"<{BLOCK_SIZE}i", *tokens) + extra).digest()
 
 
