@@ -69,12 +69,12 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     except ValueError:
         executor.shutdown()
         raise
-    tokens = (kv.num_blocks - 1) * block_size // len(kv.specs)
+    room = scheduler.kv.room(max_model_len)
     logger.info(
-        "KV cache: %s tokens (%s blocks of %d, %.2f GiB), room for %.1f requests at once of the full context of %s "
-        "tokens",
-        f"{tokens:,}", f"{kv.num_blocks:,}", block_size, kv.num_blocks * kv.block_bytes / 2**30,
-        (kv.num_blocks - 1) / scheduler.kv.max_blocks(max_model_len), f"{max_model_len:,}",
+        "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
+        "(%.0f %% of their bytes hold what must be kept)",
+        kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", block_size, f"{int(room * max_model_len):,}",
+        room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
     return EngineCore(scheduler, executor)
 

@@ -67,7 +67,7 @@ def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> N
 
         core = make_core(config, directory, describe(directory, config.model).max_model_len)
         kv, limits = core.scheduler.kv, core.scheduler.limits
-        tokens = kv.pool.num_usable * config.cache.block_size // len(kv.specs)
+        tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
         report(CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))
         _serve(core, inbox, report)
     except EngineDeadError as error:

@@ -55,6 +55,20 @@ class KVCacheManager:
         """Blocks that a request of that length holds at most."""
         return sum(spec.max_blocks(num_tokens, self.chunk, self.block_size) for spec in self.specs)
 
+    def room(self, num_tokens: int) -> float:
+        """Requests of that length that fit into the cache at once, if they share nothing."""
+        return self.pool.num_usable / self.max_blocks(num_tokens)
+
+    def kept_share(self, num_tokens: int) -> float:
+        """The part of a request's blocks that holds entries which must be kept, from 0 to 1.
+
+        The rest is spent on blocks that are not full, on groups with fewer entries than the largest, and on the tokens
+        of steps in flight that windows have left behind.
+        """
+        places = max(len(spec.entries) for spec in self.specs)
+        kept = sum(len(spec.entries) * spec.tokens_kept(num_tokens) for spec in self.specs)
+        return kept / (self.max_blocks(num_tokens) * self.block_size * places)
+
     # ---- a request enters
 
     def admit(self, request: Holder, read_cache: bool = True) -> int | None:

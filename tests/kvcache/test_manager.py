@@ -54,6 +54,14 @@ def ids(request: Request, group: int = 0) -> list[int]:
     return [block.block_id for block in request.block_tables[group]]
 
 
+def test_room_is_counted_in_requests_of_the_full_length() -> None:
+    kv = make_manager([attention_spec([0, 1]), attention_spec([2], 6)], num_blocks=1 + 35, chunk=4)
+    assert kv.max_blocks(16) == 4 + 4
+    assert kv.room(16) == 35 / 8
+    assert kv.kept_share(16) == (2 * 16 + 6) / (8 * BLOCK_SIZE * 2)
+    assert make_manager().kept_share(16) == 1
+
+
 def test_a_request_gets_the_blocks_of_its_cached_prefix() -> None:
     kv = make_manager()
     first, cached = enter(kv, list(range(10)))

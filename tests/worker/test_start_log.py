@@ -69,6 +69,8 @@ def test_the_log_of_a_start_names_model_size_context_cache_and_url(checkpoints):
     with Server(path, "--max-model-len", "128", "--num-gpu-blocks-override", "81", "--dtype", "float32") as server:
         size = r"[\d.,]+( M)? parameters, float32, [\d.]+ GiB in memory"
         assert re.search(rf"Model {path} loaded in [\d.]+ s: {size}, attention backend", server.log)
-        assert "KV cache: 1,280 tokens (81 blocks of 16, " in server.log
-        assert "room for 10.0 requests at once of the full context of 128 tokens" in server.log
+        cache = (
+            r"KV cache: [\d.]+ GiB, 81 blocks of 16 tokens, room for 1,280 tokens: 10.0 requests of the full 128 tokens"
+        )
+        assert re.search(cache + re.escape(" (100 % of their bytes hold what must be kept)"), server.log)
         assert f"Serving at {server.url}: model {path}, API {server.url}/v1, " in server.log
