@@ -1,12 +1,16 @@
-"""A process per rank on this machine, each with its share of every layer (tensor parallelism).
-
-Steps travel as msgpack over pipes; every rank executes every step, rank 0 answers.
-"""
+"""A process for each rank, with its part of every layer (tensor parallelism). Every rank executes every step."""
 
 import contextlib
-import multiprocessing
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -14,121 +18,209 @@ import torch
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.executor.link import (
+    BEAT_SECONDS,
+    Broken,
+    Heartbeat,
+    Hello,
+    Link,
+    Ready,
+    Reply,
+    Result,
+    Sample,
+    Start,
+    Submit,
+    encode,
+)
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.metrics.logging import configure_logging, logging_level
-from quire.parallel.mesh import MeshSizes, join, open_meeting
-from quire.worker.worker import Worker
+from quire.metrics.logging import logging_level
+from quire.parallel.mesh import open_meeting
+from quire.parallel.sizes import MeshSizes
 
-
-class Reply(msgspec.Struct, omit_defaults=True):
-    """Of a rank: to its start, to a step, to a sampling; without any field it is "launched"."""
-
-    kv_cache: KVCacheSize | None = None
-    output: ModelRunnerOutput | None = None
-    broken: str | None = None  # the rank failed and has ended
-
-
-Model = tuple[EngineConfig, Path, int]  # what a Worker is made from, and its max_model_len
+HOST = "127.0.0.1"  # the ranks run on this machine
+SILENCE_SECONDS = 5.0  # without a heartbeat, after which a rank is taken for stopped
+SILENT_START_SECONDS = 60.0  # the same until it is ready: imports let no thread speak, on a busy machine for long
+_END_SECONDS = 2.0  # in which ranks may end by themselves
 _replies = msgspec.msgpack.Decoder(Reply)
-_orders = msgspec.msgpack.Decoder(SchedulerOutput | int)  # a step to launch, or the id of one to sample
 
 
 class MultiprocExecutor(Executor):
-    """Starts `tensor_parallel_size` processes that meet over Gloo, and sends each of them every step."""
+    """Starts `tensor_parallel_size` processes, and sends each of them every step.
+
+    A rank that fails, ends or is silent breaks the executor: the results that are awaited, and all later ones, raise a
+    RuntimeError that names the rank.
+    """
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        size = config.parallel.tensor_parallel_size
-        self._store = open_meeting("127.0.0.1")  # where the ranks meet
-        self._pipes: list[Connection] = []
-        self._processes = []
-        threads, model = max(1, torch.get_num_threads() // size), (config, directory, max_model_len)
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            level = logging_level() if rank == 0 else "ERROR"  # what all ranks find out is logged once
-            process = context.Process(
-                target=_run_rank,
-                args=(theirs, rank, size, self._store.port, threads, model, level),
-                name=f"quire-rank-{rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        """Raises ValueError if the options do not fit the model, RuntimeError if a rank fails otherwise."""
+        sizes = MeshSizes(tp=config.parallel.tensor_parallel_size)
+        meeting = open_meeting(HOST)
+        start = Start(
+            config,
+            str(directory),
+            max_model_len,
+            sizes,
+            (HOST, meeting.port),
+            max(1, torch.get_num_threads() // sizes.world),
+            logging_level(),
+        )
+        self._ranks = _Ranks(sizes.world)
+        self._end = weakref.finalize(self, self._ranks.end)  # also when nobody refers to the executor any more
         try:
-            ready = [self._receive(rank) for rank in range(size)]
+            self._ranks.start(start)
+            self.kv_cache, *_ = [ready.result() for ready in self._ranks.ready]
         except BaseException:
             self.shutdown()
             raise
-        assert ready[0].kv_cache is not None
-        self.kv_cache = ready[0].kv_cache
 
     def submit(self, step: SchedulerOutput) -> None:
-        self._send(step)
-        for rank in range(len(self._pipes)):
-            self._receive(rank)
+        self._ranks.order(Submit(step))
 
     def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
-        self._send(step_id)
-        future: Future[ModelRunnerOutput] = Future()
-        output = self._receive(0).output
-        assert output is not None
-        future.set_result(output)
-        return future
+        result = self._ranks.expect(step_id)
+        self._ranks.order(Sample(step_id))
+        return result
 
     def shutdown(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # the ranks end when their pipe does
+        self._end()
+
+
+class _Ranks:
+    """The processes, and the threads that speak with them: one sends, and one for each rank listens.
+
+    Ctrl-C interrupts the main thread alone, so no message is ever cut in two, or sent to some of the ranks only.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.ready: list[Future[KVCacheSize]] = [Future() for _ in range(size)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: dict[int, Link] = {}  # by rank
+        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
+        self._problem: Exception | None = None
+        self._lock = threading.Lock()  # of the results and the problem
+
+    def start(self, start: Start) -> None:
+        """Start the processes, and wait until they have connected. Raises RuntimeError if one does not."""
+        key, first = secrets.token_bytes(32), encode(start)
+        quiet = encode(msgspec.structs.replace(start, log_level="ERROR"))  # what all ranks find out is logged once
+        with socket.create_server((HOST, 0)) as listener:
+            for rank in range(len(self.ready)):
+                self._processes.append(_start_process(rank, listener.getsockname()[1], key))
+            threading.Thread(target=self._send, name="orders", daemon=True).start()
+            listener.settimeout(0.2)
+            deadline = time.monotonic() + SILENT_START_SECONDS
+            while len(self._links) < len(self.ready):
+                self._check_start(deadline)
+                with contextlib.suppress(OSError, msgspec.DecodeError):  # of somebody else who connects
+                    link = Link(listener.accept()[0], key, b"executor")
+                    rank = msgspec.msgpack.decode(link.receive(), type=Hello).rank
+                    link.expect_within(SILENT_START_SECONDS)
+                    link.send(quiet if rank else first)
+                    self._links[rank] = link
+                    threading.Thread(target=self._listen, args=(rank, link), name=f"rank {rank}", daemon=True).start()
+
+    def order(self, order: Submit | Sample) -> None:
+        self._orders.put(encode(order))
+
+    def expect(self, step_id: int) -> Future[ModelRunnerOutput]:
+        result: Future[ModelRunnerOutput] = Future()
+        with self._lock:
+            if self._problem is None:
+                self._results[step_id] = result
+            else:
+                result.set_exception(self._problem)
+        return result
+
+    def end(self) -> None:
+        """Close the connections, upon which the ranks end."""
+        self._orders.put(None)
+        for link in self._links.values():
+            link.close()
+        deadline = time.monotonic() + (_END_SECONDS if self._problem is None else 0.2)
         for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-
-    def _send(self, order: SchedulerOutput | int) -> None:
-        message = msgspec.msgpack.encode(order)
-        for rank, pipe in enumerate(self._pipes):
             try:
-                pipe.send_bytes(message)
-            except ConnectionError as error:
-                raise RuntimeError(f"the process of rank {rank} ended unexpectedly") from error
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
-    def _receive(self, rank: int) -> Reply:
-        try:
-            reply: Reply = _replies.decode(self._pipes[rank].recv_bytes())
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError(f"the process of rank {rank} ended unexpectedly") from error
-        if reply.broken is not None:
-            raise RuntimeError(f"rank {rank} failed: {reply.broken}")
-        return reply
-
-
-def _run_rank(pipe: Connection, rank: int, size: int, meeting: int, threads: int, model: Model, level: str) -> None:
-    """The life of one rank. meeting: the port at which the ranks meet. level: of its log."""
-    configure_logging(level)
-    torch.set_num_threads(threads)
-
-    def reply(message: Reply) -> None:
-        pipe.send_bytes(msgspec.msgpack.encode(message))
-
-    try:
-        worker = Worker(*model, join(MeshSizes(tp=size), rank, "127.0.0.1", meeting))
-        reply(Reply(kv_cache=worker.kv_cache))
-        while True:
-            order = _orders.decode(pipe.recv_bytes())
-            if isinstance(order, int):
-                output = worker.runner.sample(order)()
-                if rank == 0:
-                    reply(Reply(output=output))
+    def _check_start(self, deadline: float) -> None:
+        for rank, process in enumerate(self._processes):
+            if rank in self._links:
                 continue
-            worker.runner.submit(order)
-            reply(Reply())
-    except (EOFError, KeyboardInterrupt, ConnectionError):
-        return  # the executor has gone
-    except Exception as error:
-        with contextlib.suppress(OSError):  # the executor may have given up because of another rank
-            reply(Reply(broken=error_text(error)))
-        if not isinstance(error, ValueError):  # those say all in their message
-            raise
+            if process.poll() is not None:
+                raise RuntimeError(f"the process of rank {rank} ended unexpectedly (exit code {process.returncode})")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the process of rank {rank} has not connected for {SILENT_START_SECONDS:.0f} s")
+
+    def _send(self) -> None:
+        """Send orders to all ranks, and a heartbeat when there are none."""
+        beat = encode(Heartbeat())
+        while True:
+            try:
+                message = self._orders.get(timeout=BEAT_SECONDS)
+            except queue.Empty:
+                message = beat
+            if message is None:
+                return
+            for link in list(self._links.values()):
+                with contextlib.suppress(OSError):  # the thread that listens to the rank says so
+                    link.send(message)
+
+    def _listen(self, rank: int, link: Link) -> None:
+        """Take what a rank says, until it has gone."""
+        silence = SILENT_START_SECONDS
+        try:
+            while True:
+                reply = _replies.decode(link.receive())
+                if isinstance(reply, Result):
+                    self._take(reply.output)
+                elif isinstance(reply, Ready):
+                    silence = SILENCE_SECONDS
+                    link.expect_within(silence)
+                    with self._lock:
+                        if self._problem is None:
+                            self.ready[rank].set_result(reply.kv_cache)
+                elif isinstance(reply, Broken):
+                    time.sleep(0.2)  # if it fails because another rank has ended, that one is to be named
+                    self._fail(
+                        ValueError(reply.reason)
+                        if reply.by_user
+                        else RuntimeError(f"rank {rank} failed: {reply.reason}")
+                    )
+                    return
+        except BlockingIOError:
+            self._fail(RuntimeError(f"rank {rank} has been silent for {silence:.0f} s"))
+        except OSError:
+            self._fail(RuntimeError(f"the process of rank {rank} ended unexpectedly"))
+
+    def _take(self, output: ModelRunnerOutput) -> None:
+        with self._lock:
+            result = self._results.pop(output.step_id, None)
+            if result is not None:  # none if Ctrl-C came before it was awaited
+                result.set_result(output)
+
+    def _fail(self, problem: Exception) -> None:
+        """The first problem is that of all results."""
+        with self._lock:
+            if self._problem is None:
+                self._problem = problem
+                for ready in self.ready:
+                    if not ready.done():
+                        ready.set_exception(problem)
+                for result in self._results.values():
+                    result.set_exception(problem)
+
+
+def _start_process(rank: int, port: int, key: bytes) -> "subprocess.Popen[bytes]":
+    """It finds the same modules as this process, and meets the others at the loopback device."""
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", "quire.executor.rank", HOST, str(port), str(rank)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:
+        process.stdin.write(key.hex().encode() + b"\n")
+    return process

@@ -1,28 +1,14 @@
-"""Which ranks work together on what: a mesh of ranks with named axes, and the collectives along each of them.
+"""The groups of ranks to which one rank belongs, and the collectives of each group."""
 
-Ranks are numbered with the last axis running fastest. dp=2 and tp=2 make four ranks:
-
-             tp 0     tp 1
-    dp 0    rank 0   rank 1
-    dp 1    rank 2   rank 3
-
-Ranks 0 and 1 split every layer of one replica between them (tp). Ranks 0 and 2 hold the same part of two replicas (dp).
-All four may share out the experts of a layer (ep).
-"""
-
-import math
 import socket
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, by an assignment
 
-# The axes along which the ranks of one group differ. Experts are shared out over all ranks that hold the same layers.
-_SPANS = {"dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp")}
+from quire.parallel.sizes import AXES, MeshSizes
 
 
 @dataclass(frozen=True)
@@ -63,31 +49,6 @@ class Communicator:
         return int(tensor)
 
 
-class MeshSizes(msgspec.Struct, frozen=True):
-    """How many ranks there are along each axis."""
-
-    dp: int = 1  # data parallel: replicas of the model
-    pp: int = 1  # pipeline parallel: ranges of layers
-    cp: int = 1  # context parallel: ranges of a sequence's tokens
-    tp: int = 1  # tensor parallel: parts of every layer
-
-    @property
-    def world(self) -> int:
-        """The number of all ranks."""
-        return math.prod(msgspec.structs.astuple(self))
-
-    def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along an axis (dp, pp, cp, tp or ep), in the order of their numbers in it.
-
-        MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
-        """
-        ranks = np.arange(self.world).reshape(msgspec.structs.astuple(self))
-        along = [self.__struct_fields__.index(name) for name in _SPANS[axis]]
-        size = math.prod(ranks.shape[i] for i in along)
-        groups: list[list[int]] = np.moveaxis(ranks, along, range(-len(along), 0)).reshape(-1, size).tolist()
-        return groups
-
-
 @dataclass(frozen=True)
 class Mesh:
     """One rank's place among all ranks: its number, and the group to which it belongs along each axis."""
@@ -124,7 +85,7 @@ def join(sizes: MeshSizes, rank: int, host: str, port: int) -> Mesh:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes.world)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
     communicators = {}
-    for axis in _SPANS:
+    for axis in AXES:
         for ranks in sizes.groups(axis):
             if len(ranks) > 1 and tuple(ranks) not in made:  # every rank takes part in making every group
                 made[tuple(ranks)] = dist.new_group(ranks)

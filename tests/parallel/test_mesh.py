@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.parallel.mesh import Communicator, Mesh, MeshSizes, join, open_meeting
+from quire.parallel.mesh import Communicator, Mesh, join, open_meeting
+from quire.parallel.sizes import MeshSizes
 
 AXES = ["dp", "pp", "cp", "tp", "ep"]
 
@@ -80,7 +81,8 @@ def test_the_gpus_of_a_machine_go_to_its_ranks_in_turn(monkeypatch):
 # Each of four ranks prints, for each axis: its number and the group's size, a sum, what was gathered, and a minimum.
 PROGRAM = """
 import sys, torch
-from quire.parallel.mesh import MeshSizes, join
+from quire.parallel.mesh import join
+from quire.parallel.sizes import MeshSizes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 mesh = join(MeshSizes(dp=2, tp=2), rank, "127.0.0.1", port)
 assert mesh.rank == rank

@@ -1,0 +1,99 @@
+"""One rank as a program: `python -m quire.executor.rank HOST PORT RANK` connects to the executor that listens there.
+
+The key that both must know comes on standard input, so that lists of processes do not show it; everything else comes
+from the executor. A rank ends when its executor has gone or is silent, whatever it is doing then.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from quire.executor.link import (
+    BEAT_SECONDS,
+    Broken,
+    Heartbeat,
+    Hello,
+    Link,
+    Order,
+    Ready,
+    Result,
+    Sample,
+    Start,
+    Submit,
+)
+from quire.executor.link import encode as encoded
+from quire.messages.errors import error_text
+from quire.metrics.logging import configure_logging
+from quire.system.garbage import skip_last_collection
+
+SILENCE_SECONDS = 10.0  # without a word of the executor, after which the rank ends
+_orders = msgspec.msgpack.Decoder(Order)
+
+
+def main() -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # it is meant for the executor, which decides what becomes of the ranks
+    host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    link = Link.connect(host, port, bytes.fromhex(sys.stdin.readline()))
+    link.send(encoded(Hello(rank)))
+    start = _orders.decode(link.receive())
+    assert isinstance(start, Start)
+    link.expect_within(SILENCE_SECONDS)
+    configure_logging(start.log_level)
+    threading.Thread(target=_beat, args=(link,), name="heartbeat", daemon=True).start()
+    try:
+        _work(link, start, rank)
+    except Exception as error:
+        by_user = isinstance(error, (ValueError, TypeError, OSError))
+        with contextlib.suppress(OSError):
+            link.send(encoded(Broken(error_text(error), by_user)))
+        if not by_user:
+            raise
+    finally:
+        skip_last_collection()
+
+
+def _work(link: Link, start: Start, rank: int) -> None:
+    """Load the model and execute steps, until the executor has gone."""
+    import torch  # only now: it takes seconds, in which the executor already hears heartbeats
+
+    from quire.parallel.mesh import join
+    from quire.worker.worker import Worker
+
+    torch.set_num_threads(start.num_threads)
+    mesh = join(start.sizes, rank, *start.meeting)
+    worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
+    link.send(encoded(Ready(worker.kv_cache)))
+    while True:
+        try:
+            order = _orders.decode(link.receive())
+        except OSError:
+            return
+        if isinstance(order, Submit):
+            worker.runner.submit(order.step)
+        elif isinstance(order, Sample):
+            output = worker.runner.sample(order.step_id)()
+            if rank == 0:
+                link.send(encoded(Result(output)))
+
+
+def _beat(link: Link) -> None:
+    """Tell the executor that this process is not stopped. When it has gone, end the process."""
+    beat = encoded(Heartbeat())
+    with contextlib.suppress(OSError):
+        while True:
+            link.send(beat)
+            time.sleep(BEAT_SECONDS)
+    time.sleep(BEAT_SECONDS)  # the other thread has noticed as well, if it was waiting for orders
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

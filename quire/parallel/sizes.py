@@ -1,0 +1,45 @@
+"""Which ranks work together on what: the arithmetic of a mesh of ranks with named axes. It needs no torch.
+
+Ranks are numbered with the last axis running fastest. dp=2 and tp=2 make four ranks:
+
+             tp 0     tp 1
+    dp 0    rank 0   rank 1
+    dp 1    rank 2   rank 3
+
+Ranks 0 and 1 split every layer of one replica between them (tp). Ranks 0 and 2 hold the same part of two replicas (dp).
+All four may share out the experts of a layer (ep).
+"""
+
+import math
+
+import msgspec
+import numpy as np
+
+# The axes, each with those along which the ranks of one of its groups differ. Experts are shared out over all ranks
+# that hold the same layers.
+AXES = {"dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp")}
+
+
+class MeshSizes(msgspec.Struct, frozen=True):
+    """How many ranks there are along each axis."""
+
+    dp: int = 1  # data parallel: replicas of the model
+    pp: int = 1  # pipeline parallel: ranges of layers
+    cp: int = 1  # context parallel: ranges of a sequence's tokens
+    tp: int = 1  # tensor parallel: parts of every layer
+
+    @property
+    def world(self) -> int:
+        """The number of all ranks."""
+        return math.prod(msgspec.structs.astuple(self))
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks of every group along an axis (dp, pp, cp, tp or ep), in the order of their numbers in it.
+
+        MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
+        """
+        ranks = np.arange(self.world).reshape(msgspec.structs.astuple(self))
+        along = [self.__struct_fields__.index(name) for name in AXES[axis]]
+        size = math.prod(ranks.shape[i] for i in along)
+        groups: list[list[int]] = np.moveaxis(ranks, along, range(-len(along), 0)).reshape(-1, size).tolist()
+        return groups
