@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.cpu import CpuAttention
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.messages.outputs import RequestOutput
@@ -29,10 +28,12 @@ def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
     """backend: "cpu" or "reference", for attention and all other ops alike."""
     if backend == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
-    assert CpuAttention.name == "cpu"
     pins = dict.fromkeys(OPS, "reference") if backend == "reference" else {}
     small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32}
-    return LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
+    llm = LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
+    if "attention_backend" not in options and llm.config.parallel.tensor_parallel_size == 1:
+        assert runner_of(llm).forward.backend.name == backend
+    return llm
 
 
 def generate(
