@@ -69,6 +69,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     except ValueError:
         executor.shutdown()
         raise
+    if not kv.specs:
+        return EngineCore(scheduler, executor)
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "

@@ -75,7 +75,7 @@ class EngineCore:
         return CoreStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.requests) - len(scheduler.running),
-            kv_cache_usage=1 - pool.num_free / pool.num_usable,
+            kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable),
             preemptions=counted.preemptions,
             prefix_queries=counted.prefix_queries,
             prefix_hits=counted.prefix_hits,

@@ -42,7 +42,7 @@ class KVCacheManager:
         self.specs = specs
         self.block_size = block_size
         self.chunk = max_num_batched_tokens
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching and bool(specs)  # where nothing is kept, nothing is found
         self.root = hash_root(fingerprint)
         self._new_blocks = [spec.new_blocks for spec in specs]  # bound once, since they are called often
         self._full_blocks = [spec.full_blocks for spec in specs]
@@ -57,7 +57,7 @@ class KVCacheManager:
 
     def room(self, num_tokens: int) -> float:
         """Requests of that length that fit into the cache at once, if they share nothing."""
-        return self.pool.num_usable / self.max_blocks(num_tokens)
+        return self.pool.num_usable / max(1, self.max_blocks(num_tokens))
 
     def kept_share(self, num_tokens: int) -> float:
         """The part of a request's blocks that holds entries which must be kept, from 0 to 1.

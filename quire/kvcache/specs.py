@@ -7,7 +7,7 @@ large as the group with the most entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -152,29 +152,31 @@ class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
     layout: str
 
 
-def group_entries(kept: Iterable[Spec], max_model_len: int) -> list[Spec]:
+def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Hashable] = ()) -> list[Spec]:
     """Group entries that keep the same tokens so that a long request wastes little memory.
 
-    kept: what each layer keeps, a spec for each kind of entry. The groups that keep most tokens come first.
+    kept: what each layer keeps, a spec for each kind of entry. shapes: of the entries of each spec; entries of
+    different shapes get groups of their own. The groups that keep most tokens come first.
 
     A block is as large as the group with the most entries. Ten layers with full attention beside 52 with a window must
     not be two groups, or each block of the ten takes the memory of 52: the 52 are cut into six groups. Of the sizes
     that waste at most 5 % of what a request of max_model_len keeps, the largest is taken, since each group costs the
     scheduler and every step a little time.
     """
-    kinds: dict[Spec, list[CacheEntry]] = {}
-    for spec in kept:
-        kinds.setdefault(msgspec.structs.replace(spec, entries=()), []).extend(spec.entries)
+    kinds: dict[tuple[Spec, Hashable], list[CacheEntry]] = {}
+    for spec, shape in zip(kept, shapes or [None] * len(kept), strict=True):
+        kinds.setdefault((msgspec.structs.replace(spec, entries=()), shape), []).extend(spec.entries)
 
     def memory(size: int) -> int:
         """Tokens x entries whose memory a request of max_model_len takes if groups have `size` entries."""
-        return sum(-(-len(found) // size) * size * kind.tokens_kept(max_model_len) for kind, found in kinds.items())
+        return sum(
+            -(-len(found) // size) * size * kind.tokens_kept(max_model_len) for (kind, _), found in kinds.items()
+        )
 
     least = memory(1)
     size = max(size for size in range(1, max(map(len, kinds.values())) + 1) if memory(size) <= 1.05 * least)
     groups = []
-    for kind in sorted(kinds, key=lambda kind: -kind.tokens_kept(max_model_len)):
-        found = kinds[kind]
+    for (kind, _), found in sorted(kinds.items(), key=lambda item: -item[0][0].tokens_kept(max_model_len)):
         count = -(-len(found) // size)
         ends = [len(found) * i // count for i in range(count + 1)]
         groups += [msgspec.structs.replace(kind, entries=tuple(found[a:b])) for a, b in pairwise(ends)]

@@ -1,6 +1,6 @@
 """The one decoder: assembled from the layers by a spec."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -92,10 +92,11 @@ class Decoder(Model):
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec, self.kernels, self.vocab_size = spec, builder.kernels, spec.vocab_size
-        (self.cache_shape,) = {mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers}
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         kept = [mixer.kv_spec(i, window) for i, (mixer, window) in enumerate(zip(spec.mixers, windows, strict=True))]
-        self.kv_specs: list[AttentionKVSpec] = group_entries(kept, max_model_len)
+        shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
+        self.kv_specs: list[AttentionKVSpec] = group_entries(kept, max_model_len, shapes)
+        self.cache_shapes = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary = [RotaryEmbedding(r, max_model_len, builder.device) for r in variants]
@@ -127,8 +128,8 @@ class Decoder(Model):
         self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
         self.num_parameters = builder.num_parameters
 
-    def bind_cache(self, backend: AttentionBackend, memory: Tensor) -> None:
-        for kv_spec in self.kv_specs:
+    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
+        for kv_spec, backend in zip(self.kv_specs, backends, strict=True):
             for j, layer in enumerate(kv_spec.layers):
                 self.layers[layer].mixer.bind(backend, backend.view(memory, j))
 

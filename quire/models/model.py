@@ -16,8 +16,8 @@ class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
     vocab_size: of the logits. num_parameters: of all ranks together. rotary: functions from positions to the tables
-    (cos, sin) in ForwardState.rotary. kv_specs: what is kept of a token, one for each KV group. cache_shape: what this
-    rank keeps of a token in one layer.
+    (cos, sin) in ForwardState.rotary. kv_specs: what is kept of a token, one for each KV group; none for a model that
+    keeps nothing. cache_shapes: the sizes of what this rank keeps in one layer, one for each KV group, too.
     """
 
     kernels: Kernels
@@ -25,10 +25,13 @@ class Model(Protocol):
     num_parameters: int
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
     kv_specs: Sequence[AttentionKVSpec]
-    cache_shape: CacheShape
+    cache_shapes: Sequence[CacheShape]
 
-    def bind_cache(self, backend: AttentionBackend, memory: Tensor) -> None:
-        """Give each group's j-th layer entry j of all blocks. memory: uint8 [blocks, bytes of a block]"""
+    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
+        """Give each group's backend to its layers, with entry j of all blocks to the j-th layer.
+
+        memory: uint8 [blocks, bytes of a block]
+        """
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions: [tokens] -> [tokens, hidden]"""

@@ -3,7 +3,7 @@
 import ctypes
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,8 +37,8 @@ class RecordedForward(Forward):
     A model whose layers are not kernels only (see Recording) is run as ever.
     """
 
-    def __init__(self, model: Model, backend: AttentionBackend) -> None:
-        super().__init__(model, backend)
+    def __init__(self, model: Model, backends: Sequence[AttentionBackend]) -> None:
+        super().__init__(model, backends)
         self.usable = True
         self._arena = Arena()
         self._recorded: dict[int, _Calls] = {}  # by number of requests
@@ -49,15 +49,14 @@ class RecordedForward(Forward):
         x, state = self.embed(inputs)
         calls = self._recorded.get(len(x))
         if calls is None:
-            state.plans = [self.backend.plan(layout) for layout in inputs.layouts()]
+            state.plans = self.plan(inputs)
             return pick(self._record(x, state), rows)
         ctypes.memmove(calls.x.data_ptr(), x.data_ptr(), x.nbytes)  # copy_ would wake torch's threads
         calls.state.positions.copy_(state.positions)
         for old, new in zip(calls.state.rotary, state.rotary, strict=True):
             old[0].copy_(new[0])
             old[1].copy_(new[1])
-        for plan, layout in zip(calls.state.plans, inputs.layouts(), strict=True):
-            self.backend.plan(layout, plan)
+        self.plan(inputs, calls.state.plans)
         calls.recording.replay()
         return pick(calls.hidden, rows)
 
@@ -92,8 +91,8 @@ class CapturedForward(Forward):
     anew: they take longer than that.
     """
 
-    def __init__(self, model: Model, backend: AttentionBackend, staging: Staging, most_tokens: int) -> None:
-        super().__init__(model, backend, staging.last_tokens)
+    def __init__(self, model: Model, backends: Sequence[AttentionBackend], staging: Staging, most_tokens: int) -> None:
+        super().__init__(model, backends, staging.last_tokens)
         self.staging, self.max_num_seqs = staging, len(staging.batch.num_tokens)
         self._decode_sizes = [*(n for n in DECODE_SIZES if n < self.max_num_seqs), self.max_num_seqs]
         # As many tokens as requests would say that each has one.

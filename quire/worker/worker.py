@@ -1,11 +1,12 @@
 """One rank: its device, its share of the model, its KV cache."""
 
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
 
-from quire.attention.base import AttentionBackend, AttentionShape
+from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
 from quire.attention.cells import CELLS
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
@@ -39,10 +40,8 @@ class Worker:
             model = load_model(directory, config, max_model_len, at, group, show_progress=mesh.rank == 0)
         self.model, dtype = model, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
-        c = model.cache_shape
-        cell = _cell(config, c)
-        shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, block_size, dtype, at, c.value_dim, cell)
-        self.backend = choose_backend(shape, config.kernels.attention_backend)
+        self.backends = _backends(config, model)
+        chosen = list(dict.fromkeys(self.backends))
         if mesh.rank == 0:
             seconds = time.perf_counter() - started
             name = f" on {torch.cuda.get_device_name(at)}" if at.type == "cuda" else ""
@@ -50,21 +49,24 @@ class Worker:
             logger.info(
                 "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",
                 config.model.model or "quire-demo (bundled)", name, seconds, _count(model.num_parameters),
-                str(dtype).removeprefix("torch."), memory.weights_in_memory(model) / 2**30, ranks, self.backend.name,
+                str(dtype).removeprefix("torch."), memory.weights_in_memory(model) / 2**30, ranks,
+                ", ".join(dict.fromkeys(backend.name for backend in chosen)) or "none",
             )  # fmt: skip
 
         if config.model.torch_compile:
-            for method in ("store", "prepare", "attend"):
-                if hasattr(self.backend, method):
-                    hidden = torch.compiler.disable(getattr(self.backend, method))  # type: ignore[no-untyped-call]
-                    setattr(self.backend, method, hidden)
+            for backend, method in product(chosen, ("store", "prepare", "attend")):
+                if hasattr(backend, method):
+                    hidden = torch.compiler.disable(getattr(backend, method))  # type: ignore[no-untyped-call]
+                    setattr(backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), model.vocab_size)
         staging = Staging(self.device, batch)
-        forward = _forward(config, model, self.backend, staging, group)
+        forward = _forward(config, model, self.backends, staging, group)
         sampler = Sampler(model.kernels, config, at)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank=group.size == 1)
-        block_bytes = max(kv_spec.page_bytes(self.backend.entry_bytes()) for kv_spec in model.kv_specs)
+        groups = zip(model.kv_specs, self.backends, strict=True)
+        pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
+        block_bytes = max(pages, default=ENTRY_ALIGNMENT)  # a model that keeps nothing has a null block all the same
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if at.type == "cuda":
             self._allocate(1, block_bytes)
@@ -81,25 +83,39 @@ class Worker:
         if isinstance(forward, CapturedForward):
             forward.capture()
             torch.cuda.empty_cache()  # of what ran before it was captured
-        layout = f"{self.backend.name}, {dtype}, {cell or dtype}"
+        layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
         kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)
-        self.model.bind_cache(self.backend, kv_memory.blocks)
+        self.model.bind_cache(self.backends, kv_memory.blocks)
         return kv_memory
 
 
 def _forward(
-    config: EngineConfig, model: Model, backend: AttentionBackend, staging: Staging, group: Communicator
+    config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator
 ) -> Forward:
     """Calling kernels anew, or repeating what was recorded. The sum over ranks is not a kernel that can be."""
     eager = config.model.enforce_eager or group.size > 1
     if not staging.device.is_async:
-        return Forward(model, backend) if eager or config.model.torch_compile else RecordedForward(model, backend)
-    if eager or not backend.capturable:
-        return Forward(model, backend, staging.last_tokens)
-    return CapturedForward(model, backend, staging, config.scheduler.tokens_of_a_step(gpu=True))
+        return Forward(model, backends) if eager or config.model.torch_compile else RecordedForward(model, backends)
+    if eager or not all(backend.capturable for backend in backends):
+        return Forward(model, backends, staging.last_tokens)
+    return CapturedForward(model, backends, staging, config.scheduler.tokens_of_a_step(gpu=True))
+
+
+def _backends(config: EngineConfig, model: Model) -> list[AttentionBackend]:
+    """One for each KV group; groups of one shape share it."""
+    target, block_size = model.kernels.target, config.cache.block_size
+    by_shape: dict[CacheShape, AttentionBackend] = {}
+    for c in model.cache_shapes:
+        if c not in by_shape:
+            shape = AttentionShape(
+                c.num_heads, c.num_kv_heads, c.head_dim, block_size, target.dtype, target.device, c.value_dim,
+                _cell(config, c),
+            )  # fmt: skip
+            by_shape[c] = choose_backend(shape, config.kernels.attention_backend)
+    return [by_shape[c] for c in model.cache_shapes]
 
 
 def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:

@@ -84,7 +84,7 @@ def test_an_engine_says_the_same(checkpoints, references, monkeypatch, name):
     monkeypatch.setattr(DenseVarlen, "unsupported", TritonAttention.unsupported)  # in float32
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
     llm = make_llm(checkpoints.path(name), backend="dense", **options)
-    backend = llm.core.executor.runner.forward.backend
+    backend = llm.core.executor.runner.forward.backends[0]
     run_late(llm)
     expected = references.continuations(name)[:4]
     params = GREEDY.clone(max_tokens=4)

@@ -61,10 +61,11 @@ def test_a_forward_needs_nothing_of_the_device(tmp_path, variant):
     builder = Builder(kernels, Communicator(), quantization_method(description))
     model = Decoder(builder, spec_of(description), 64)
     builder.fill(lambda slot: None)
-    c = model.cache_shape
+    (c,) = set(model.cache_shapes)
     shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim)
-    model.bind_cache(NoAttention(shape), torch.empty(1, 0, dtype=torch.uint8, device=META))
-    forward = Forward(model, NoAttention(shape), torch.empty(4, dtype=torch.int64, device=META))
+    backends = [NoAttention(shape) for _ in model.kv_specs]
+    model.bind_cache(backends, torch.empty(1, 0, dtype=torch.uint8, device=META))
+    forward = Forward(model, backends, torch.empty(4, dtype=torch.int64, device=META))
     groups = len(model.kv_specs)
 
     def integers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:

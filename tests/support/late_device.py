@@ -191,7 +191,7 @@ class LateModel(_Late):
 
 
 class LateBackend(_Late):
-    def plan(self, layout: Any) -> Callable[[], Any]:
+    def plan(self, layout: Any, over: Any = None) -> Callable[[], Any]:
         return lambda: self.real.plan(layout)
 
 
@@ -254,12 +254,14 @@ class LateExecutor(Executor):
         )
         self.real_model = getattr(real.model, "real", real.model)
         model: Any = LateModel(self.real_model, self.stream)
-        backend: Any = LateBackend(getattr(real.forward.backend, "real", real.forward.backend), self.stream)
+        backends: Any = [
+            LateBackend(getattr(backend, "real", backend), self.stream) for backend in real.forward.backends
+        ]
         kernels: Any = LateKernels(model.kernels, self.stream)
         staging = Staging(device, batch)
-        forward = Forward(model, backend, staging.last_tokens)
+        forward = Forward(model, backends, staging.last_tokens)
         if captured:
-            forward = CapturedForward(model, backend, staging, scheduler.limits.max_num_batched_tokens)
+            forward = CapturedForward(model, backends, staging, scheduler.limits.max_num_batched_tokens)
             with self.stream:
                 forward.capture()
             if self.stream.queue:
