@@ -132,6 +132,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step. Counters advance at once: the step is taken as submitted until `update` or `withdraw`."""
         self._num_steps += 1
+        self.kv.begin_step()
         step = SchedulerOutput(self._num_steps, epoch=self.epoch)
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.max_num_batched_tokens)

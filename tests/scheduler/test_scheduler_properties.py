@@ -24,12 +24,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from quire.kvcache.hashing import hash_root
-from quire.kvcache.specs import attention_spec
+from quire.kvcache.specs import CacheEntry, KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from support.kv_specs import HeadBudgetSpec, StateSpec
 
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
@@ -41,13 +42,86 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
 EOS, STOP_TOKEN = 0, 1
 DOCUMENTS = [[2 + (i * (k + 3) + i // 5) % 6 for i in range(28)] for k in range(3)]
-KV_GROUPS: dict[str, list[int | None]] = {
-    "full": [None],
-    "window": [6],
-    "narrow": [1],
-    "mixed": [None, 6],
-    "three": [None, 4, 9],
+KV_GROUPS: dict[str, list[str]] = {
+    "full": ["full"],
+    "window": ["6"],
+    "narrow": ["1"],
+    "mixed": ["full", "6"],
+    "three": ["full", "4", "9"],
+    "state": ["state"],
+    "hybrid": ["full", "state", "6"],
+    "heads": ["full", "heads"],
 }
+HEAD_BUDGETS = (8, 20, 4)
+
+
+# (index in the block table, offset in the block, position of the token whose history the entry stands for)
+Place = tuple[int, int, int]
+
+
+class WindowModel:
+    """What a step does with the entries of a group: attention to all tokens, or to the last `window`."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+
+    def reads_first(self, start: int, end: int) -> list[Place]:
+        """What is read before anything of the step is stored."""
+        return []
+
+    def stores(self, start: int, end: int) -> list[Place]:
+        return [(position // BLOCK_SIZE, position % BLOCK_SIZE, position) for position in range(start, end)]
+
+    def reads(self, start: int, end: int) -> list[Place]:
+        """What is read when all of the step is stored."""
+        return self.stores(0 if self.window is None else max(0, start - self.window + 1), end)
+
+
+class StateModel(WindowModel):
+    """A state: read by the next step, and stored in the block of a step's last token."""
+
+    def __init__(self) -> None:
+        super().__init__(window=None)
+
+    def reads_first(self, start: int, end: int) -> list[Place]:
+        return [((start - 1) // BLOCK_SIZE, 0, start - 1)] if start else []
+
+    def stores(self, start: int, end: int) -> list[Place]:
+        return [((end - 1) // BLOCK_SIZE, 0, end - 1)]
+
+    def reads(self, start: int, end: int) -> list[Place]:
+        return []
+
+
+class HeadModel(WindowModel):
+    """Each head keeps its last tokens in a ring of blocks of its own."""
+
+    def __init__(self, spec: HeadBudgetSpec) -> None:
+        super().__init__(window=None)
+        self.spec = spec
+
+    def reads_first(self, start: int, end: int) -> list[Place]:
+        return self.stores(0, start)
+
+    def stores(self, start: int, end: int) -> list[Place]:
+        return [
+            (self.spec.index(head, position % budget // BLOCK_SIZE, BLOCK_SIZE), position % BLOCK_SIZE, position)
+            for head, budget in enumerate(self.spec.budgets)
+            for position in range(max(start, end - budget), end)
+        ]
+
+    def reads(self, start: int, end: int) -> list[Place]:
+        return []
+
+
+def make_group(kind: str, layer: int, depth: int) -> tuple[KVCacheSpec, WindowModel]:
+    entries = (CacheEntry(layer),)
+    if kind == "state":
+        return StateSpec(entries, 1 + depth), StateModel()
+    if kind == "heads":
+        return (spec := HeadBudgetSpec(entries, HEAD_BUDGETS)), HeadModel(spec)
+    window = None if kind == "full" else int(kind)
+    return attention_spec([layer], window), WindowModel(window)
 
 
 class Histories:
@@ -146,8 +220,8 @@ class WorkerModel:
     written, and none of their rows, may be used afterwards.
     """
 
-    def __init__(self, windows: list[int | None], histories: Histories, seed: int) -> None:
-        self.windows = windows
+    def __init__(self, groups: list[WindowModel], histories: Histories, seed: int) -> None:
+        self.groups = groups
         self.histories = histories
         self.seed = seed
         self.rows: dict[int, Row] = {}
@@ -171,6 +245,16 @@ class WorkerModel:
         """A deterministic model, so that equal prompts go on alike; one token in eight or so ends a request."""
         return crc32(pack("<iii", node, style, self.seed)) % 9
 
+    def read(self, step: SchedulerOutput, group: int, number: int, places: list[Place]) -> set[int]:
+        """Check that a row finds its own history at these places. The blocks that were read."""
+        row = self.rows[number]
+        for index, offset, position in places:
+            entry = self.memory.get((self.tables[group, number, index], offset))
+            assert entry == (group, row.nodes[position]), (
+                f"step {step.step_id}: {row.request_id} reads a wrong entry: position {position}, group {group}"
+            )
+        return {self.tables[group, number, index] for index, _, _ in places}
+
     def execute(self, step: SchedulerOutput, truths: dict[str, Truth]) -> tuple[list[list[int]], list[Access]]:
         for new in step.new_requests:
             node = self.histories.root(truths[new.request_id].source.cache_salt)
@@ -180,31 +264,26 @@ class WorkerModel:
         for group, number, index, block in zip(edits.groups, edits.rows, edits.indices, edits.block_ids, strict=True):
             self.tables[group, number, index] = block
         accesses = [Access(self.rows[number].request_id) for number in step.rows]
-        slots: set[tuple[int, int]] = set()
-        for number, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
-            row = self.rows[number]
+        work = [(number, self.rows[number], count) for number, count in zip(step.rows, step.num_tokens, strict=True)]
+        for (number, row, count), access in zip(work, accesses, strict=True):
             assert row.computed + count <= len(row.tokens), f"{row} has no token to compute"
-            for position in range(row.computed, row.computed + count):
-                for group in range(len(self.windows)):
-                    block = self.tables[group, number, position // BLOCK_SIZE]
-                    slot = (block, position % BLOCK_SIZE)
+            for group, model in enumerate(self.groups):
+                places = model.reads_first(row.computed, row.computed + count)
+                access.read |= self.read(step, group, number, places)
+        slots: set[tuple[int, int]] = set()
+        for (number, row, count), access in zip(work, accesses, strict=True):
+            for group, model in enumerate(self.groups):
+                for index, offset, position in model.stores(row.computed, row.computed + count):
+                    block = self.tables[group, number, index]
                     assert block > 0, f"{row} writes to the null block"
-                    assert slot not in slots, f"two tokens of step {step.step_id} are written to slot {slot}"
-                    slots.add(slot)
-                    self.memory[slot] = (group, row.nodes[position])
+                    assert (block, offset) not in slots, f"two tokens of step {step.step_id} are written to one slot"
+                    slots.add((block, offset))
+                    self.memory[block, offset] = (group, row.nodes[position])
                     access.written.add(block)
         sampled: list[list[int]] = []
-        for number, count, access in zip(step.rows, step.num_tokens, accesses, strict=True):
-            row = self.rows[number]
-            for group, window in enumerate(self.windows):
-                first = 0 if window is None else max(0, row.computed - window + 1)
-                for position in range(first, row.computed + count):
-                    block = self.tables[group, number, position // BLOCK_SIZE]
-                    entry = self.memory.get((block, position % BLOCK_SIZE))
-                    assert entry == (group, row.nodes[position]), (
-                        f"step {step.step_id}: {row.request_id} reads a wrong entry: position {position}, group {group}"
-                    )
-                    access.read.add(block)
+        for (number, row, count), access in zip(work, accesses, strict=True):
+            for group, model in enumerate(self.groups):
+                access.read |= self.read(step, group, number, model.reads(row.computed, row.computed + count))
             row.computed += count
             sampled.append([])
             if row.computed == len(row.tokens):
@@ -246,8 +325,8 @@ class House:
     """A scheduler and the model side by side; every move is checked."""
 
     def __init__(self, setting: Setting) -> None:
-        windows = KV_GROUPS[setting.groups]
-        specs = [attention_spec([group], window) for group, window in enumerate(windows)]
+        groups = [make_group(kind, layer, setting.depth) for layer, kind in enumerate(KV_GROUPS[setting.groups])]
+        specs = [spec for spec, _ in groups]
         budget = max(setting.budget, setting.max_num_seqs)
         limits = SchedulerLimits(
             setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, setting.threshold
@@ -257,7 +336,7 @@ class House:
         self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching)
         self.pool = self.scheduler.kv.pool
         self.histories = Histories()
-        self.worker = WorkerModel(windows, self.histories, setting.seed)
+        self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
         self.in_flight: deque[InFlight] = deque()
         self.truths: dict[str, Truth] = {}
         self.owners: dict[tuple[int, bytes], int] = {}
@@ -489,13 +568,13 @@ class House:
         owners = {block.block_hash: block.block_id for block in self.pool.blocks if block.block_hash is not None}
         assert {key: block.block_id for key, block in self.pool._cached.items()} == owners
         for (group, block_hash), block_id in owners.items():
-            entries = [self.worker.memory.get((block_id, offset)) for offset in range(BLOCK_SIZE)]
-            last = entries[-1]
+            places = self.worker.groups[group].stores(0, BLOCK_SIZE)
+            last = self.worker.memory.get((block_id, places[-1][1]))
             assert last is not None, f"block {block_id} is findable, and empty"
-            node = last[1]
-            for entry in reversed(entries):
+            for _, offset, position in places:
+                node, _ = self.histories.last_tokens(last[1], BLOCK_SIZE - 1 - position)
+                entry = self.worker.memory.get((block_id, offset))
                 assert entry == (group, node), f"block {block_id} is findable with mixed content"
-                node = self.histories.parent[node]
             assert self.histories.block_hash(last[1]) == block_hash, f"block {block_id} has another block's hash"
         for key, block_id in self.owners.items():
             if owners.get(key) != block_id:
