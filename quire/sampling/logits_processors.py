@@ -27,7 +27,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +39,19 @@ from quire.messages.errors import error_text
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops.memory import upload
+from quire.sampling.batch_state import BatchState
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """Places where a token is about to be drawn: after the first num_tokens[i] tokens of row rows[i] of the batch, from
+    """Places where a token is about to be drawn: after the first lengths[i] tokens of row rows[i] of the batch, from
     logits[index[i]]. A row may have several places, one after the other.
+
+    What tokens come before a place may be known to the device alone, which works late: `state` and `lengths` are right
+    there, and reading them on the host would wait. num_tokens and all_token_ids are the host's. They are right for a
+    processor that needs_host_tokens; for others, num_tokens is an upper bound of `lengths`.
     """
 
     index: Ints  # [places]
@@ -54,6 +59,8 @@ class SamplingPlaces:
     num_prompt: Ints  # [places]
     num_tokens: Ints  # [places]: prompt and output before the place
     all_token_ids: npt.NDArray[np.int32]  # [all rows, longest]; a row's tokens behind a place have no meaning there
+    state: BatchState  # of all rows, on the device
+    lengths: Tensor  # [places], int64, on the device
 
     @cached_property
     def num_output(self) -> Ints:
@@ -67,12 +74,19 @@ class SamplingPlaces:
     def where(self, mask: npt.NDArray[np.bool_]) -> "SamplingPlaces":
         if mask.all():
             return self
+        chosen = upload(mask.nonzero()[0], self.lengths.device)
         columns = self.index[mask], self.rows[mask], self.num_prompt[mask], self.num_tokens[mask]
-        return SamplingPlaces(*columns, self.all_token_ids)
+        return SamplingPlaces(*columns, self.all_token_ids, self.state, self.lengths[chosen])
 
 
 class LogitsProcessor:
-    """Changes logits of the requests that ask for it. Made once for each process that holds a part of the model."""
+    """Changes logits of the requests that ask for it. Made once for each process that holds a part of the model.
+
+    needs_host_tokens: whether `apply` looks at tokens or lengths on the host. A device that works late is then waited
+    for in each step of a request that asks. False promises that `apply` reads nothing but `state` and `lengths`.
+    """
+
+    needs_host_tokens: ClassVar[bool] = True
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self.device = device
@@ -103,6 +117,7 @@ class LogitsProcessors:
 
     def __init__(self, processors: Sequence[LogitsProcessor], max_rows: int) -> None:
         self.processors = processors
+        self._host_readers = [i for i, processor in enumerate(processors) if processor.needs_host_tokens]
         self._asks = np.zeros((len(processors), max_rows), np.bool_)
 
     def add(self, row: int, request: NewRequest) -> None:
@@ -111,6 +126,10 @@ class LogitsProcessors:
     def ask(self, rows: Ints) -> bool:
         """Whether any of the rows asks for anything."""
         return bool(self._asks.any() and self._asks[:, rows].any())  # hardly ever does any
+
+    def need_host_tokens(self, rows: Ints) -> bool:
+        """Whether any of the rows asks a processor that looks at its tokens on the host."""
+        return bool(self._asks[self._host_readers][:, rows].any())
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> Tensor:
         """The logits as they were, or changed in place, or changed in float32."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,33 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.messages.step import NewRequest
-from quire.sampling.logits_processors import Ints, LogitsProcessor, SamplingPlaces
+from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 
 _NEVER = float("-inf")
 
 
+@dataclass(frozen=True)
+class _Lines:
+    """The lines of the tables of some places, on the device."""
+
+    place: Tensor  # [lines]: index of each line's place
+    cells: tuple[Tensor, Tensor]  # of each line's token id in the logits
+    rows: Tensor  # [lines]: of each line's place
+    columns: list[Tensor]  # further columns of the tables, [lines, ...] each
+
+
 class _TableRule(LogitsProcessor):
-    """Keeps a table for each row that has one, as columns. Those of a step's rows are joined, and stay joined as long
-    as the rows stay the same."""
+    """Keeps a table for each row that has one, as columns, of which the first has token ids. The tables of a step's
+    places are joined, and stay joined on the device as long as the places are in the same rows."""
+
+    needs_host_tokens = False
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._tables: dict[int, tuple[npt.NDArray[Any], ...]] = {}
-        self._joined: tuple[bytes, Ints, list[npt.NDArray[Any]]] | None = None
-        self._never = torch.full((), _NEVER, device=device)  # a number would be sent to a GPU each time, and waited for
+        self._joined: tuple[bytes, _Lines] | None = None
+        # A Python number would be sent to a GPU each time, and waited for.
+        self._never, self._zero = torch.full((), _NEVER, device=device), torch.zeros((), device=device)
 
     def keep(self, row: int, *columns: npt.NDArray[Any]) -> bool:
         """Give the row a table, if it has any line. Whether it has."""
@@ -33,19 +47,23 @@ class _TableRule(LogitsProcessor):
         self._tables[row], self._joined = columns, None
         return True
 
-    def join(self, at: SamplingPlaces) -> tuple[Ints, list[npt.NDArray[Any]]]:
-        """(place in `at` of each line, columns)"""
-        key = at.rows.tobytes()
+    def lines(self, logits: Tensor, at: SamplingPlaces) -> _Lines:
+        """Without those whose token ids have no logits: a stop token need not be one of the model's."""
+        key = at.rows.tobytes() + at.index.tobytes()
         if self._joined is None or self._joined[0] != key:
             tables = [self._tables[row] for row in at.rows.tolist()]
             place = np.repeat(np.arange(len(tables)), [len(table[0]) for table in tables])
-            self._joined = key, place, [np.concatenate(column) for column in zip(*tables, strict=True)]
-        return self._joined[1:]
+            joined = [np.concatenate(column) for column in zip(*tables, strict=True)]
+            inside = (joined[0] >= 0) & (joined[0] < logits.shape[1])
+            place = place[inside]
+            token_ids, *columns = (self.upload(column[inside]) for column in joined)
+            cells = self.upload(at.index[place]), token_ids
+            self._joined = key, _Lines(self.upload(place), cells, self.upload(at.rows[place]), columns)
+        return self._joined[1]
 
-    def cells(self, at: SamplingPlaces) -> tuple[Tensor, Tensor, list[npt.NDArray[Any]]]:
-        """Where in the logits the token ids of the first column are; and the other columns."""
-        place, (token_ids, *others) = self.join(at)
-        return self.upload(at.index[place]), self.upload(token_ids), others
+    def forbid(self, logits: Tensor, lines: _Lines, where: Tensor) -> None:
+        """The tokens of the lines where `where` is true cannot be drawn. Several lines may be of one cell."""
+        logits.index_put_(lines.cells, torch.where(where, self._never, self._zero), accumulate=True)
 
 
 class AllowedTokenIds(_TableRule):
@@ -55,10 +73,10 @@ class AllowedTokenIds(_TableRule):
         return self.keep(row, np.asarray(request.sampling.allowed_token_ids or (), np.int64))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        *cells, _ = self.cells(at)
-        allowed = logits[*cells]
-        logits.index_fill_(0, self.upload(at.index), _NEVER)
-        logits[*cells] = allowed
+        cells = self.lines(logits, at).cells
+        allowed = logits[cells]
+        logits.index_fill_(0, cells[0], _NEVER)
+        logits[cells] = allowed
 
 
 class BadWords(_TableRule):
@@ -71,43 +89,38 @@ class BadWords(_TableRule):
     def add(self, row: int, request: NewRequest) -> bool:
         if not request.bad_words:
             return False
-        more = max(0, max(map(len, request.bad_words)) - 1 - self._longest)
-        if more:
-            self._longest += more
+        extra = max(0, max(map(len, request.bad_words)) - 1 - self._longest)
+        if extra:
+            self._longest += extra
             for other, (last, before) in self._tables.items():
-                self._tables[other] = last, np.pad(before, ((0, 0), (more, 0)), constant_values=-1)
+                self._tables[other] = last, np.pad(before, ((0, 0), (extra, 0)), constant_values=-1)
         before = np.full((len(request.bad_words), self._longest), -1)  # filled up on the left
         for line, token_ids in zip(before, request.bad_words, strict=True):
             line[self._longest - len(token_ids) + 1 :] = token_ids[:-1]
         return self.keep(row, np.asarray([token_ids[-1] for token_ids in request.bad_words]), before)
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        place, (last, before) = self.join(at)
-        where = at.num_tokens[place, None] - self._longest + np.arange(self._longest)  # [sequences, longest]
-        same = at.all_token_ids[at.rows[place, None], where] == before
-        complete = ((same & (where >= at.num_prompt[place, None])) | (before < 0)).all(1)
-        logits[self.upload(at.index[place[complete]]), self.upload(last[complete])] = self._never
+        lines, state = self.lines(logits, at), at.state
+        [before] = lines.columns
+        position = torch.arange(-self._longest, 0, device=self.device) + at.lengths[lines.place][:, None]
+        same = state.token_ids[lines.rows[:, None], position.clamp(min=0)] == before
+        is_output = position >= state.num_prompt[lines.rows][:, None]
+        self.forbid(logits, lines, ((same & is_output) | (before < 0)).all(1))
 
 
 class MinTokens(_TableRule):
     """Nothing that would end the request before it has so many tokens."""
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        super().__init__(config, device)
-        self._min_tokens = np.zeros(config.scheduler.max_num_seqs, np.int64)
-
     def add(self, row: int, request: NewRequest) -> bool:
-        self._min_tokens[row] = request.sampling.min_tokens
-        stops = np.asarray(request.stop_token_ids, np.int64)
-        return self.keep(row, stops) and request.sampling.min_tokens > 0
+        count = request.sampling.min_tokens
+        stops = np.asarray(request.stop_token_ids if count else [], np.int64)
+        return self.keep(row, stops, np.full(len(stops), count))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        short = at.num_output < self._min_tokens[at.rows]
-        if short.any():
-            at = at.where(short)
-            place, (token_ids,) = self.join(at)
-            inside = (token_ids >= 0) & (token_ids < logits.shape[1])  # a stop token need not be one of the model's
-            logits[self.upload(at.index[place[inside]]), self.upload(token_ids[inside])] = self._never
+        lines = self.lines(logits, at)
+        [min_tokens] = lines.columns
+        num_output = at.lengths[lines.place] - at.state.num_prompt[lines.rows]
+        self.forbid(logits, lines, num_output < min_tokens)
 
 
 class LogitBias(_TableRule):
@@ -118,8 +131,8 @@ class LogitBias(_TableRule):
         return self.keep(row, np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        rows, token_ids, (bias,) = self.cells(at)
-        logits[rows, token_ids] += self.upload(bias)
+        lines = self.lines(logits, at)
+        logits[lines.cells] += lines.columns[0]
 
 
 class RequestFunctions(LogitsProcessor):

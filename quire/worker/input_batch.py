@@ -5,8 +5,10 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from quire.messages.step import NewRequest, SchedulerOutput
+from quire.sampling.batch_state import BatchState
 from quire.sampling.logits_processors import Ints, SamplingPlaces
 
 
@@ -176,11 +178,12 @@ class InputBatch:
             token_ids[place, : len(of_row)] = of_row
         return token_ids
 
-    def sampling_places(self, flat: FlatBatch) -> SamplingPlaces:
-        """The places of a step as logits processors see them: the logits of place i are logits[i]."""
+    def sampling_places(self, flat: FlatBatch, state: BatchState, positions: Tensor) -> SamplingPlaces:
+        """The places of a step as logits processors see them: the logits of place i are logits[i]. positions: of the
+        places, on the device, like the state."""
         rows = flat.place_rows
-        index = np.arange(len(rows))
-        return SamplingPlaces(index, rows, self.num_prompt[rows], flat.place_positions + 1, self.token_ids)
+        columns = np.arange(len(rows)), rows, self.num_prompt[rows], flat.place_positions + 1
+        return SamplingPlaces(*columns, self.token_ids, state, positions + 1)
 
     def expect(self, flat: FlatBatch) -> None:
         """A token is being drawn at each place of the step, and is filled in later."""

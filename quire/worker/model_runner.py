@@ -164,9 +164,10 @@ class ModelRunner:
         if not len(rows):
             self._unread.append(_Sampled(output, flat, self.device.download()))  # which tells of its end
             return self._unread[-1]
-        if self.processors.ask(rows):  # they look at the tokens so far; the forward runs meanwhile
-            self._read_until(None)
-            launched.sampling.places = batch.sampling_places(flat)
+        if self.processors.ask(rows):
+            if self.processors.need_host_tokens(rows):
+                self._read_until(None)  # the step's own forward runs meanwhile
+            launched.sampling.places = batch.sampling_places(flat, self.staging.state, launched.place_positions)
         num_logprobs = batch.num_logprobs[rows]
         asks = num_logprobs >= 0
         if asks.any():

@@ -12,13 +12,15 @@ from quire.messages.sampling_params import SamplingParams
 from quire.ops.reference.sampling import gumbel_noise
 from quire.sampling.logits_processors import SamplingPlaces
 from quire.worker.input_batch import InputBatch
+from quire.worker.state import shared_state
 
 
 def places(batch: InputBatch, rows: Sequence[int], num_tokens: Sequence[int] | None = None) -> SamplingPlaces:
     """Behind the first num_tokens[i] tokens of rows[i], or behind all that are known; from logits[i]."""
     of = np.asarray(rows)
     lengths = batch.num_tokens[of] if num_tokens is None else np.asarray(num_tokens)
-    return SamplingPlaces(np.arange(len(of)), of, batch.num_prompt[of], lengths, batch.token_ids)
+    state, on_device = shared_state(batch), torch.from_numpy(lengths)
+    return SamplingPlaces(np.arange(len(of)), of, batch.num_prompt[of], lengths, batch.token_ids, state, on_device)
 
 
 def processed(
