@@ -9,7 +9,7 @@ alike.
             self.hurry = np.zeros(config.scheduler.max_num_seqs)
 
         def add(self, row: int, request: NewRequest) -> bool:
-            self.hurry[row] = (request.sampling_params.extra_args or {}).get("hurry", 0.0)
+            self.hurry[row] = (request.sampling.extra_args or {}).get("hurry", 0.0)
             return self.hurry[row] != 0.0
 
         def apply(self, logits: Tensor, at: SamplingPlaces) -> None:

@@ -21,6 +21,7 @@ _NEVER = float("-inf")
 class _Lines:
     """The lines of the tables of some places, on the device."""
 
+    index: Tensor  # [places]: where each place's logits are
     place: Tensor  # [lines]: index of each line's place
     cells: tuple[Tensor, Tensor]  # of each line's token id in the logits
     rows: Tensor  # [lines]: of each line's place
@@ -58,7 +59,8 @@ class _TableRule(LogitsProcessor):
             place = place[inside]
             token_ids, *columns = (self.upload(column[inside]) for column in joined)
             cells = self.upload(at.index[place]), token_ids
-            self._joined = key, _Lines(self.upload(place), cells, self.upload(at.rows[place]), columns)
+            per_line = self.upload(place), cells, self.upload(at.rows[place])
+            self._joined = key, _Lines(self.upload(at.index), *per_line, columns)
         return self._joined[1]
 
     def forbid(self, logits: Tensor, lines: _Lines, where: Tensor) -> None:
@@ -73,10 +75,10 @@ class AllowedTokenIds(_TableRule):
         return self.keep(row, np.asarray(request.sampling.allowed_token_ids or (), np.int64))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        cells = self.lines(logits, at).cells
-        allowed = logits[cells]
-        logits.index_fill_(0, cells[0], _NEVER)
-        logits[cells] = allowed
+        lines = self.lines(logits, at)
+        allowed = logits[lines.cells]
+        logits.index_fill_(0, lines.index, _NEVER)
+        logits[lines.cells] = allowed
 
 
 class BadWords(_TableRule):

@@ -181,6 +181,24 @@ def test_they_are_the_same_however_the_requests_are_run(checkpoints, references,
         check(deep, f"two steps in flight {options}")
 
 
+def remember_nothing(output: list[int], logits: Tensor) -> Tensor:
+    return logits
+
+
+def test_a_device_that_works_late_is_waited_for_only_where_a_function_reads_tokens_on_the_host(checkpoints, references):
+    """Not for penalties, bad words, min_tokens, biases or allowed tokens."""
+    plain = make_llm(checkpoints.path("llama"))
+    texts, params = batch_of_every_kind(plain, references, "llama")
+    expected = [outcome(output) for output in generate(plain, texts, params)]
+    late = make_llm(checkpoints.path("llama"))
+    executor = run_late(late)
+    assert [outcome(output) for output in generate(late, texts, params)] == expected
+    assert (executor.most_in_flight, executor.waits) == (2, 0)
+    reading = [params[0].clone(logits_processors=[remember_nothing]), *params[1:]]
+    assert [outcome(output) for output in generate(late, texts, reading)] == expected
+    assert executor.waits >= 23, "once in each step of the request but its first, which follows no other"
+
+
 class OnlyEven(LogitsProcessor):
     """extra_args={"even": True} leaves only even tokens."""
 

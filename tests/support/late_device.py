@@ -46,6 +46,7 @@ class Stream(TorchDispatchMode):
         super().__init__()
         self.queue: deque[Callable[[], object]] = deque()
         self.running = False
+        self.waits = 0  # of the host for something in the queue
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -99,7 +100,8 @@ class Stream(TorchDispatchMode):
         return outs
 
     def run_until(self, position: Callable[[], object]) -> None:
-        """Run the queue up to what `position` is."""
+        """Run the queue up to what `position` is, since the host waits for it."""
+        self.waits += 1
         with self.at_once(), torch.inference_mode():
             while True:
                 run = self.queue.popleft()
@@ -247,6 +249,7 @@ class LateExecutor(Executor):
         self.kv_cache: KVCacheSize = llm.core.executor.kv_cache
         self.scheduler, self.stream = scheduler, Stream()
         self.most_in_flight = 0
+        self.waits = 0  # of the host for the device while it launches a step
         self._unread: deque[int] = deque()  # sampled steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
         batch = InputBatch(
@@ -269,12 +272,19 @@ class LateExecutor(Executor):
         sampler = Sampler(kernels, llm.config, device.torch_device)
         self.runner = ModelRunner(model, batch, staging, forward, sampler)
 
-    def submit(self, step: SchedulerOutput) -> None:
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        before = self.stream.waits
         with self.stream:
+            yield
+        self.waits += self.stream.waits - before
+
+    def submit(self, step: SchedulerOutput) -> None:
+        with self.launching():
             self.runner.submit(step)
 
     def sample(self, step_id: int) -> LateResult:
-        with self.stream:
+        with self.launching():
             read = self.runner.sample(step_id)
         self._unread.append(step_id)
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
