@@ -144,8 +144,8 @@ def test_so_are_those_of_each_family_and_its_logits_are_those_of_transformers(tm
         model = reference(write_meaning(checkpoint, tmp_path / kind, kind), case["variant"])
         llm = make_llm(path)
         torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(model, TEXT), rtol=1e-4, atol=2e-4)
-    if not the_recorded_file(path, case):
-        pytest.skip("random numbers differ here, and with them the file that llama.cpp was given")
+    # Another processor may draw weights whose last bits differ from those that llama.cpp was given. That changes the
+    # logits by far less than the noise of its arithmetic, within which no token is compared.
     check_against_llama_cpp(llm, case, RECORDED["family_texts"])
 
 
