@@ -135,10 +135,10 @@ class _Ranks:
 
     def end(self) -> None:
         """Close the connections, upon which the ranks end."""
+        deadline = time.monotonic() + (_END_SECONDS if self._problem is None else 0.2)
         self._orders.put(None)
         for link in self._links.values():
             link.close()
-        deadline = time.monotonic() + (_END_SECONDS if self._problem is None else 0.2)
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
