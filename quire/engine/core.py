@@ -57,9 +57,11 @@ class EngineCore:
         if self._cause_of_death is not None:
             raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
         try:
+            self._sample_oldest()  # it may have been interrupted
             while len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
-            outputs = self._retire()
+            outputs = self._retire() if self._flights else []
+            self._sample_oldest()
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
@@ -83,7 +85,12 @@ class EngineCore:
         )
 
     def _launch(self) -> bool:
-        """Submit the next step. False if there is nothing to run."""
+        """Submit the next step, and have it sampled if it needs no masks or is the oldest in flight.
+
+        False if there is nothing to run, or if the step before waits for its masks: its tokens are inputs of the next.
+        """
+        if self._flights and self._flights[-1].result is None:
+            return False
         step = self.scheduler.schedule()
         if not step.rows:
             return False
@@ -93,16 +100,29 @@ class EngineCore:
                 self._scheduled_at.setdefault(request.request_id, now)
         try:
             self.executor.submit(step)
-            self._flights.append(Flight(step, self.executor.sample(step.step_id)))
+            waits = self.scheduler.needs_masks(step)
+            self._flights.append(Flight(step, None if waits else self.executor.sample(step.step_id)))
         except KeyboardInterrupt:  # the step is given up; its requests can be aborted, or go on
             self.scheduler.withdraw(step)
             raise
+        self._sample_oldest()
         return True
+
+    def _sample_oldest(self) -> None:
+        """Have the oldest step in flight sampled, if it has waited for the masks that are known now."""
+        if self._flights and self._flights[0].result is None:
+            flight = self._flights[0]
+            masks = self.scheduler.token_masks(flight.step) if flight.step.epoch == self.scheduler.epoch else None
+            try:
+                flight.result = self.executor.sample(flight.step.step_id, masks)
+            except KeyboardInterrupt:  # it is given up, like one that was interrupted when it was submitted
+                self._flights.popleft()
+                if flight.step.epoch == self.scheduler.epoch:
+                    self.scheduler.withdraw(flight.step)
+                raise
 
     def _retire(self) -> list[EngineCoreOutput]:
         """Wait for the results of the oldest step in flight, and hand them to the scheduler."""
-        if not self._flights:
-            return []
         flight = self._flights[0]
         assert flight.result is not None
         result = flight.result.result()

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 
 class Executor(ABC):
@@ -20,10 +20,11 @@ class Executor(ABC):
         """Launch the forward on all devices. The step that was submitted before has been told to sample."""
 
     @abstractmethod
-    def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
         """Launch the sampling of the step that was submitted last. Its tokens feed the next step on the device.
 
-        A step that the workers skipped, and the refusals that made them skip it, are told by its result.
+        masks: which tokens may be drawn at some places of the step. A step that the workers skipped, and the refusals
+        that made them skip it, are told by its result.
         """
 
     @abstractmethod

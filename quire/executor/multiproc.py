@@ -33,7 +33,7 @@ from quire.executor.link import (
     encode,
 )
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logging_level
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
@@ -77,9 +77,9 @@ class MultiprocExecutor(Executor):
     def submit(self, step: SchedulerOutput) -> None:
         self._ranks.order(Submit(step))
 
-    def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
         result = self._ranks.expect(step_id)
-        self._ranks.order(Sample(step_id))
+        self._ranks.order(Sample(step_id, masks))
         return result
 
     def shutdown(self) -> None:

@@ -79,7 +79,7 @@ def _work(link: Link, start: Start, rank: int) -> None:
         if isinstance(order, Submit):
             worker.runner.submit(order.step)
         elif isinstance(order, Sample):
-            output = worker.runner.sample(order.step_id)()
+            output = worker.runner.sample(order.step_id, order.masks)()
             if rank == 0:
                 link.send(encoded(Result(output)))
 

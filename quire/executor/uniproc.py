@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.parallel.mesh import Mesh
 from quire.worker.worker import Worker
 
@@ -34,8 +34,8 @@ class UniprocExecutor(Executor):
     def submit(self, step: SchedulerOutput) -> None:
         self.runner.submit(step)
 
-    def sample(self, step_id: int) -> Future[ModelRunnerOutput]:
-        return _Read(self.runner.sample(step_id))
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
+        return _Read(self.runner.sample(step_id, masks))
 
     def shutdown(self) -> None:
         """Nothing was started."""

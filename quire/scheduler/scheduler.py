@@ -9,7 +9,7 @@ from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.messages.step import BlockTableEdits, ModelRunnerOutput, NewRequest, SchedulerOutput
+from quire.messages.step import BlockTableEdits, ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 
@@ -140,6 +140,14 @@ class Scheduler:
         if requests:
             self._submitted.append((step, requests))
         return step
+
+    def needs_masks(self, step: SchedulerOutput) -> bool:
+        """Whether some of its places may draw only certain tokens, which are known when the step before has retired."""
+        return False
+
+    def token_masks(self, step: SchedulerOutput) -> TokenMasks | None:
+        """The masks of such a step. Asked when all steps before it have retired."""
+        return None
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
         running, kv = self.running, self.kv

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from quire.layers.forward_state import pick
 from quire.messages.errors import error_text
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.models.model import Model
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
+from quire.sampling.token_masks import forbid_masked
 from quire.worker.device import Array
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
@@ -95,14 +96,16 @@ class ModelRunner:
             self._launched[step.step_id] = self._out_of_memory(step, error)
 
     @torch.inference_mode()
-    def sample(self, step_id: int) -> Callable[[], ModelRunnerOutput]:
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
         """Launch the drawing of a submitted step's tokens, which are inputs of the next step. The function waits for
-        them."""
+        them. masks: which tokens may be drawn."""
         launched = self._launched.pop(step_id)
         if isinstance(launched, ModelRunnerOutput):
             return lambda: launched
         flat = launched.flat
         try:
+            if masks is not None:
+                forbid_masked(launched.logits, masks)
             sampled = self._sample(launched, ModelRunnerOutput(step_id, [[]] * len(flat.rows)))
         except torch.OutOfMemoryError as error:
             skipped = self._out_of_memory(launched.step, error)

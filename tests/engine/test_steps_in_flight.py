@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.engine.core import EngineCore, EngineDeadError
@@ -12,9 +13,10 @@ from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import SchedulerOutput, TokenMasks
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, assert_nothing_is_left, collect, core_request, finish, generate, make_llm
-from support.late_device import LateExecutor, run_late, watched_scheduler
+from support.late_device import LateExecutor, WatchedScheduler, run_late, watched_scheduler
 from support.reference import References
 
 COMBINES = [
@@ -216,6 +218,70 @@ def test_a_request_that_can_never_run_is_refused_when_it_is_added(checkpoints):
         llm.core.add_request(core_request(llm, "twice", [5]))
     finish(llm.core)
     assert_nothing_is_left(llm.core)
+
+
+# ---- token masks
+
+
+class ChainScheduler(WatchedScheduler):
+    """Stands in for grammars: after token t, requests named "chain ..." may draw `following(t)` alone.
+
+    The mask of a step depends on the tokens of the step before, so they must have been retired when it is asked for.
+    """
+
+    vocab_size = 320
+
+    @staticmethod
+    def following(token: int) -> int:
+        return (7 * token + 5) % ChainScheduler.vocab_size
+
+    def needs_masks(self, step: SchedulerOutput) -> bool:
+        return any(request.request_id.startswith("chain") for request in self._submitted[-1][1])
+
+    def token_masks(self, step: SchedulerOutput) -> TokenMasks:
+        [(submitted, requests)] = self._submitted
+        assert submitted is step, "masks are asked for before an earlier step has retired"
+        sampling = [request for request in requests if request.num_computed_tokens >= len(request.token_ids)]
+        places = [i for i, request in enumerate(sampling) if request.request_id.startswith("chain")]
+        allowed = np.zeros((len(places), self.vocab_size), np.bool_)
+        for place, mask in zip(places, allowed, strict=True):
+            mask[self.following(sampling[place].token_ids[-1])] = True
+        return TokenMasks(places, np.packbits(allowed, axis=1, bitorder="little").tobytes())
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["plain", "late"])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+def test_masks_follow_the_tokens_of_the_step_before(checkpoints, references, late, depth, options):
+    llm = make_llm(checkpoints.path("llama"), **options)
+    scheduler = watched_scheduler(llm, depth, ChainScheduler)
+    executor = LateExecutor(llm, scheduler) if late else llm.core.executor
+    llm.core = EngineCore(scheduler, executor)
+    expected = references.continuations("llama")[:12]
+    made: dict[str, Any] = {}
+    for i, continuation in enumerate(expected):
+        name = f"chain {i}" if i % 2 else str(i)
+        stop = {"stop_token_ids": [200]} if i % 4 == 3 else {}
+        llm.core.add_request(core_request(llm, name, continuation.prompt, GREEDY.clone(**stop)))
+        if i % 5 == 2:
+            llm.core.add_request(bad_request(llm, f"chain bad {i}", continuation.prompt[:9]))
+        if i % 3 == 2:
+            collect(llm.core, made)
+    llm.core.abort_requests(["chain 5"])
+    while llm.core.has_unfinished:
+        collect(llm.core, made)
+    assert_nothing_is_left(llm.core)
+    for i, continuation in enumerate(expected):
+        if i % 2 == 0:
+            continuation.check(made[str(i)][0])
+        elif i != 5:
+            tokens, reason, _ = made[f"chain {i}"]
+            before = [continuation.prompt[-1], *tokens]
+            assert tokens == [ChainScheduler.following(token) for token in before[:-1]]
+            assert (reason == "stop") == (200 in tokens and i % 4 == 3)
+    assert [made[f"chain bad {i}"][1] for i in (2, 7)] == ["error", "error"]
+    if late:
+        assert executor.most_in_flight == depth  # the forward pass of a step does not wait for its masks
 
 
 # ---- failures

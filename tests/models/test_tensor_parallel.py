@@ -17,7 +17,7 @@ from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
@@ -50,16 +50,16 @@ class RankedExecutor(Executor):
         self.kv_cache = workers[0][0].kv_cache
         assert all(w.kv_cache == self.kv_cache for w, _ in workers)
 
-    def _everywhere(self, name: str, argument: Any) -> list[Any]:
-        return on_every_rank(self.size, lambda group: getattr(self.runners[group.rank], name)(argument))
+    def _everywhere(self, name: str, *arguments: Any) -> list[Any]:
+        return on_every_rank(self.size, lambda group: getattr(self.runners[group.rank], name)(*arguments))
 
     def submit(self, step: SchedulerOutput) -> None:
         self._everywhere("submit", step)
 
-    def sample(self, step_id: int) -> Any:
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> Any:
         from concurrent.futures import Future
 
-        outputs = [read() for read in self._everywhere("sample", step_id)]
+        outputs = [read() for read in self._everywhere("sample", step_id, masks)]
         assert all(output == outputs[0] for output in outputs)
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(outputs[0])

@@ -28,7 +28,7 @@ from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
 from quire.messages.engine import EngineCoreOutput
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.worker.device import Array, Device, Upload, layout, pack, unpack
@@ -250,7 +250,7 @@ class LateExecutor(Executor):
         self.scheduler, self.stream = scheduler, Stream()
         self.most_in_flight = 0
         self.waits = 0  # of the host for the device while it launches a step
-        self._unread: deque[int] = deque()  # sampled steps whose results the host has not asked for
+        self._unread: deque[int] = deque()  # submitted steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
         batch = InputBatch(
             len(old.num_tokens), old.max_model_len, old.block_size, len(old.block_tables), old.vocab_size
@@ -282,12 +282,12 @@ class LateExecutor(Executor):
     def submit(self, step: SchedulerOutput) -> None:
         with self.launching():
             self.runner.submit(step)
-
-    def sample(self, step_id: int) -> LateResult:
-        with self.launching():
-            read = self.runner.sample(step_id)
-        self._unread.append(step_id)
+        self._unread.append(step.step_id)
         self.most_in_flight = max(self.most_in_flight, len(self._unread))
+
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> LateResult:
+        with self.launching():
+            read = self.runner.sample(step_id, masks)
         return LateResult(self, step_id, read)
 
     def may_be_read(self, step_id: int) -> None:
@@ -306,11 +306,9 @@ def limits_of(llm: LLM, depth: int) -> SchedulerLimits:
     return replace(scheduler_limits(llm.config, llm.max_model_len), depth=depth)
 
 
-def watched_scheduler(llm: LLM, depth: int) -> WatchedScheduler:
+def watched_scheduler(llm: LLM, depth: int, kind: type[WatchedScheduler] = WatchedScheduler) -> WatchedScheduler:
     kv, cache = llm.core.executor.kv_cache, llm.config.cache
-    return WatchedScheduler(
-        limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching
-    )
+    return kind(limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching)
 
 
 def run_late(llm: LLM, depth: int = 2, captured: bool = False) -> LateExecutor:
