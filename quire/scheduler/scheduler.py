@@ -9,7 +9,7 @@ from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.messages.step import BlockTableEdits, ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 
@@ -150,87 +150,97 @@ class Scheduler:
         return None
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
-        running, kv = self.running, self.kv
-        rows, num_tokens, edits = step.rows, step.num_tokens, step.block_table_edits
+        running, take = self.running, self._take
         position, all_have_room = 0, True
         while position < len(running):
             request = running[position]
             position += 1
-            known = len(request.token_ids) + request.num_in_flight_samples
-            computed = request.num_computed_tokens
-            if known >= request.max_total_tokens or known == computed:
-                continue  # its last tokens are in flight
-            room = min(self._longest_chunk, budget - (len(running) - position))  # leaves one for each of the others
-            count = min(known - computed, room)
-            end = computed + count
-            if end > request.capacity:
-                while not (has_room := kv.allocate(request, end, edits)) and not self._num_leaving:
-                    self._preempt(running[-1])
-                    if request.status is not Status.RUNNING:
-                        break
-                if not has_room:
-                    all_have_room = False
-                    continue
-            rows.append(request.row)
-            num_tokens.append(count)
-            requests.append(request)
-            budget -= count
-            request.num_computed_tokens = end
-            request.holds += 1
-            if end == known:
-                request.num_in_flight_samples += 1
-            if end >= request.next_hash_at:
-                kv.hash_full_blocks(request)
+            room = budget - (len(running) - position)  # leaves one for each of the others
+            while (count := take(request, room, step, requests)) is None and not self._num_leaving:
+                self._preempt(running[-1])
+                if request.status is not Status.RUNNING:
+                    break
+            if count is None:
+                all_have_room = False
+            else:
+                budget -= count
         return budget if all_have_room else 0  # requests that wait for blocks come before requests that wait for a row
 
     def _schedule_waiting(self, step: SchedulerOutput, requests: list[Request], budget: int) -> None:
         # A preempted request that is not back in the queue yet has its place before those that are.
         while budget > 0 and self._free_rows and not self._num_preempted:
             request = self.waiting.peek()
-            if request is None:
+            if request is None or not self._admit(request, step):
                 return
-            known, source = len(request.token_ids), request.source
-            # With its first output a request has reported its prompt's logprobs: then its cached blocks will do.
-            read_cache = source.reads_prefix_cache or known > request.num_prompt_tokens
-            num_cached = self.kv.admit(request, read_cache)
-            if num_cached is None:
-                return
-            end = min(known, num_cached + min(self._longest_chunk, budget))
-            self.waiting.pop()
-            if self.kv.enable_prefix_caching and not request.num_preemptions:
-                self.stats.prefix_queries += known * read_cache
-                self.stats.prefix_hits += num_cached
-            if not request.num_retired_tokens:  # else it was preempted: what it finds now are its own blocks
-                request.num_cached_tokens = num_cached
-            request.num_retired_tokens = num_cached
-            allocated = self.kv.allocate(request, end, BlockTableEdits())
-            assert allocated, "there was room for more than these"
-            request.row = self._free_rows.pop()
-            request.status = Status.RUNNING
-            insort(self.running, request, key=_by_key)
-            step.new_requests.append(
-                NewRequest(
-                    request.request_id,
-                    request.row,
-                    list(request.token_ids),
-                    request.num_prompt_tokens,
-                    num_cached,
-                    source.sampling_params,
-                    source.seed,
-                    sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else [],
-                    source.bad_words,
-                    source.pooling_params,
-                )
+            count = self._take(request, budget, step, requests)
+            assert count, "there was room for all its tokens"
+            budget -= count
+
+    def _admit(self, request: Request, step: SchedulerOutput) -> bool:
+        """Give a waiting request a row and its cached blocks. False if the cache has no room for all its tokens."""
+        known, source = len(request.token_ids), request.source
+        # Once the first token is out, the logprobs of the prompt have been reported, and its cached blocks will do.
+        read_cache = source.reads_prefix_cache or known > request.num_prompt_tokens
+        num_cached = self.kv.admit(request, read_cache)
+        if num_cached is None:
+            return False
+        self.waiting.pop()
+        if self.kv.enable_prefix_caching and not request.num_preemptions:
+            self.stats.prefix_queries += known * read_cache
+            self.stats.prefix_hits += num_cached
+        if not request.num_retired_tokens:  # else it was preempted: what it finds now are its own blocks
+            request.num_cached_tokens = num_cached
+        request.num_computed_tokens = request.num_retired_tokens = num_cached
+        request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_by_key)
+        step.new_requests.append(
+            NewRequest(
+                request.request_id,
+                request.row,
+                list(request.token_ids),
+                request.num_prompt_tokens,
+                num_cached,
+                source.sampling_params,
+                source.seed,
+                sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else [],
+                source.bad_words,
+                source.pooling_params,
             )
-            self.kv.write_tables(request, step.block_table_edits)
-            step.rows.append(request.row)
-            step.num_tokens.append(end - num_cached)
-            requests.append(request)
-            budget -= end - num_cached
-            request.num_computed_tokens = end
-            request.holds += 1
-            request.num_in_flight_samples += end == known
+        )
+        self.kv.write_tables(request, step.block_table_edits)
+        return True
+
+    def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
+        """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
+
+        The number of tokens that it got: 0 if it has no more to compute until tokens in flight are known. None, and
+        nothing is changed, if the cache has too few free blocks.
+        """
+        in_flight, computed = request.num_in_flight_samples, request.num_computed_tokens
+        known = len(request.token_ids) + in_flight
+        if in_flight and known >= request.max_total_tokens:
+            return 0  # its last tokens are in flight
+        count = known - computed
+        if count > budget:
+            count = budget
+        if count > self._longest_chunk:
+            count = self._longest_chunk
+        if not count:
+            return 0
+        end = computed + count
+        if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
+            return None
+        step.rows.append(request.row)
+        step.num_tokens.append(count)
+        requests.append(request)
+        request.num_computed_tokens = end
+        request.holds += 1
+        if end == known:
+            request.num_in_flight_samples = in_flight + 1
+        if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
+        return count
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Retire the oldest submitted step: advance its requests by what they sampled, finish, free.
