@@ -91,7 +91,7 @@ class KVCacheManager:
                 if block is not self.pool.null_block:
                     self.pool.share(block)
         request.block_tables = tables
-        request.capacity = request.num_tokens_at_last_free = num_blocks * self.block_size
+        request.capacity = num_blocks * self.block_size
         request.num_hashed_blocks = num_blocks
         request.next_hash_at = (num_blocks + 1) * self.block_size
         return request.capacity
@@ -107,18 +107,15 @@ class KVCacheManager:
         while not settled:
             settled = True
             for group, spec in enumerate(self.specs):
-                if spec.first_needed_token(length * size) // size >= starts[group]:
+                if spec.first_needed_token(length * size) // size == starts[group]:
                     continue  # what was found for a longer prefix has all that this one needs
                 lookup = partial(self.pool.lookup_all, group)
                 starts[group], prefixes[group] = spec.cached_prefix(hashes[:length], size, lookup)
                 if starts[group] + len(prefixes[group]) < length:
                     length = starts[group] + len(prefixes[group])
                     settled = False
-        tables = []
-        for spec, start, blocks in zip(self.specs, starts, prefixes, strict=True):
-            first = spec.first_needed_token(length * size) // size
-            tables.append([null] * first + blocks[first - start : length - start])
-        return length, tables
+        found = zip(starts, prefixes, strict=True)
+        return length, [[null] * start + blocks[: length - start] for start, blocks in found]
 
     # ---- a request grows
 

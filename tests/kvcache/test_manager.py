@@ -196,6 +196,21 @@ def test_blocks_that_a_submitted_step_still_sees_are_kept() -> None:
     assert ids(request) == [0, 0, 3, 4, 5, 6]
 
 
+def test_a_request_that_is_admitted_again_gives_blocks_back_as_before() -> None:
+    kv = make_manager(WINDOW)
+    request, _ = enter(kv, list(range(24)))
+    request.token_ids.append(99)
+    compute(kv, request, 25)
+    kv.free(request)
+    kv.reset_prefix_cache()
+    assert kv.admit(request) == request.num_cached_tokens == 0
+    request.num_retired_tokens = 0
+    for end in (8, 16, 17):
+        compute(kv, request, end)
+    assert ids(request)[:2] == [0, 0]
+    assert all(ids(request)[2:])
+
+
 def test_full_attention_keeps_what_a_window_lets_go() -> None:
     kv = make_manager(MIXED)
     request, _ = enter(kv, list(range(16)))

@@ -552,6 +552,9 @@ class House:
         named = Counter(b.block_id for request in live for table in request.block_tables for b in table)
         for block in pool.blocks[1:]:
             assert block.ref_cnt == named[block.block_id], f"{block} is named by {named[block.block_id]} tables"
+        for request in live:
+            blocks = sum(b is not pool.null_block for table in request.block_tables for b in table)
+            assert blocks <= self.scheduler.kv.max_blocks(request.capacity), f"{request} keeps blocks it does not need"
         free = [block.block_id for block in islice(pool.free_list, len(pool.blocks))]  # it may be a ring
         assert len(free) == len(set(free)) == pool.num_free
         assert set(free) == {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0}
