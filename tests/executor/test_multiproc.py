@@ -20,6 +20,7 @@ import pytest
 from quire.config import ConfigError
 from quire.engine.core import EngineDeadError
 from quire.engine.llm import LLM
+from quire.executor import rank
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
 from support.checkpoints import write_checkpoint
@@ -41,8 +42,8 @@ def split_llm(path: Any, **options: Any) -> LLM:
     return make_llm(path, tensor_parallel_size=2, **options)
 
 
-def process_of(llm: LLM, rank: int) -> subprocess.Popen[bytes]:
-    return llm.core.executor._ranks._processes[rank]
+def process_of(llm: LLM, number: int) -> subprocess.Popen[bytes]:
+    return llm.core.executor._ranks._processes[number]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,13 @@ def test_after_ctrl_c_the_ranks_go_on(llm, references):
     assert_nothing_is_left(llm.core)
     for continuation, token_ids in zip(expected, tokens_of(generate(llm, prompts)), strict=True):
         continuation.check(token_ids)
+
+
+@pytest.mark.slow
+def test_ranks_with_nothing_to_do_stay(llm):
+    """They hear heartbeats, without which they would end after some seconds."""
+    time.sleep(rank.SILENCE_SECONDS + 3)
+    assert generate(llm, [[5, 6, 7]])
 
 
 def test_a_stopped_rank_is_an_error_that_names_it(checkpoints):

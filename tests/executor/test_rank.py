@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.executor.link import Broken, Hello, Link, Ready, Reply, Result, Sample, Start, Submit, encode
+from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 from support.engines import GREEDY, MAX_MODEL_LEN, core_request, make_llm
 
@@ -47,9 +49,9 @@ def greeted(listener: socket.socket) -> Link:
     return link
 
 
-def start(path: Path) -> bytes:
+def start(path: Path, sizes: MeshSizes = MeshSizes(), port: int = 1) -> bytes:  # noqa: B008
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=40)
-    return encode(Start(config, str(path), MAX_MODEL_LEN, MeshSizes(), ("127.0.0.1", 1), 1, "ERROR"))
+    return encode(Start(config, str(path), MAX_MODEL_LEN, sizes, ("127.0.0.1", port), 1, "ERROR"))
 
 
 def next_of(link: Link, kind: type[msgspec.Struct]) -> msgspec.Struct:
@@ -83,13 +85,16 @@ def test_a_rank_takes_orders_ahead_of_its_results_and_ends_with_its_executor(che
         assert process.wait(20) == 0
 
 
-def test_a_rank_ends_while_it_loads_when_its_executor_does(checkpoints):
+def test_a_rank_that_waits_for_others_ends_when_its_executor_does(checkpoints):
+    """It listens to nobody meanwhile, and notices when it sends a heartbeat."""
+    meeting = open_meeting("127.0.0.1")
     with rank_program() as (process, listener):
         link = greeted(listener)
-        link.send(start(checkpoints.path("llama")))
-        link.receive()  # the first heartbeat; torch is being imported now
+        link.send(start(checkpoints.path("llama"), MeshSizes(tp=2), meeting.port))
+        while not meeting.num_keys():  # until it has come to the meeting, to which rank 1 never comes
+            time.sleep(0.05)
         link.close()
-        process.wait(20)
+        assert process.wait(20) == 1
 
 
 @pytest.mark.slow
