@@ -35,21 +35,18 @@ def extra_keys(
     return {index: sha256(msgspec.msgpack.encode(of_block)).digest() for index, of_block in keys.items()}
 
 
-def hash_block(parent: bytes, token_ids: list[int], extra: bytes = b"") -> bytes:
-    """SHA-256 of (parent hash, token ids, extra keys). 32 bytes.
-
-    The parent has a fixed length and the count of tokens is fixed by the block size, so that the plain concatenation
-    is unambiguous.
-    """
-    return sha256(parent + array("i", token_ids).tobytes() + extra).digest()
-
-
 def extend_hashes(
     hashes: list[bytes], token_ids: list[int], block_size: int, root: bytes, extra: Mapping[int, bytes]
 ) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet."""
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet.
+
+    A hash is SHA-256 of (parent hash, token ids, extra keys). The parent has a fixed length and the count of tokens is
+    fixed by the block size, so that the plain concatenation is unambiguous.
+    """
     parent = hashes[-1] if hashes else root
     for index in range(len(hashes), len(token_ids) // block_size):
-        tokens = token_ids[index * block_size : (index + 1) * block_size]
-        parent = hash_block(parent, tokens, extra.get(index, b"") if extra else b"")
+        content = parent + array("i", token_ids[index * block_size : (index + 1) * block_size]).tobytes()
+        if extra:
+            content += extra.get(index, b"")
+        parent = sha256(content).digest()
         hashes.append(parent)

@@ -9,7 +9,7 @@ from struct import pack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kvcache.hashing import extend_hashes, extra_keys, hash_block, hash_root
+from quire.kvcache.hashing import extend_hashes, extra_keys, hash_root
 
 ROOT = hash_root("a model")
 Range = tuple[int, int, str]
@@ -96,8 +96,8 @@ def test_blocks_are_shared_as_far_as_tokens_and_keys_are_equal(a: list[Range], b
 
 
 def test_the_tokens_boundaries_cannot_be_confused() -> None:
-    assert hash_block(ROOT, [1, 2]) != hash_block(ROOT, [1 + 2 * 256])
-    assert hash_block(ROOT, [0x0102, 3]) != hash_block(ROOT, [0x01, 0x0203])
+    assert hashes_of([1, 2], block_size=2) != hashes_of([1 + 2 * 256], block_size=1)
+    assert hashes_of([0x0102, 3], block_size=2) != hashes_of([0x01, 0x0203], block_size=2)
 
 
 @settings(max_examples=60, deadline=None)
