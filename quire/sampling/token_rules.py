@@ -94,20 +94,20 @@ class BadWords(_TableRule):
         extra = max(0, max(map(len, request.bad_words)) - 1 - self._longest)
         if extra:
             self._longest += extra
-            for other, (last, before) in self._tables.items():
-                self._tables[other] = last, np.pad(before, ((0, 0), (extra, 0)), constant_values=-1)
+            for other, (last, start, before) in self._tables.items():
+                self._tables[other] = last, start, np.pad(before, ((0, 0), (extra, 0)), constant_values=-1)
         before = np.full((len(request.bad_words), self._longest), -1)  # filled up on the left
         for line, token_ids in zip(before, request.bad_words, strict=True):
             line[self._longest - len(token_ids) + 1 :] = token_ids[:-1]
-        return self.keep(row, np.asarray([token_ids[-1] for token_ids in request.bad_words]), before)
+        last = np.asarray([token_ids[-1] for token_ids in request.bad_words])
+        return self.keep(row, last, np.full((len(last), 1), request.num_prompt_tokens), before)
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        lines, state = self.lines(logits, at), at.state
-        [before] = lines.columns
+        lines = self.lines(logits, at)
+        output_start, before = lines.columns
         position = torch.arange(-self._longest, 0, device=self.device) + at.lengths[lines.place][:, None]
-        same = state.token_ids[lines.rows[:, None], position.clamp(min=0)] == before
-        is_output = position >= state.num_prompt[lines.rows][:, None]
-        self.forbid(logits, lines, ((same & is_output) | (before < 0)).all(1))
+        same = at.state.token_ids[lines.rows[:, None], position.clamp(min=0)] == before
+        self.forbid(logits, lines, ((same & (position >= output_start)) | (before < 0)).all(1))
 
 
 class MinTokens(_TableRule):
@@ -116,13 +116,12 @@ class MinTokens(_TableRule):
     def add(self, row: int, request: NewRequest) -> bool:
         count = request.sampling.min_tokens
         stops = np.asarray(request.stop_token_ids if count else [], np.int64)
-        return self.keep(row, stops, np.full(len(stops), count))
+        return self.keep(row, stops, np.full(len(stops), request.num_prompt_tokens + count))
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         lines = self.lines(logits, at)
-        [min_tokens] = lines.columns
-        num_output = at.lengths[lines.place] - at.state.num_prompt[lines.rows]
-        self.forbid(logits, lines, num_output < min_tokens)
+        [first_end] = lines.columns  # the length from which on the text may end
+        self.forbid(logits, lines, at.lengths[lines.place] < first_end)
 
 
 class LogitBias(_TableRule):

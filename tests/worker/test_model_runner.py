@@ -12,7 +12,7 @@ import pytest
 from quire.engine.llm import LLM
 from quire.executor.base import Executor
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import BlockTableEdits, Logprobs, ModelRunnerOutput, NewRequest, SchedulerOutput
+from quire.messages.step import BlockTableEdits, Logprobs, ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from support.engines import make_llm
 from support.late_device import run_late
 
@@ -57,7 +57,12 @@ class Driver:
         assert blocks >= 3
 
     def run(
-        self, rows: list[int], num_tokens: list[int], new: list[NewRequest], drafts: list[int] | None = None
+        self,
+        rows: list[int],
+        num_tokens: list[int],
+        new: list[NewRequest],
+        drafts: list[int] | None = None,
+        masks: TokenMasks | None = None,
     ) -> ModelRunnerOutput:
         edits = BlockTableEdits()
         for request in new:
@@ -69,7 +74,7 @@ class Driver:
         self.steps += 1
         step = SchedulerOutput(10_000 + self.steps, new, rows, num_tokens, edits, num_draft_tokens=drafts or [])
         self.executor.submit(step)
-        return self.executor.sample(step.step_id).result()
+        return self.executor.sample(step.step_id, masks).result()
 
 
 def executors(llm: LLM) -> list[Executor]:
@@ -153,3 +158,25 @@ def test_a_row_with_drafts_goes_on_behind_them(llm):
         [plain] = driver.run([1], [len(text)], [new_request(1, text, 9, GREEDY)]).sampled_token_ids
         assert plain == drafted[-1:]
         assert driver.run([1], [1], []).sampled_token_ids == [after]
+
+
+def test_a_mask_holds_at_its_own_place_of_a_row(llm):
+    """Penalties and temperature come after it; the other places are as they were."""
+    text, rows = [5, 6, 7, 8, 5, 6, 5, 9, 10, 6], [0, 1, 2]
+    for executor in executors(llm):
+        driver = Driver(llm, executor)
+
+        def run(driver: Driver = driver, masks: TokenMasks | None = None) -> list[int]:
+            new = [new_request(row, text, 3, KINDS[[3, 1, 4][row]]) for row in rows]
+            output = driver.run(rows, [len(text)] * 3, new, [2, 0, 3], masks)
+            return [token for sampled in output.sampled_token_ids for token in sampled]
+
+        free = run()
+        assert len(free) == 3 + 1 + 4
+        words = np.zeros((3, VOCAB // 32), np.int32)
+        words[:, 2] = 1 << 6  # token 70
+        masked = run(masks=TokenMasks([1, 3, 6], words.tobytes()))
+        assert [masked[place] for place in (1, 3, 6)] == [70, 70, 70]
+        assert 70 not in free
+        others = [0, 2, 4, 5, 7]
+        assert [masked[place] for place in others] == [free[place] for place in others]
