@@ -201,7 +201,11 @@ def _result(
         slots = [table[r, p // block].long() * block + p % block for r, p in enumerate(positions)]
         starts = torch.tensor([0, *sizes]).cumsum(0).int()
         parts = starts, torch.tensor(ends).int(), torch.cat(slots), table
-        return StepLayout(*(x.to(device) for x in parts), longest_prompt=max(sizes) if sizes == ends else 0)
+        return StepLayout(
+            *(x.to(device) for x in parts),
+            longest_prompt=max(sizes) if sizes == ends else 0,
+            tokens_per_request=sizes[0] if len(set(sizes)) == 1 else 0,
+        )
 
     for sizes, ends in ((cached, cached), (counts, lengths)):
         if any(sizes):

@@ -132,7 +132,8 @@ def decoding(device: torch.device, batch: int, context: int, heads: int, kv_head
     table = (1 + torch.randperm(batch * blocks)).view(batch, blocks).int().to(device)
     cache = _cache(backend, 1 + batch * blocks)
     starts, lengths = torch.arange(batch + 1).int().to(device), torch.full((batch,), context).int().to(device)
-    plan = backend.plan(StepLayout(starts, lengths, torch.full((batch,), -1).to(device), table))
+    slots = torch.full((batch,), -1).to(device)
+    plan = backend.plan(StepLayout(starts, lengths, slots, table, tokens_per_request=1))
     q = torch.randn(batch, heads, dim, device=device).bfloat16()
     seconds = Clock(device)(lambda: backend.attend(q, cache, plan, scale=dim**-0.5))
     return batch * context * kv_heads * dim * 2 * 2 / seconds

@@ -63,6 +63,7 @@ class StepLayout:
     slot_mapping: Tensor  # [tokens], int64, contiguous
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
     longest_prompt: int = 0  # tokens of the longest request if nothing is cached of any of them, else 0
+    tokens_per_request: int = 0  # of every request that has tokens; 0 where their numbers differ
 
 
 class AttentionBackend(ABC):

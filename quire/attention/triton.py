@@ -70,18 +70,17 @@ class TritonAttention(PreparingBackend):
             over.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
             return over
         tokens, requests = len(layout.slot_mapping), len(layout.seq_lens)
-        splits = 1
-        if tokens == requests:
-            each, rows = 1, max(16, triton.next_power_of_2(self._group))
+        rows = 128 if self.shape.head_dim <= 128 else 16 if self._is_wide else 64
+        rows = max(rows, triton.next_power_of_2(self._group))
+        each, splits = rows // self._group, 1
+        if 0 < layout.tokens_per_request <= each:  # a tile for each request, whose keys are split
+            each = layout.tokens_per_request
+            rows = max(16, triton.next_power_of_2(self._group * each))
             wanted = _WAVES * self._processors / max(1, requests * self.shape.num_kv_heads)
             longest = layout.block_table.shape[1] * self.shape.block_size
             splits = min(
                 _MOST_SPLITS, 1 << max(0, math.ceil(math.log2(wanted))), triton.next_power_of_2(-(-longest // 128))
             )
-        else:
-            rows = 128 if self.shape.head_dim <= 128 else 16 if self._is_wide else 64
-            rows = max(rows, triton.next_power_of_2(self._group))
-            each = rows // self._group
         return TritonPlan(layout, rows, each, tokens // each + requests, splits)
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:

@@ -74,7 +74,7 @@ class Attention(CachedAttention):
             if place.rotary is not None:
                 q, k = self.kernels.rotary_embedding(q, k, *state.rotary[place.rotary], self.interleaved)
             if self.alibi is not None:
-                q, k, v = self.alibi.extend(q, k, v, state.positions)
+                q, k, v = self.alibi.extend(q, k, v, state.inputs.positions)
             self.backend.store(self.cache, k, v, plan)
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks

@@ -5,13 +5,15 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.layers.step_inputs import StepInputs
+
 
 @dataclass
 class ForwardState:
     """What every layer of a step shares. rotary: cos and sin [tokens, rotary_dim / 2], float32, of each of the model's
     variants; plans: one a KV group."""
 
-    positions: Tensor  # [tokens]
+    inputs: StepInputs
     rotary: list[tuple[Tensor, Tensor]]
     plans: list[Any]
 

@@ -2,18 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.config import ConfigError
+from quire.layers.step_inputs import Array
 from quire.parallel.mesh import Mesh
 
-Array = npt.NDArray[Any]
 _ALIGNMENT = 16
 
 
@@ -26,15 +24,6 @@ def on_gpu(option: str) -> bool:
     return False
 
 
-@dataclass
-class Upload:
-    """Arrays on the device, by name. They lie in `buffer` (bytes) one after the other, if they travelled."""
-
-    tensors: dict[str, Tensor]
-    buffer: Tensor | None = None
-    ends: dict[str, int] | None = None  # where in the buffer each array and what comes before it ends
-
-
 class Device:
     """The CPU: everything is over when a call returns, and arrays are used where they are."""
 
@@ -43,9 +32,9 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
 
-    def upload(self, arrays: Mapping[str, Array]) -> Upload:
-        """Arrays for the step that is about to be launched; they must not be changed any more."""
-        return Upload({name: torch.from_numpy(array) for name, array in arrays.items()})
+    def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        """The arrays on the device, for the step that is about to be launched; they must not be changed any more."""
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         """Begin to fetch tensors as they are now. The function waits, and gives them in the host's memory."""
@@ -69,7 +58,7 @@ class CudaDevice(Device):
         self._turn = 0
         self._buffers = [_Pinned() for _ in range(steps_in_flight + 1)]
 
-    def upload(self, arrays: Mapping[str, Array]) -> Upload:
+    def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         ends = layout(arrays)
         size = max(ends.values())
         self._turn = (self._turn + 1) % len(self._buffers)
@@ -82,7 +71,7 @@ class CudaDevice(Device):
         there = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         there.copy_(here.bytes[:size], non_blocking=True)
         here.read.record()
-        return Upload(unpack(arrays, ends, there), there, ends)
+        return unpack(arrays, ends, there)
 
     def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         here = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]

@@ -1,12 +1,13 @@
 """The running batch in fixed arrays, one row per request, and the flat batch that each step is made of."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from quire.layers.step_inputs import Array, StepSize
 from quire.messages.step import NewRequest, SchedulerOutput
 from quire.sampling.batch_state import BatchState
 from quire.sampling.logits_processors import Ints, SamplingPlaces
@@ -14,62 +15,40 @@ from quire.sampling.logits_processors import Ints, SamplingPlaces
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """A step's "super sequence": the tokens of all its rows, one request after the other."""
+    """Which tokens a step computes, request after request, and at which of them it samples.
+
+    On a device that works late, positions and lengths are upper bounds: the device makes its own from its counters.
+    """
 
     rows: Ints  # [requests]
-    input_ids: Ints  # [tokens]; -1 - r for the token that was drawn for row r by a step in flight
+    token_rows: Ints  # [tokens]
     positions: Ints  # [tokens]
-    slot_mapping: Ints  # [groups, tokens]; -1 for a token that is not kept
     query_start_loc: npt.NDArray[np.int32]  # [requests + 1]
     seq_lens: npt.NDArray[np.int32]  # [requests]
     place_start_loc: Ints  # [requests + 1]: request i samples at places place_start_loc[i] up to place_start_loc[i + 1]
     place_rows: Ints  # [places]
     place_tokens: Ints  # [places]: index of the token after which the place samples
     place_positions: Ints  # [places]: of that token in its sequence
-
-    @classmethod
-    def idle(cls, tokens: int, requests: int, groups: int, longest: int) -> Self:
-        """A step that is nobody's, whose tokens are not kept: one a request, or in requests of up to `longest`."""
-        counts = np.ones(requests, np.int64)
-        if tokens != requests:
-            counts = np.clip(tokens - longest * np.arange(requests), 0, longest)
-        ends = np.cumsum(counts)
-        positions = np.arange(tokens) - np.repeat(ends - counts, counts)
-        nothing, lengths = np.zeros(tokens, np.int64), counts.astype(np.int32)
-        starts = np.concatenate(([0], ends)).astype(np.int32)
-        slots = np.full((groups, tokens), -1)
-        rows, no_places = np.zeros(requests, np.int64), np.zeros(0, np.int64)
-        places = np.zeros(requests + 1, np.int64), no_places, no_places, no_places
-        return cls(rows, nothing, positions, slots, starts, lengths, *places)
+    tokens_per_request: int = 0  # see StepSize
+    extra_inputs: dict[str, Array] = field(default_factory=dict)  # further inputs that StepInputs declares, by name
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Tokens and requests."""
-        return len(self.input_ids), len(self.rows)
+    def size(self) -> StepSize:
+        return StepSize(len(self.positions), len(self.rows), self.tokens_per_request)
+
+    @property
+    def inputs(self) -> dict[str, Array]:
+        """What the host knows of the inputs that StepInputs declares."""
+        known: dict[str, Array] = {"positions": self.positions, "query_start_loc": self.query_start_loc}
+        return {**known, "seq_lens": self.seq_lens, **self.extra_inputs}
 
     @property
     def longest_prompt(self) -> int:
         """Tokens of the longest request if the step has all of each (and of some more than one), else 0."""
-        if len(self.input_ids) == len(self.rows):
+        if self.tokens_per_request == 1:
             return 0
         counts = np.diff(self.query_start_loc)
         return int(counts.max(initial=0)) if np.array_equal(counts, self.seq_lens) else 0
-
-    def padded(self, tokens: int, requests: int) -> Self:
-        """The same with tokens that are not kept, and with requests that have no tokens, behind it. No places are
-        added."""
-        more, rows = tokens - len(self.input_ids), requests - len(self.rows)
-        if not more and not rows:
-            return self
-        return replace(
-            self,
-            rows=np.pad(self.rows, (0, rows)),
-            input_ids=np.pad(self.input_ids, (0, more)),
-            positions=np.pad(self.positions, (0, more)),
-            slot_mapping=np.pad(self.slot_mapping, ((0, 0), (0, more)), constant_values=-1),
-            query_start_loc=np.pad(self.query_start_loc, (0, rows), mode="edge"),
-            seq_lens=np.pad(self.seq_lens, (0, rows)),
-        )
 
 
 class InputBatch:
@@ -81,7 +60,7 @@ class InputBatch:
         rows = max_num_seqs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One more than fits: the last token of a full row is sampled but never computed.
-        self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)  # -1 - row: see FlatBatch
+        self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
         self.block_tables = np.zeros((num_groups, rows, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_computed = np.zeros(rows, np.int64)
@@ -140,32 +119,44 @@ class InputBatch:
         seq_lens = start + counts
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         query_start_loc[1:] = counts.cumsum()
-        row_of_token = np.repeat(rows, counts)
+        token_rows = np.repeat(rows, counts)
         offset = np.repeat(query_start_loc[:-1] - start, counts)
         positions = np.arange(query_start_loc[-1]) - offset
-        blocks, offsets = np.divmod(positions, self.block_size)
-        block_ids = self.block_tables[:, row_of_token, blocks].astype(np.int64, order="C")  # each group's in one run
-        slot_mapping = block_ids * self.block_size + offsets
         self.num_computed[rows] = seq_lens
         num_places: npt.NDArray[Any] = seq_lens == self.num_tokens[rows]
+        tokens_per_request = 1
         if step.num_draft_tokens:
             num_places = num_places * (1 + np.asarray(step.num_draft_tokens, np.int64))
+            most, fewest = max(step.num_draft_tokens), min(step.num_draft_tokens)
+            tokens_per_request = 1 + most if most == fewest else 0
         place_start_loc = np.zeros(len(rows) + 1, np.int64)
         place_start_loc[1:] = num_places.cumsum()
         # A request's places are its last tokens.
         place_tokens = np.repeat(query_start_loc[1:] - place_start_loc[1:], num_places) + np.arange(place_start_loc[-1])
         return FlatBatch(
             rows=rows,
-            input_ids=self.token_ids[row_of_token, positions].astype(np.int64),
+            token_rows=token_rows,
             positions=positions,
-            slot_mapping=slot_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             place_start_loc=place_start_loc,
-            place_rows=row_of_token[place_tokens],
+            place_rows=token_rows[place_tokens],
             place_tokens=place_tokens,
             place_positions=positions[place_tokens],
+            tokens_per_request=tokens_per_request if (counts == tokens_per_request).all() else 0,
         )
+
+    def gather(self, flat: FlatBatch) -> dict[str, Array]:
+        """The inputs that depend on tokens and block tables: what the op flat_batch makes on a device that works late.
+        Block tables are as wide as the longest request needs."""
+        blocks, offsets = np.divmod(flat.positions, self.block_size)
+        width = -(-int(flat.seq_lens.max(initial=1)) // self.block_size)
+        block_ids = self.block_tables[:, flat.token_rows, blocks].astype(np.int64, order="C")  # each group's in one run
+        return {
+            "input_ids": self.token_ids[flat.token_rows, flat.positions].astype(np.int64),
+            "slot_mapping": block_ids * self.block_size + offsets,
+            "block_tables": self.block_tables[:, flat.rows, :width],
+        }
 
     def named_tokens(self, rows: Ints) -> Ints | None:
         """[rows, most] token ids whose logprobs these rows ask for by name, -1 where there is none; None if no row
@@ -187,9 +178,7 @@ class InputBatch:
 
     def expect(self, flat: FlatBatch) -> None:
         """A token is being drawn at each place of the step, and is filled in later."""
-        rows, positions = flat.place_rows, flat.place_positions + 1
-        self.token_ids[rows, positions] = -1 - rows
-        self.num_tokens[rows] = positions + 1  # of a row's places, the last one counts
+        self.num_tokens[flat.place_rows] = flat.place_positions + 2  # of a row's places, the last one counts
 
     def fill(self, flat: FlatBatch, tokens: Ints) -> None:
         """tokens: [places], what was drawn"""

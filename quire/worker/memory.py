@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import torch
 
 from quire.config import ConfigError, EngineConfig
-from quire.messages.step import SchedulerOutput
+from quire.layers.step_inputs import StepSize
 from quire.system import limits
-from quire.worker.input_batch import FlatBatch
 from quire.worker.model_runner import ModelRunner
 
 _FREE_SHARE = 0.5  # of the memory that a CPU has free, unless --kv-cache-memory-bytes says how much
@@ -56,9 +55,8 @@ def left_by_a_step(runner: ModelRunner, budget: int, tokens: int) -> int:
     rows = min(len(batch.num_tokens), tokens)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    flat = FlatBatch.idle(tokens, len(batch.num_tokens), len(batch.block_tables), batch.max_model_len)
     with explained(f"weights and a step of {tokens} tokens", device), torch.inference_mode():
-        inputs, _ = runner.staging.stage(flat, SchedulerOutput(0), {})
+        inputs = runner.staging.stage_dummy(StepSize(tokens, len(batch.num_tokens)))
         runner.run(inputs, rows)
         torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_allocated(device) - before

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.forward_state import pick
+from quire.layers.step_inputs import Array, StepInputs
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.models.model import Model
@@ -17,10 +18,9 @@ from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
 from quire.sampling.token_masks import forbid_masked
-from quire.worker.device import Array
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
-from quire.worker.staging import Staging, StepInputs
+from quire.worker.staging import Staging
 
 _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
 
@@ -115,7 +115,7 @@ class ModelRunner:
         return lambda: self._read_until(sampled)
 
     def run(self, inputs: StepInputs, rows: int) -> None:
-        """Forward and sampling of a step that is nobody's, for what they need of memory and compiled kernels."""
+        """Forward and sampling of a dummy step, for what they need of memory and compiled kernels."""
         logits = self.model.logits(self.forward(inputs)[:rows])
         numbers = np.ones(rows, np.int64)
         arrays: dict[str, Array] = {
@@ -124,17 +124,17 @@ class ModelRunner:
             "output_positions": numbers,
         }
         arrays |= {"top_p": np.full(rows, 0.9, np.float32), "top_k": numbers * 50}
-        there = self.device.upload(arrays).tensors
+        there = self.device.upload(arrays)
         for without in ((), ("top_p",), ("top_k",), tuple(there)):
             self.sampler(logits, SamplingBatch.of({k: v for k, v in there.items() if k not in without}))
 
     def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
         sampling = self._sampling(flat)
         extra = {"place_rows": flat.place_rows, "place_tokens": flat.place_tokens, **sampling}
-        inputs, on_device = self.staging.stage(flat.padded(*self.forward.fit(*flat.size)), step, extra)
+        inputs, on_device = self.staging.stage(flat, self.forward.fit(flat.size), step, extra)
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
         num_places = len(flat.place_tokens)
-        wanted = None if num_places == len(flat.input_ids) else on_device["place_tokens"]
+        wanted = None if num_places == inputs.size.tokens else on_device["place_tokens"]
         hidden = self.forward(inputs, None if scored else wanted)
         if scored:
             self._score_prompts(flat, hidden)

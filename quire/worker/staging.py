@@ -1,105 +1,111 @@
-"""A step's arrays on their way to the device, and what of the batch stays there from step to step."""
+"""A step's inputs on their way to the device, and their memory there."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.base import StepLayout
+from quire.layers.step_inputs import Array, StepInputs, StepSize, dimensions, dummy_arrays
 from quire.messages.step import SchedulerOutput
-from quire.worker.device import Array, Device
+from quire.ops import Kernels
+from quire.worker.device import Device
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.state import DeviceState, shared_state
 
-
-@dataclass
-class StepInputs:
-    """What a forward is made from. packed: the bytes of all but the block tables, where they travelled together."""
-
-    input_ids: Tensor  # [tokens], int64
-    positions: Tensor  # [tokens], int64
-    slot_mapping: Tensor  # [groups, tokens], int64
-    query_start_loc: Tensor  # [requests + 1], int32
-    seq_lens: Tensor  # [requests], int32
-    block_tables: Tensor  # [groups, requests, blocks], int32
-    packed: Tensor | None = None
-    longest_prompt: int = 0  # see StepLayout; not known on a CPU
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.seq_lens)
-
-    def layouts(self) -> list[StepLayout]:
-        """One a KV group."""
-        return [
-            StepLayout(self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt)
-            for slots, table in zip(self.slot_mapping, self.block_tables, strict=True)
-        ]
-
-
-STEP = ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens")  # in this order
+MADE_ON_DEVICE = ("input_ids", "positions", "slot_mapping", "seq_lens")  # by the op flat_batch
 
 
 class Staging:
-    """Sends each step in one piece. On a device that works late, the requests' state lives there: only changes of it
-    travel, and sampled tokens never come here first."""
+    """Sends each step in one piece.
 
-    def __init__(self, device: Device, batch: InputBatch) -> None:
-        self.device, self.batch = device, batch
+    On a device that works late, the requests' state lives there, and the flat batch is made of it there: only changes
+    of the state travel, and sampled tokens never come to the host first. All steps use the same memory for their
+    inputs, so that CUDA graphs can read it; each step's kernels run before the next step's.
+    """
+
+    inputs_class = StepInputs
+
+    def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
+        """most_tokens: of any step."""
+        self.device, self.batch, self.kernels = device, batch, kernels
+        self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)
-        self.last_tokens: Tensor | None = None
         if device.is_async:
-            groups, rows, blocks = batch.block_tables.shape
-            at = device.torch_device
-            self.state = DeviceState.empty(batch, at)
-            self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=at)  # drawn for each row
-            self._of_step = torch.zeros(groups * rows * blocks, dtype=torch.int32, device=at)
+            self.state = DeviceState.empty(batch, device.torch_device)
+            largest = self._dimensions(StepSize(most_tokens, len(batch.num_tokens)))
+            self._memory = {
+                name: torch.from_numpy(declaration.blank(largest)).to(device.torch_device).view(-1)
+                for name, declaration in self.declarations.items()
+            }
 
     def stage(
-        self, flat: FlatBatch, step: SchedulerOutput, more: Mapping[str, Array]
+        self, flat: FlatBatch, size: StepSize, step: SchedulerOutput, extra: Mapping[str, Array]
     ) -> tuple[StepInputs, dict[str, Tensor]]:
-        """The inputs of the forward, and the arrays `more` on the device. Valid until the next call.
+        """The inputs of the forward, and the arrays `extra` on the device. Valid until the next call.
 
-        flat: made of `step`, whose requests and edits the batch has taken over; or of a dummy step, with an empty one.
+        flat: made of `step`, whose requests and edits the batch has taken over. size: what to pad it to; on a CPU, its
+        own.
         """
-        arrays: dict[str, Any] = {name: getattr(flat, name) for name in STEP}
         state = self.state
         if not isinstance(state, DeviceState):
-            width = -(-int(flat.seq_lens.max(initial=1)) // self.batch.block_size)
-            arrays |= {"block_tables": self.batch.block_tables[:, flat.rows, :width], **more}
-            there: dict[str, Any] = self.device.upload(arrays).tensors
-            return StepInputs(**{name: there.pop(name) for name in (*STEP, "block_tables")}), there
-        arrays |= {"rows": flat.rows, **state.changes(self.batch, step), **more}
-        upload = self.device.upload(arrays)
-        there = upload.tensors
-        state.apply(there)
-        if step.rows:
-            state.advance(there["rows"], there["query_start_loc"])
-        of_step = self.tables_of(len(flat.rows))
-        torch.index_select(state.block_tables, 1, there["rows"], out=of_step)
-        packed = None
-        if upload.buffer is not None and upload.ends is not None:
-            packed = upload.buffer[: upload.ends[STEP[-1]]]
-        inputs = StepInputs(
-            **{name: there[name] for name in STEP}, block_tables=of_step, packed=packed,
-            longest_prompt=flat.longest_prompt,
+            arrays = {**flat.inputs, **self.batch.gather(flat), **extra}
+            tensors: dict[str, Any] = self.device.upload(arrays)
+            of_step = {name: tensors.pop(name) for name in self.declarations}
+            return self.inputs_class(size=size, **of_step), tensors
+        lengths, missing = self._dimensions(size), size.requests - len(flat.rows)
+        sent = {name: array for name, array in flat.inputs.items() if name not in MADE_ON_DEVICE}
+        arrays = {name: self.declarations[name].padded(array, lengths) for name, array in sent.items()}
+        arrays["rows"] = np.pad(flat.rows, (0, missing))
+        arrays["counts"] = np.diff(arrays["query_start_loc"]).astype(np.int64)
+        tensors = self.device.upload({**arrays, **state.changes(self.batch, step), **extra})
+        state.apply(tensors)
+        inputs = self._inputs(size, flat.longest_prompt)
+        for name in sent:
+            getattr(inputs, name).copy_(tensors[name])
+        rows = tensors["rows"]
+        self.kernels.flat_batch(
+            state.token_ids, state.num_computed, state.block_tables, rows, inputs.query_start_loc,
+            self.batch.block_size, *(getattr(inputs, name) for name in MADE_ON_DEVICE),
         )  # fmt: skip
-        return inputs, {name: there[name] for name in more}
+        state.num_computed.index_add_(0, rows, tensors["counts"])
+        torch.index_select(state.block_tables, 1, rows, out=inputs.block_tables)
+        return inputs, {name: tensors[name] for name in extra}
+
+    def stage_dummy(self, size: StepSize) -> StepInputs:
+        """The inputs of a dummy step, run to measure memory or to capture a CUDA graph: nothing of it is kept.
+
+        Requests have size.tokens_per_request tokens, or where that is 0, as many as the longest request can have, as
+        far as the tokens reach.
+        """
+        longest = self.batch.max_model_len
+        counts = np.full(size.requests, size.tokens_per_request)
+        if not size.tokens_per_request:
+            counts = np.clip(size.tokens - longest * np.arange(size.requests), 0, longest)
+        arrays = dummy_arrays(self.declarations, self._dimensions(size), counts)
+        tensors = self.device.upload(arrays)
+        if not self.device.is_async:
+            return self.inputs_class(size=size, **tensors)  # type: ignore[arg-type]
+        inputs = self._inputs(size, 0 if size.tokens_per_request else int(counts.max()))
+        for name, tensor in tensors.items():
+            getattr(inputs, name).copy_(tensor)
+        return inputs
 
     def sampled(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """At the places of a step, see FlatBatch, these tokens were sampled: [places], int64. On a CPU, the batch has
         been told, and that is enough."""
-        if isinstance(self.state, DeviceState) and self.last_tokens is not None:
-            self.last_tokens[rows] = token_ids
+        if isinstance(self.state, DeviceState):
             self.state.append(rows, positions, token_ids)
 
-    def tables_of(self, requests: int) -> Tensor:
-        """Where the block tables of a step of so many requests lie: [groups, requests, blocks]"""
+    def _dimensions(self, size: StepSize) -> dict[str, int]:
         groups, _, blocks = self.batch.block_tables.shape
-        return self._of_step[: groups * requests * blocks].view(groups, requests, blocks)
+        return dimensions(size, groups, blocks)
+
+    def _inputs(self, size: StepSize, longest_prompt: int) -> StepInputs:
+        """The memory of a step's inputs: the beginning of that of the largest step's."""
+        lengths, inputs = self._dimensions(size), {}
+        for name, declaration in self.declarations.items():
+            shape = declaration.size(lengths)
+            inputs[name] = self._memory[name][: np.prod(shape)].view(shape)
+        return self.inputs_class(size=size, longest_prompt=longest_prompt, **inputs)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.layers.step_inputs import Array
 from quire.messages.step import SchedulerOutput
 from quire.sampling.batch_state import BatchState
-from quire.worker.device import Array
 from quire.worker.input_batch import InputBatch
 
 
@@ -64,10 +64,6 @@ class DeviceState(BatchState):
             self.token_ids.view(-1).index_copy_(0, arrays["new_token_cells"], arrays["new_token_ids"])
         if "edit_cells" in arrays:
             self.block_tables.view(-1).index_copy_(0, arrays["edit_cells"], arrays["edit_ids"])
-
-    def advance(self, rows: Tensor, query_start_loc: Tensor) -> None:
-        """A forward computes query_start_loc[i + 1] - query_start_loc[i] tokens of rows[i], int64; 0 is possible."""
-        self.num_computed.index_add_(0, rows, query_start_loc.diff().long())
 
     def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """At places of `rows`, behind their tokens at `positions`, these tokens were sampled: all [places], int64. A

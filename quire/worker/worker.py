@@ -60,7 +60,8 @@ class Worker:
                     setattr(backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), model.vocab_size)
-        staging = Staging(self.device, batch)
+        most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=at.type == "cuda"))
+        staging = Staging(self.device, batch, model.kernels, most_tokens)
         forward = _forward(config, model, self.backends, staging, group)
         sampler = Sampler(model.kernels, config, at)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank=group.size == 1)
@@ -100,7 +101,7 @@ def _forward(
     if not staging.device.is_async:
         return Forward(model, backends) if eager or config.model.torch_compile else RecordedForward(model, backends)
     if eager or not all(backend.capturable for backend in backends):
-        return Forward(model, backends, staging.last_tokens)
+        return Forward(model, backends)
     return CapturedForward(model, backends, staging, config.scheduler.tokens_of_a_step(gpu=True))
 
 

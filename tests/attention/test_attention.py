@@ -106,7 +106,9 @@ class World:
         slots = [self.table[r, p // size].long() * size + p % size for r, p in enumerate(positions)]
         starts = torch.tensor([0, *(n for _, n in requests)]).cumsum(0).int()
         lengths = torch.tensor([c + n for c, n in requests], dtype=torch.int32)
-        return StepLayout(starts, lengths, torch.cat(slots), self.table)
+        counts = {n for _, n in requests}
+        uniform = counts.pop() if len(counts) == 1 else 0
+        return StepLayout(starts, lengths, torch.cat(slots), self.table, tokens_per_request=uniform)
 
     def check(self, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
               soft_cap: float | None = None, sinks: Tensor | None = None) -> None:  # fmt: skip

@@ -89,7 +89,7 @@ def _losses(llm: LLM, ids: list[int]) -> torch.Tensor:
     runner.batch.edit_block_tables(step)
     flat = runner.batch.flatten(step)
     with torch.inference_mode():
-        hidden = runner.forward(runner.staging.stage(flat, step, {})[0])
+        hidden = runner.forward(runner.staging.stage(flat, flat.size, step, {})[0])
         logits = runner.model.logits(hidden).float()
         losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
     llm.reset_prefix_cache()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.layers.build import Builder
+from quire.layers.step_inputs import StepInputs, StepSize, dimensions
 from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
 from quire.models.registry import spec_of
@@ -21,7 +22,6 @@ from quire.ops import Kernels, Target
 from quire.parallel.mesh import Communicator
 from quire.quantization.config import quantization_method
 from quire.worker.forward import Forward
-from quire.worker.staging import StepInputs
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 
 META = torch.device("meta")
@@ -65,16 +65,11 @@ def test_a_forward_needs_nothing_of_the_device(tmp_path, variant):
     shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim)
     backends = [NoAttention(shape) for _ in model.kv_specs]
     model.bind_cache(backends, torch.empty(1, 0, dtype=torch.uint8, device=META))
-    forward = Forward(model, backends, torch.empty(4, dtype=torch.int64, device=META))
+    forward = Forward(model, backends)
     groups = len(model.kv_specs)
 
-    def integers(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=META)
-
-    short = torch.int32
-    inputs = StepInputs(
-        integers(7), integers(7), integers(groups, 7), integers(4, dtype=short), integers(3, dtype=short),
-        integers(groups, 3, 4, dtype=short),
-    )  # fmt: skip
-    logits = model.logits(forward(inputs, integers(3)))
+    lengths = dimensions(size := StepSize(7, 3), groups, 4)
+    arrays = {name: declaration.blank(lengths) for name, declaration in StepInputs.declarations().items()}
+    inputs = StepInputs(size=size, **{name: torch.from_numpy(array).to(META) for name, array in arrays.items()})
+    logits = model.logits(forward(inputs, torch.empty(3, dtype=torch.int64, device=META)))
     assert (logits.shape, logits.device) == ((3, model.spec.vocab_size), META)

@@ -29,8 +29,8 @@ class TappedForward:
     def __call__(self, inputs: Any, rows: Tensor | None = None) -> Tensor:
         hidden = self.forward(inputs, rows)
         for layer, tensor in self.forward.taps.items():
-            assert tensor[inputs.num_tokens :].isnan().all(), "only the step's tokens are written"
-            self.written[layer].append(tensor[: inputs.num_tokens].clone())
+            assert tensor[inputs.size.tokens :].isnan().all(), "only the step's tokens are written"
+            self.written[layer].append(tensor[: inputs.size.tokens].clone())
             tensor.fill_(torch.nan)
         return hidden
 
@@ -56,7 +56,7 @@ def test_taps_are_the_hidden_states_of_transformers(checkpoints, references, var
         for layer, wanted in zip(layers, right[1:], strict=True):
             assert (made[layer] - wanted[0]).abs().max() / wanted.std() < 5e-5, f"layer {layer}"
     if variant == "llama":
-        assert list(forward._recorded) == [1], "the steps of one token were recorded"
+        assert list(forward._recorded) == [(1, 1, 1)], "the steps of one token were recorded"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from quire.layers.step_inputs import StepInputs, StepSize, dimensions
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.ops import OPS
 from quire.ops.registry import Implementation
 from quire.worker.input_batch import InputBatch
+from quire.worker.staging import MADE_ON_DEVICE
 from quire.worker.state import shared_state
 from support import triton_kernels
 
@@ -46,13 +48,17 @@ def test_all_make_the_same_flat_batch(implementation: Implementation, seed: int,
     batch, step = random_batch(draw, int(draw.integers(1, 9)), groups)
     state = {name: tensor.to(device, copy=True) for name, tensor in vars(shared_state(batch)).items()}
     flat = batch.flatten(step)
-    flat = flat.padded(len(flat.positions) + int(draw.integers(0, 9)), len(flat.rows) + int(draw.integers(0, 3)))
-    rows, starts = (torch.from_numpy(array).to(device) for array in (flat.rows, flat.query_start_loc))
-    names = ("input_ids", "positions", "slot_mapping", "seq_lens")
-    made = {name: torch.full(getattr(flat, name).shape, -77, device=device) for name in names}
-    made["seq_lens"] = made["seq_lens"].int()
+    tokens, requests, _ = flat.size
+    size = StepSize(tokens + int(draw.integers(0, 9)), requests + int(draw.integers(0, 3)))
+    lengths = dimensions(size, groups, batch.block_tables.shape[2])
+    declarations = StepInputs.declarations()
+    wanted = {n: declarations[n].padded(a, lengths) for n, a in {**flat.inputs, **batch.gather(flat)}.items()}
+    dtypes = {name: torch.from_numpy(wanted[name]).dtype for name in MADE_ON_DEVICE}
+    made = {n: torch.full(wanted[n].shape, -77, dtype=dtype, device=device) for n, dtype in dtypes.items()}
+    rows = torch.from_numpy(np.pad(flat.rows, (0, size.requests - requests))).to(device)
+    starts = torch.from_numpy(wanted["query_start_loc"]).to(device)
     implementation.function(
         state["token_ids"], state["num_computed"], state["block_tables"], rows, starts, BLOCK_SIZE, *made.values()
     )
-    for name in names:
-        np.testing.assert_array_equal(made[name].cpu().numpy(), getattr(flat, name), name)
+    for name, tensor in made.items():
+        np.testing.assert_array_equal(tensor.cpu().numpy(), wanted[name], name)

@@ -113,5 +113,5 @@ def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = 
             batch.install(new)
         batch.edit_block_tables(step)
         flat = batch.flatten(step)
-        rows.append(model.logits(runner.forward(runner.staging.stage(flat, step, {})[0])))
+        rows.append(model.logits(runner.forward(runner.staging.stage(flat, flat.size, step, {})[0])))
     return torch.cat(rows)

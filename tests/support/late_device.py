@@ -27,11 +27,12 @@ from quire.engine.llm import LLM
 from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
+from quire.layers.step_inputs import Array
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
-from quire.worker.device import Array, Device, Upload, layout, pack, unpack
+from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
 from quire.worker.input_batch import InputBatch
@@ -129,7 +130,7 @@ class LateDevice(Device):
         # Two steps, and the next; and what copies the bytes of each.
         self._buffers = deque((torch.empty(1 << 22, dtype=torch.uint8), lambda: None) for _ in range(3))
 
-    def upload(self, arrays: Mapping[str, Array]) -> Upload:
+    def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         ends = layout(arrays)
         size = max(ends.values())
         memory, copied = self._buffers.popleft()
@@ -140,7 +141,7 @@ class LateDevice(Device):
         pack(arrays, ends, here.numpy())
         there = self.stream.launch(lambda: here, size, dtype=torch.uint8)
         self._buffers.append((memory, self.stream.queue[-1]))
-        return Upload(unpack(arrays, ends, there), there, ends)
+        return unpack(arrays, ends, there)
 
     def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         here = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
@@ -261,10 +262,11 @@ class LateExecutor(Executor):
             LateBackend(getattr(backend, "real", backend), self.stream) for backend in real.forward.backends
         ]
         kernels: Any = LateKernels(model.kernels, self.stream)
-        staging = Staging(device, batch)
-        forward = Forward(model, backends, staging.last_tokens)
+        most_tokens = scheduler.limits.max_num_batched_tokens
+        staging = Staging(device, batch, kernels, max(most_tokens, len(batch.num_tokens)))
+        forward = Forward(model, backends)
         if captured:
-            forward = CapturedForward(model, backends, staging, scheduler.limits.max_num_batched_tokens)
+            forward = CapturedForward(model, backends, staging, most_tokens)
             with self.stream:
                 forward.capture()
             if self.stream.queue:

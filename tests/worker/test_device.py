@@ -16,7 +16,6 @@ from quire.config import ConfigError, EngineConfig
 from quire.ops import triton_works
 from quire.worker import memory
 from quire.worker.device import layout, on_gpu, pack, unpack
-from quire.worker.input_batch import FlatBatch
 from support.engines import GREEDY, generate, make_llm, tokens_of
 
 GPU = torch.device("cuda", 0)
@@ -78,22 +77,6 @@ def test_arrays_arrive_as_they_were_sent():
     for name, array in arrays.items():
         np.testing.assert_array_equal(made[name].numpy(), array)
         assert made[name].numpy().dtype == array.dtype
-
-
-@pytest.mark.parametrize(("tokens", "requests"), [(4, 4), (100, 4), (3, 7), (40, 2), (1, 1)])
-def test_an_idle_step_has_the_size_that_was_asked_for_and_keeps_nothing(tokens, requests):
-    flat = FlatBatch.idle(tokens, requests, 2, 32)
-    assert flat.size == (tokens, requests)
-    assert flat.slot_mapping.shape == (2, tokens)
-    assert (flat.slot_mapping == -1).all()
-    assert flat.query_start_loc.tolist() == [0, *np.cumsum(flat.seq_lens).tolist()]
-    assert flat.query_start_loc[-1] == tokens
-    assert flat.seq_lens.max() <= 32
-    assert flat.positions.max() < flat.seq_lens.max()
-    larger = flat.padded(tokens + 3, requests + 2)
-    assert larger.size == (tokens + 3, requests + 2)
-    assert larger.query_start_loc[-1] == tokens
-    assert (larger.slot_mapping == -1).all()
 
 
 # ---- memory of a GPU, on numbers that torch might give

@@ -26,7 +26,8 @@ def test_rows_alone_are_as_among_all(checkpoints, variant):
     for request in new:
         runner.batch.install(request)
     runner.batch.edit_block_tables(step)
-    inputs, _ = runner.staging.stage(runner.batch.flatten(step), step, {})
+    flat = runner.batch.flatten(step)
+    inputs, _ = runner.staging.stage(flat, flat.size, step, {})
     everything = runner.forward(inputs).clone()
     for rows in ([4], [7, 0, 4], [], list(range(8))):
         made = runner.forward(inputs, torch.tensor(rows, dtype=torch.int64))

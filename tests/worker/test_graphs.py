@@ -45,7 +45,7 @@ def test_replayed_steps_change_nothing(tmp_path, variant, options):
     graphs = llm.core.executor.runner.forward
     assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, **options))
     assert graphs.usable
-    assert sorted(graphs._recorded) == list(range(1, len(PROMPTS) + 1))
+    assert sorted(graphs._recorded) == [(n, n, 1) for n in range(1, len(PROMPTS) + 1)]
 
 
 def test_preempted_requests_too():

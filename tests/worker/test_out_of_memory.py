@@ -27,7 +27,7 @@ def test_the_newest_requests_fail_and_the_others_go_on(checkpoints, references, 
             return getattr(real, name)
 
         def __call__(self, first: Any, *others: Any) -> Any:
-            if (first.num_requests if where == "forward" else len(first)) > 8:
+            if (first.size.requests if where == "forward" else len(first)) > 8:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return real(first, *others)
 

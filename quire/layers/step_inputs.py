@@ -1,0 +1,124 @@
+"""The one declaration of what a forward reads of a step.
+
+Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For layers to read one
+more number for each token, as `state.inputs.adapters`, this line in StepInputs is enough:
+
+    adapters: Tensor = per_token(padding=-1)
+
+The host provides its values in `FlatBatch.extra_inputs`, by name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from quire.attention.base import StepLayout
+
+Array = npt.NDArray[Any]
+
+
+class StepSize(NamedTuple):
+    """What recorded steps and CUDA graphs are kept by. tokens_per_request: the same for all requests, or 0."""
+
+    tokens: int
+    requests: int
+    tokens_per_request: int = 0
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """shape: names of dimensions. padding: None where the last value is repeated. reader: who reads the input; what
+    layers read is copied for recorded steps, the others prepare their own copies."""
+
+    shape: tuple[str, ...]
+    dtype: npt.DTypeLike
+    padding: int | None
+    reader: Literal["embedding", "attention", "layers"]
+
+    def size(self, dimensions: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(dimensions[name] for name in self.shape)
+
+    def blank(self, dimensions: Mapping[str, int]) -> Array:
+        """An array of nothing but padding."""
+        return np.full(self.size(dimensions), self.padding or 0, self.dtype)
+
+    def padded(self, array: Array, dimensions: Mapping[str, int]) -> Array:
+        """The array, with padding behind it in each dimension that is too short."""
+        missing = [(0, want - have) for want, have in zip(self.size(dimensions), array.shape, strict=True)]
+        if not any(behind for _, behind in missing):
+            return array
+        if self.padding is None:
+            return np.pad(array, missing, mode="edge")
+        return np.pad(array, missing, constant_values=self.padding)
+
+
+def declared(*shape: str, dtype: npt.DTypeLike = np.int64, padding: int | None = 0, reader: str = "layers") -> Any:
+    return field(metadata={"declaration": Declaration(shape, dtype, padding, reader)})  # type: ignore[arg-type]
+
+
+def per_token(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str = "layers") -> Any:
+    return declared("tokens", dtype=dtype, padding=padding, reader=reader)
+
+
+def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str = "layers") -> Any:
+    return declared("requests", dtype=dtype, padding=padding, reader=reader)
+
+
+@dataclass(kw_only=True)
+class StepInputs:
+    """A step's inputs on the device. Padded tokens are not kept in the cache; padded requests have no tokens.
+
+    longest_prompt: see StepLayout.
+    """
+
+    size: StepSize
+    longest_prompt: int = 0
+    input_ids: Tensor = per_token(reader="embedding")
+    positions: Tensor = per_token()
+    slot_mapping: Tensor = declared("groups", "tokens", padding=-1, reader="attention")
+    query_start_loc: Tensor = declared("bounds", dtype=np.int32, padding=None, reader="attention")
+    seq_lens: Tensor = per_request(np.int32, reader="attention")
+    block_tables: Tensor = declared("groups", "requests", "blocks", dtype=np.int32, reader="attention")
+
+    @classmethod
+    @cache
+    def declarations(cls) -> dict[str, Declaration]:
+        return {f.name: f.metadata["declaration"] for f in fields(cls) if "declaration" in f.metadata}
+
+    def copy_for_layers(self, other: Self) -> None:
+        """Overwrite what layers read with another step's, of the same size."""
+        for name, declaration in self.declarations().items():
+            if declaration.reader == "layers":
+                getattr(self, name).copy_(getattr(other, name))
+
+    def layouts(self) -> list[StepLayout]:
+        """One for each KV group."""
+        return [
+            StepLayout(
+                self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt, self.size.tokens_per_request
+            )
+            for slots, table in zip(self.slot_mapping, self.block_tables, strict=True)
+        ]
+
+
+def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
+    """The lengths that the names in declarations stand for."""
+    tokens, requests, _ = size
+    return {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
+
+
+def dummy_arrays(
+    declarations: Mapping[str, Declaration], lengths: Mapping[str, int], counts: Array
+) -> dict[str, Array]:
+    """A dummy step of requests with counts[i] tokens, of which nothing is kept in the cache."""
+    ends = counts.cumsum()
+    arrays = {name: declaration.blank(lengths) for name, declaration in declarations.items()}
+    arrays["positions"][:] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    arrays["query_start_loc"][1:] = ends
+    arrays["seq_lens"][:] = counts
+    return arrays
