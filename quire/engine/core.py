@@ -5,6 +5,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from quire.engine.wake_up import WakeUp
 from quire.executor.base import Executor
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
 from quire.messages.errors import error_text
@@ -35,6 +36,9 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler, self.executor = scheduler, executor
         self._flights: deque[Flight] = deque()
+        self.wake_up = WakeUp() if scheduler.gates else None
+        for gate in scheduler.gates:
+            gate.connect(self._wake)
         self._cause_of_death: BaseException | None = None
         self._scheduled_at: dict[str, float] = {}  # of requests that have had no output yet
 
@@ -52,15 +56,29 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._flights)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is more to do than to wait until a gate opens."""
+        return self.scheduler.has_work or bool(self._flights)
+
+    def _wake(self) -> None:
+        self.scheduler.wake()
+        if self.wake_up is not None:
+            self.wake_up.set()
+
     def step(self) -> list[EngineCoreOutput]:
-        """Fill the queue of submitted steps, then retire the oldest. Blocks until its results are there."""
+        """Fill the queue of submitted steps, then retire the oldest. Blocks until its results are there.
+
+        If all unfinished requests wait at gates, it blocks until a gate may let one pass.
+        """
         if self._cause_of_death is not None:
             raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
         try:
+            failed = self._open_gates()
             self._sample_oldest()  # it may have been interrupted
             while len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
-            outputs = self._retire() if self._flights else []
+            outputs = failed + self._retire() if self._flights else failed
             self._sample_oldest()
         except Exception as error:
             self._cause_of_death = error
@@ -131,12 +149,28 @@ class EngineCore:
             return []  # an earlier step of its epoch was skipped, and this one with it: the scheduler has withdrawn it
         outputs = self.scheduler.update(result)
         if result.was_skipped:
-            for output in outputs:
-                logger.error("Request %s failed: %s", output.request_id, output.stop_reason)
+            _log_failures(outputs)
         return outputs
+
+    def _open_gates(self) -> list[EngineCoreOutput]:
+        """Let requests pass for which the gates are open, if need be after waiting for that. Those that failed."""
+        if self.wake_up is not None:
+            if self.has_unfinished and not self.has_work:
+                self.wake_up.wait()
+            self.wake_up.clear()
+        failed = self.scheduler.open_gates()
+        _log_failures(failed)
+        return failed
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.kv.reset_prefix_cache()
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self.wake_up is not None:
+            self.wake_up.close()
+
+
+def _log_failures(outputs: list[EngineCoreOutput]) -> None:
+    for output in outputs:
+        logger.error("Request %s failed: %s", output.request_id, output.stop_reason)

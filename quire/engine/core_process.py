@@ -109,8 +109,11 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
     poller = zmq.Poller()
     poller.register(inbox, zmq.POLLIN)
     poller.register(client.sentinel, zmq.POLLIN)
+    gates = None if core.wake_up is None else core.wake_up.fileno()
+    if gates is not None:
+        poller.register(gates, zmq.POLLIN)
     while True:
-        ready = dict(poller.poll(0 if core.has_unfinished else None))
+        ready = dict(poller.poll(0 if core.has_work else None))
         if client.sentinel in ready:
             return
         while inbox.poll(0):
@@ -120,7 +123,7 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
             refused = _obey(core, order)
             if refused or not core.has_unfinished:
                 report(StepOutputs(refused, core.stats))
-        if core.has_unfinished:
+        if core.has_work or gates in ready:
             outputs = core.step()
             report(StepOutputs(outputs, core.stats))
 

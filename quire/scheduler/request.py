@@ -8,6 +8,7 @@ from quire.scheduler.repetition import RepetitionDetector
 
 
 class Status(Enum):
+    GATED = auto()  # waits at a gate, outside the queue
     WAITING = auto()  # in the queue
     RUNNING = auto()  # has a row
     PREEMPTED = auto()  # has to leave its row; is back in the queue when nothing holds its blocks

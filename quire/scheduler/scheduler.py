@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -9,7 +10,9 @@ from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.scheduler.gate import Gate
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 
@@ -71,8 +74,9 @@ class Scheduler:
         block_size: int,
         enable_prefix_caching: bool = True,
         fingerprint: str = "",
+        gates: Sequence[Gate] = (),
     ) -> None:
-        """fingerprint: of the KV blocks, see `hash_root`."""
+        """fingerprint: of the KV blocks, see `hash_root`. gates: all of them have to let a request pass."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -86,6 +90,10 @@ class Scheduler:
             )
         self.requests: dict[str, Request] = {}  # all that are not finished
         self.waiting = RequestQueue()
+        self.gates = gates
+        self._gated: dict[str, Request] = {}  # requests that wait at a gate
+        self._gates_may_open = False  # whether the gates are to be asked again
+        self._is_exhausted = False  # whether the last step was empty, and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
         self.stats = SchedulerStats()
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
@@ -113,7 +121,7 @@ class Scheduler:
         key = (priority, source.arrival_time, self._num_arrived)
         request = Request(source, key, extra_keys(self.kv.block_size, source.cache_salt))
         self.requests[request.request_id] = request
-        self.waiting.push(request)
+        self._enqueue(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request from outside, in whatever state it is. False if it is not known (any more)."""
@@ -127,6 +135,45 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.requests) or bool(self._submitted)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could change anything. If not, unfinished requests wait at gates."""
+        runnable = bool(self.requests) and not self._is_exhausted
+        return runnable or bool(self._submitted) or self._gates_may_open
+
+    def wake(self) -> None:
+        """Have the gates asked again. May be called from any thread."""
+        self._gates_may_open = True
+
+    def open_gates(self) -> list[EngineCoreOutput]:
+        """Move the requests that all gates let pass into the queue. The ends of those that can never run."""
+        if not self._gates_may_open:
+            return []
+        self._gates_may_open = False  # before the gates are asked: they may call `wake` meanwhile
+        failed = []
+        for request in list(self._gated.values()):
+            try:
+                if all(gate.ready(request.source) for gate in self.gates):
+                    del self._gated[request.request_id]
+                    self._push(request)
+            except ValueError as error:
+                self._finish(request)
+                failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
+        return failed
+
+    def _enqueue(self, request: Request) -> None:
+        if self.gates:
+            request.status = Status.GATED
+            self._gated[request.request_id] = request
+            self._gates_may_open = True
+        else:
+            self._push(request)
+
+    def _push(self, request: Request) -> None:
+        request.status = Status.WAITING
+        self.waiting.push(request)
+        self._is_exhausted = False
+
     # ---- a step
 
     def schedule(self) -> SchedulerOutput:
@@ -139,6 +186,7 @@ class Scheduler:
         self._schedule_waiting(step, requests, budget)
         if requests:
             self._submitted.append((step, requests))
+        self._is_exhausted = not requests
         return step
 
     def needs_masks(self, step: SchedulerOutput) -> bool:
@@ -255,6 +303,7 @@ class Scheduler:
         if output.was_skipped:
             return self._end_epoch({requests[place]: reason for place, reason in output.refusals.items()})
         self._submitted.popleft()
+        self._is_exhausted = False
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
         for request, count, sampled in zip(requests, step.num_tokens, output.sampled_token_ids, strict=True):
@@ -347,8 +396,11 @@ class Scheduler:
     def _leave(self, request: Request, status: Status) -> None:
         """Give up the place in the queue or in the batch; row and blocks once no submitted step names them."""
         previous, request.status = request.status, status
+        self._is_exhausted = False
         if previous is Status.WAITING:
             self.waiting.discard(request)
+        elif previous is Status.GATED:
+            del self._gated[request.request_id]
         elif previous is Status.PREEMPTED:  # it is leaving already, and will not be back
             self._num_preempted -= 1
         elif previous is Status.RUNNING:
@@ -366,5 +418,4 @@ class Scheduler:
         request.num_computed_tokens = 0
         if request.status is Status.PREEMPTED:
             self._num_preempted -= 1
-            request.status = Status.WAITING
-            self.waiting.push(request)
+            self._enqueue(request)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
@@ -321,6 +321,19 @@ class Setting:
     threshold: int = 0  # long_prefill_token_threshold
 
 
+class Doors:
+    """A gate that lets a request pass unless its door is closed."""
+
+    def __init__(self) -> None:
+        self.closed: set[str] = set()
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        return request.request_id not in self.closed
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        raise AssertionError("the tests call Scheduler.wake")
+
+
 class House:
     """A scheduler and the model side by side; every move is checked."""
 
@@ -333,7 +346,9 @@ class House:
         )
         least = sum(spec.max_blocks(MAX_MODEL_LEN, budget * setting.depth, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
-        self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching)
+        doors = Doors()
+        self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors])
+        self.doors = doors
         self.pool = self.scheduler.kv.pool
         self.histories = Histories()
         self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
@@ -358,6 +373,7 @@ class House:
         salt: str | None = None,
         min_tokens: int = 0,
         stops: bool = True,
+        closed: bool = False,
     ) -> None:
         prompt = prompt[: MAX_MODEL_LEN - max_tokens]
         source = EngineCoreRequest(
@@ -372,6 +388,8 @@ class House:
             priority=priority,
             cache_salt=salt,
         )
+        if closed:
+            self.doors.closed.add(source.request_id)
         self.scheduler.add(source)
         request = self.scheduler.requests[source.request_id]
         self.truths[source.request_id] = Truth(source, list(prompt), request)
@@ -383,7 +401,12 @@ class House:
         before = list(scheduler.running)
         flying_ids = {access.request_id for other in self.flying for access in other.accesses}
         blocks_come_back = bool(flying_ids - {request.request_id for request in before})
+        assert scheduler.open_gates() == []
+        gated = {id for id, request in scheduler.requests.items() if request.status is Status.GATED}
+        assert gated == set(scheduler._gated)
+        assert gated <= self.doors.closed
         step = scheduler.schedule()
+        assert not gated & {new.request_id for new in step.new_requests}
         live = [truth.request for truth in self.truths.values()]
         assert len(step.rows) == len(step.num_tokens) == len(set(step.rows))
         assert all(0 <= row < limits.max_num_seqs for row in step.rows)
@@ -392,7 +415,7 @@ class House:
         assert len(scheduler.running) <= limits.max_num_seqs
         assert [r.key for r in scheduler.running] == sorted(r.key for r in scheduler.running)
         if not step.rows:
-            assert self.flying or not scheduler.requests, "nothing runs, and nothing will change that"
+            assert self.flying or len(scheduler.requests) == len(gated), "nothing runs, and nothing will change that"
         for new in step.new_requests:
             truth = self.truths[new.request_id]
             assert new.token_ids == truth.tokens, "a request entered with other tokens than it has"
@@ -500,6 +523,12 @@ class House:
         assert [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs] == expected
         self.check()
 
+    def move_door(self, request_id: str) -> None:
+        """Close or open the door of a request, which may have passed it."""
+        self.doors.closed ^= {request_id}
+        self.scheduler.wake()
+        assert self.scheduler.has_work
+
     def abort(self, request_id: str) -> None:
         truth = self.truths[request_id]
         assert self.scheduler.abort(request_id) is not truth.ended
@@ -524,6 +553,8 @@ class House:
 
     def finish(self) -> None:
         """Everything that was not ended from outside ends by itself, in a bounded number of turns; nothing is left."""
+        self.doors.closed.clear()
+        self.scheduler.wake()
         turns = 20 + 3 * sum(len(t.source.prompt_token_ids) + t.source.max_tokens for t in self.truths.values())
         while self.scheduler.requests:
             turns -= 1
@@ -536,6 +567,8 @@ class House:
             self.retire()
         assert all(truth.ended for truth in self.truths.values())
         assert not self.scheduler.has_unfinished
+        self.scheduler.open_gates()
+        assert not self.scheduler.has_work
         assert not self.scheduler.running
         assert len(self.scheduler.waiting) == 0
         assert self.pool.num_free == self.pool.num_usable
@@ -618,6 +651,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "a", "b"]),
         min_tokens=st.sampled_from([0, 0, 2]),
         copies=st.sampled_from([1, 1, 2, 3]),
+        closed=st.sampled_from([False, False, True]),
     )
     def add(
         self,
@@ -630,9 +664,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         min_tokens: int,
         copies: int,
+        closed: bool,
     ) -> None:
         for _ in range(copies):
-            self.house.add(document[:length] + suffix, max_tokens, style, priority, salt, min_tokens)
+            self.house.add(document[:length] + suffix, max_tokens, style, priority, salt, min_tokens, closed=closed)
+
+    @precondition(lambda self: self.house.scheduler.requests)
+    @rule(data=st.data())
+    def move_door(self, data: st.DataObject) -> None:
+        self.house.move_door(data.draw(st.sampled_from(sorted(self.house.scheduler.requests))))
 
     @rule(turns=st.integers(1, 6))
     def advance(self, turns: int) -> None:
@@ -712,10 +752,13 @@ def walk(groups: str, depth: int, seed: int, moves: int = 300) -> House:
             suffix = [dice.randint(2, 7) for _ in range(dice.randint(0, 4))]
             salt = dice.choice([None, None, "a"])
             prompt = dice.choice(DOCUMENTS)[:length] + suffix
-            house.add(prompt, dice.choice([1, 3, 8, 16]), dice.randint(0, 1), dice.randint(0, 2), salt)
-        elif move < 0.24 and house.scheduler.requests:
+            tokens, closed = dice.choice([1, 3, 8, 16]), dice.random() < 0.2
+            house.add(prompt, tokens, dice.randint(0, 1), dice.randint(0, 2), salt, closed=closed)
+        elif move < 0.23 and house.scheduler.requests:
+            house.move_door(dice.choice(sorted(house.scheduler.requests)))
+        elif move < 0.25 and house.scheduler.requests:
             house.abort(dice.choice(sorted(house.scheduler.requests)))
-        elif move < 0.26 and len(house.in_flight) < depth:
+        elif move < 0.27 and len(house.in_flight) < depth:
             house.withdraw()
         elif move < 0.29 and len(house.in_flight) < depth:
             house.refuse(dice.randrange(8), dice.random() < 0.5)

@@ -1,0 +1,131 @@
+"""A core whose requests all wait at a gate sleeps, and the gate wakes it up from another thread."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from quire.config import EngineConfig
+from quire.engine.client import make_core
+from quire.engine.core import EngineCore
+from quire.engine.core_process import _serve
+from quire.executor.base import Executor
+from quire.messages.engine import AddRequests, CoreReport, EngineCoreRequest, FinishReason, StepOutputs
+from quire.scheduler.scheduler import Scheduler
+from support.engines import GREEDY, MAX_MODEL_LEN, assert_nothing_is_left, core_request, finish, make_llm
+
+SECONDS = 0.5
+
+
+class Timer:
+    """Requests named "late ..." pass `SECONDS` after they have first been seen; "bad ..." ones fail then."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, bool] = {}
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        name = request.request_id
+        if not name.startswith(("late", "bad")):
+            return True
+        if name not in self.opened:
+            self.opened[name] = False
+            threading.Timer(SECONDS, self.open, [name]).start()
+        if self.opened[name] and name.startswith("bad"):
+            raise ValueError("the grammar has no end")
+        return self.opened[name]
+
+    def open(self, name: str) -> None:
+        self.opened[name] = True
+        self.wake()
+
+
+class CountingScheduler(Scheduler):
+    num_schedules = 0
+
+    def schedule(self) -> Any:
+        self.num_schedules += 1
+        return super().schedule()
+
+
+def gated_core(executor: Executor, limits: Any, block_size: int) -> tuple[EngineCore, CountingScheduler]:
+    kv = executor.kv_cache
+    scheduler = CountingScheduler(limits, kv.num_blocks, list(kv.specs), block_size, gates=[Timer()])
+    return EngineCore(scheduler, executor), scheduler
+
+
+def test_a_request_that_waits_at_a_gate_runs_when_it_opens_and_the_core_sleeps_until_then(checkpoints, references):
+    llm = make_llm(checkpoints.path("llama"))
+    llm.core, scheduler = gated_core(llm.core.executor, llm.core.scheduler.limits, llm.config.cache.block_size)
+    first, second = references.continuations("llama")[:2]
+    llm.core.add_request(core_request(llm, "late", first.prompt))
+    llm.core.add_request(core_request(llm, "bad", first.prompt))
+    llm.core.add_request(core_request(llm, "now", second.prompt))
+    made = finish(llm.core)
+    first.check(made["late"][0])
+    second.check(made["now"][0])
+    assert made["bad"] == ([], "error", "the grammar has no end")
+    llm.core.add_request(core_request(llm, "late again", first.prompt))
+    before = scheduler.num_schedules
+    first.check(finish(llm.core)["late again"][0])
+    assert scheduler.num_schedules - before <= 64 + 5  # one a token, and few while it waited
+    assert_nothing_is_left(llm.core)
+    llm.core.shutdown()
+
+
+def run_gated_core(orders: str, reports: str, path: Path) -> None:
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.connect(orders)
+    outbox.connect(reports)
+    config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=4)
+    core = make_core(config, path, MAX_MODEL_LEN)
+    core, _ = gated_core(core.executor, core.scheduler.limits, config.cache.block_size)
+    _serve(core, inbox, lambda report: outbox.send(msgspec.msgpack.encode(report)))
+
+
+def test_the_core_process_sleeps_while_all_requests_wait_at_gates(checkpoints, references):
+    continuation = references.continuations("llama")[0]
+    llm = make_llm(checkpoints.path("llama"))
+    context = zmq.Context()
+    orders, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    addresses = []
+    for socket in (orders, reports):
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        addresses.append(f"tcp://127.0.0.1:{port}")
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_gated_core, args=(*addresses, checkpoints.path("llama"))
+    )
+    process.start()
+    try:
+        late = [core_request(llm, name, continuation.prompt, GREEDY) for name in ("late", "bad")]
+        orders.send(msgspec.msgpack.encode(AddRequests(late)))
+        said: dict[str, list[int]] = {"late": [], "bad": []}
+        ended: dict[str, FinishReason] = {}
+        num_silent = 0
+        while len(ended) < 2:
+            if not reports.poll(120_000):
+                pytest.fail("the core process says nothing")
+            report = msgspec.msgpack.decode(reports.recv(), type=CoreReport)
+            assert isinstance(report, StepOutputs)
+            num_silent += not report.outputs
+            for output in report.outputs:
+                said[output.request_id] += output.new_token_ids
+                if output.finish_reason is not None:
+                    ended[output.request_id] = output.finish_reason
+        assert ended == {"late": FinishReason.LENGTH, "bad": FinishReason.ERROR}
+        continuation.check(said["late"])
+        assert num_silent <= 5  # a core that does not sleep reports thousands of empty steps
+    finally:
+        process.kill()
+        process.join()
+        context.destroy(linger=0)
