@@ -16,7 +16,7 @@ from support.checkpoints import build, write_checkpoint
 from support.engines import generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.reference import greedy, logits, prompts
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "max_position_embeddings": 256}
+SIZES: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 64, "max_position_embeddings": 256}
 LATENT = {
     **SIZES,
     "num_attention_heads": 4,
@@ -29,21 +29,21 @@ LATENT = {
 
 
 def mixed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """A Llama whose layer 1 has the latent attention of DeepSeek, and whose layer 2 has more KV heads than the others:
-    transformers' network, put together from three of its models, and a checkpoint of it."""
+    """A Llama in whose layers 1 and 4 there is the latent attention of DeepSeek, and in whose layers 2 and 5 there are
+    more KV heads: transformers' network, put together from three of its models, and a checkpoint of it."""
     network = build("llama", {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16})
     wider = build("llama", {**SIZES, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}, 1)
     latent = build("deepseek_v3", LATENT, 2)
     for model in (network, wider, latent):
         model.set_attn_implementation("eager")
-    network.model.layers[1].self_attn = latent.model.layers[1].self_attn
-    network.model.layers[2].self_attn = wider.model.layers[2].self_attn
+    for layer, other in ((1, latent), (2, wider), (4, latent), (5, wider)):
+        network.model.layers[layer].self_attn = other.model.layers[layer].self_attn
 
     def mixture(config: Any) -> DecoderSpec:
         spec = llama(config)
-        kinds = {1: deepseek(config["latent"]).mixers[1], 2: llama(config["wider"]).mixers[2]}
+        by_turns = (spec, deepseek(config["latent"]), llama(config["wider"]))
         names = {**deepseek(config["latent"]).names, **spec.names}
-        return replace(spec, mixers=tuple(kinds.get(i, m) for i, m in enumerate(spec.mixers)), names=names)
+        return replace(spec, mixers=tuple(by_turns[i % 3].mixers[i] for i in range(spec.num_layers)), names=names)
 
     monkeypatch.setitem(ARCHITECTURES, "MixtureForCausalLM", mixture)
     third = {"architectures": ["DeepseekV3ForCausalLM"]}
@@ -57,12 +57,10 @@ def test_a_model_of_three_kinds_of_attention_layers_equals_transformers(tmp_path
     network, path = mixed(tmp_path, monkeypatch)
     llm = make_llm(path, backend, max_num_batched_tokens=48)
     kept = {spec.layers: type(spec) for spec in runner_of(llm).model.kv_specs}
-    assert kept == {(0,): FullAttentionSpec, (1,): LatentSpec, (2,): FullAttentionSpec, (3,): FullAttentionSpec}
-    backends = dict(zip(kept, runner_of(llm).forward.backends, strict=True))
-    assert backends[0,] is backends[3,], "layers of one shape share a backend"
-    entries = {backend.entry_bytes() for backend in backends.values()}
+    assert kept == {(0, 3): FullAttentionSpec, (1, 4): LatentSpec, (2, 5): FullAttentionSpec}
+    entries = {backend.entry_bytes() for backend in runner_of(llm).forward.backends}
     assert len(entries) == 3
-    assert llm.core.executor.kv_cache.block_bytes == max(entries)
+    assert llm.core.executor.kv_cache.block_bytes == 2 * max(entries)
     expected = greedy(network, prompts(320, 9))
     for _ in range(2):  # the second time with the prompts' blocks in the cache
         made = tokens_of(generate(llm, [c.prompt for c in expected]))
@@ -70,4 +68,6 @@ def test_a_model_of_three_kinds_of_attention_layers_equals_transformers(tmp_path
             continuation.check(token_ids)
     text = expected[-1].prompt + expected[-1].token_ids
     right = logits(network, text)
-    assert (teacher_forced_logits(llm, text, [30, len(text) - 31, 1]) - right).abs().max() / right.std() < 5e-5
+    assert (
+        teacher_forced_logits(llm, text, [30, len(text) - 31, 1]) - right
+    ).abs().max() / right.std() < 5e-4  # mixed at random, the layers enlarge rounding errors
