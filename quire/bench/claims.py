@@ -87,16 +87,16 @@ def measure(model: str | None, options: dict[str, Any], only: Sequence[str], siz
 
 
 def table(result: dict[str, Any]) -> str:
-    rows = [("mechanism", "measure", "literature", "goal", "measured", "met")]
+    lines = [("mechanism", "measure", "literature", "goal", "measured", "met")]
     for row in result["claims"]:
         scale, unit = 100 if row["unit"] == "%" else 1, row["unit"]
         goal = f"{'≥' if row['at_least'] else '≤'} {row['goal'] * scale:g} {unit}"
         value = f"{row['value'] * scale:.2f} {unit}"
-        rows.append((row["mechanism"], row["measure"], row["literature"], goal, value, "yes" if row["met"] else "NO"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines.append((row["mechanism"], row["measure"], row["literature"], goal, value, "yes" if row["met"] else "NO"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     head = "{model}, {dtype}, {threads} threads, medians of {rounds} rounds, quire {version}\n".format(**result)
-    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([head, *lines])
+    padded = ("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join([head, *(line.rstrip() for line in padded)])
 
 
 # ---- workloads: those of benchmarks/peers/workloads.py, in ids that the model has

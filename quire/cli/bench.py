@@ -118,9 +118,8 @@ def _throughput(arguments: argparse.Namespace) -> int:
     startup = time.perf_counter() - started
     show, prefill = not arguments.json, None
     if read is None:
-        made = _requests(arguments, llm)
-        params = {"n": arguments.n, "detokenize": not arguments.disable_detokenize}
-        requests = offline.with_params(made, **params)
+        batch = _requests(arguments, llm)
+        requests = offline.with_params(batch, n=arguments.n, detokenize=not arguments.disable_detokenize)
     else:
         requests = read[: arguments.num_prompts]
     offline.warm_up(llm)
@@ -189,8 +188,8 @@ def _latency(arguments: argparse.Namespace) -> int:
     llm = LLM(arguments.model, **{"enable_prefix_caching": False, **options})
     offline.check_lengths(llm, *lengths)
     prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
-    made = datasets.random_requests(prompts, size, *lengths)
-    requests = offline.with_params(made, n=arguments.n, detokenize=not arguments.disable_detokenize)
+    batch = datasets.random_requests(prompts, size, *lengths)
+    requests = offline.with_params(batch, n=arguments.n, detokenize=not arguments.disable_detokenize)
     measured = offline.latencies(llm, requests, arguments.num_iters_warmup, arguments.num_iters)
     llm.shutdown()
     record = offline.latency_record(measured)

@@ -55,7 +55,11 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
         return
     choices = [c for c in get_args(hint) if c is not None] if get_origin(hint) is Literal else None
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kind: Any = int if int in kinds and not metadata.get("size") else float if float in kinds else _reader(name)
+    kind: Any = _reader(name)
+    if int in kinds and not metadata.get("size"):
+        kind = int
+    elif float in kinds:
+        kind = float
     if metadata.get("json"):
         common["action"] = MergeJson
     if metadata.get("empty"):

@@ -108,7 +108,8 @@ class Parser(argparse.ArgumentParser):
         if foreign.switch:
             self.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         else:
-            several = "*" if foreign.accepted == () else "+" if name in LISTS else None
+            takes_several = "+" if name in LISTS else None
+            several = "*" if foreign.accepted == () else takes_several
             self.add_argument(*flags, type=_value, nargs=several, metavar="VALUE", **common)
 
 

@@ -65,14 +65,14 @@ class _Cursor:
     """Reads the header. Every length is checked against what is left of the file before anything is made of it."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.at = data, 0
+        self.data, self.position = data, 0
 
     def take(self, size: int) -> int:
         """Where the next `size` bytes begin; moves behind them."""
-        start = self.at
+        start = self.position
         if size > len(self.data) - start:
             raise WeightError("the file ends early")
-        self.at += size
+        self.position += size
         return start
 
     def number(self, kind: str) -> Any:
@@ -84,15 +84,16 @@ class _Cursor:
         return values
 
     def strings(self, count: int) -> list[str]:
-        data, at, end, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
-        made = []
+        data, start, end = self.data, self.position, len(self.data)
+        length = struct.Struct("<Q").unpack_from
+        strings = []
         for _ in range(count):
-            if at + 8 > end or (stop := at + 8 + length(data, at)[0]) > end:
+            if start + 8 > end or (stop := start + 8 + length(data, start)[0]) > end:
                 raise WeightError("the file ends early")
-            made.append(data[at + 8 : stop].decode("utf-8", errors="replace"))
-            at = stop
-        self.at = at
-        return made
+            strings.append(data[start + 8 : stop].decode("utf-8", errors="replace"))
+            start = stop
+        self.position = start
+        return strings
 
     def value(self) -> Any:
         kind = self.number("<u4")
@@ -157,7 +158,7 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise WeightError(f"general.alignment is {alignment!r}")
-    base = -(-cursor.at // alignment) * alignment
+    base = -(-cursor.position // alignment) * alignment
     tensors = {}
     for name, shape, number, offset in table:
         kind = TYPES.get(number)

@@ -53,7 +53,7 @@ class GgufCheckpoint(Checkpoint):
         """As any checkpoint does, but some rows at a time: a whole embedding table would be large in float32."""
         start, stop = (slot.pick[0].start, slot.pick[0].stop) if slot.pick else (0, slot.shape[0])
         step = max(1, _CHUNK // math.prod(slot.shape[1:]))
-        for at in range(start, stop, step):
-            end = min(at + step, stop)
-            pick = (slice(at, end), *slot.pick[1:])
-            super().copy_into(replace(slot, target=slot.target[at - start : end - start], pick=pick))
+        for first in range(start, stop, step):
+            end = min(first + step, stop)
+            pick = (slice(first, end), *slot.pick[1:])
+            super().copy_into(replace(slot, target=slot.target[first - start : end - start], pick=pick))

@@ -103,7 +103,7 @@ class SafetensorsCheckpoint(Checkpoint):
         memory = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         begin += rows[0] * bytes_of_row
         size = max(-(-len(memory) // torch.get_num_threads()), _READ_AT_ONCE)
-        parts = [(file, begin + at, memory[at : at + size]) for at in range(0, len(memory), size)]
+        parts = [(file, begin + start, memory[start : start + size]) for start in range(0, len(memory), size)]
         complete = [_read(*parts[0])] if len(parts) == 1 else self._readers.map(_read, *zip(*parts, strict=True))
         if not all(complete):
             raise WeightError(f"{file} ends within tensor {name}")

@@ -25,8 +25,8 @@ class AtLoad:
 
     def __call__(self, builder: Builder, weight: Callable[[], Tensor]) -> LinearWeight:
         def make() -> Piece:
-            made: Piece = builder.kernels.quantize(weight(), self.bits, self.group)
-            return made
+            piece: Piece = builder.kernels.quantize(weight(), self.bits, self.group)
+            return piece
 
         return QuantizedWeight(builder, [make])
 
@@ -40,7 +40,9 @@ def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callabl
     kept, tables = _pattern(names, _KEPT), _pattern(names, _TABLES)
 
     def quantizer(name: str) -> Quantizer | None:
-        return None if kept.fullmatch(name) else table if tables.fullmatch(name) else layer
+        if kept.fullmatch(name):
+            return None
+        return table if tables.fullmatch(name) else layer
 
     return quantizer
 

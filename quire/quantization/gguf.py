@@ -25,9 +25,9 @@ def _fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
     return (x.reshape(*x.shape[:-1], -1, 1, run) >> shifts & ((1 << bits) - 1)).flatten(-3)
 
 
-def _half(x: Tensor, at: int) -> Tensor:
-    """The float16 at byte `at` of each block: [out, blocks]"""
-    return x[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+def _half(x: Tensor, offset: int) -> Tensor:
+    """The float16 at byte `offset` of each block: [out, blocks]"""
+    return x[..., offset : offset + 2].contiguous().view(torch.float16)[..., 0]
 
 
 def _matrix(codes: Tensor, bits: int, scales: Tensor, offsets: Tensor | None = None) -> QuantizedMatrix:
@@ -38,10 +38,10 @@ def _matrix(codes: Tensor, bits: int, scales: Tensor, offsets: Tensor | None = N
 
 def _simple(x: Tensor, bits: int, has_minimum: bool) -> QuantizedMatrix:
     """Q4_0, Q4_1, Q5_0, Q5_1: d, perhaps m, perhaps fifth bits, four bits each of 32 elements."""
-    at = 4 if has_minimum else 2
+    start = 4 if has_minimum else 2  # where the fifth bits begin
     codes = _fields(x[..., -16:], 16, 4, 2)
     if bits == 5:
-        codes = codes | _fields(x[..., at : at + 4], 1, 1, 8) << 4
+        codes = codes | _fields(x[..., start : start + 4], 1, 1, 8) << 4
     return _matrix(codes, bits, _half(x, 0), _half(x, 2) if has_minimum else None)
 
 
@@ -130,8 +130,8 @@ class GGUF(Scheme):
         kind = self.type_of(name)
         _, blocks, count = groups(shape, part, kind.elements, divisible=False)
         columns = slice(blocks.start * kind.nbytes, blocks.stop * kind.nbytes)
-        rows = slice(part.start, part.stop)
-        data = slot(builder, name, torch.uint8, (part.rows, count * kind.nbytes), rows, columns)
+        outputs = slice(part.start, part.stop)
+        data = slot(builder, name, torch.uint8, (part.rows, count * kind.nbytes), outputs, columns)
         dtype = builder.dtype
 
         def make() -> Piece:

@@ -29,14 +29,14 @@ class GPTQ(Scheme):
     marker = "qweight"
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, bits, rows = part.name, self.bits, slice(part.start, part.stop)
+        name, bits, outputs = part.name, self.bits, slice(part.start, part.stop)
         group, picked, count = groups(shape, part, self.group_size)
         words, skip = word_range(shape.start, shape.stop, bits)
         zero_words, zero_skip = word_range(part.start, part.stop, bits)
         whole = (_words(shape.in_features, bits), part.rows), (count, _words(part.rows, bits)), (count, part.rows)
-        qweight = slot(builder, f"{name}.qweight", torch.int32, whole[0], words, rows)
+        qweight = slot(builder, f"{name}.qweight", torch.int32, whole[0], words, outputs)
         qzeros = slot(builder, f"{name}.qzeros", torch.int32, whole[1], picked, zero_words)
-        scales = slot(builder, f"{name}.scales", torch.float32, whole[2], picked, rows)
+        scales = slot(builder, f"{name}.scales", torch.float32, whole[2], picked, outputs)
         inputs = slice(shape.start, shape.stop)
         g_idx = slot(builder, f"{name}.g_idx", torch.int32, (shape.in_features,), inputs)
 
@@ -66,12 +66,12 @@ class PackedIntegers(Scheme):
     marker = "weight_packed"
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, bits, rows, inputs = part.name, self.bits, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name, bits, outputs, inputs = part.name, self.bits, slice(part.start, part.stop), slice(shape.start, shape.stop)
         group, picked, count = groups(shape, part, self.group_size)
         words, skip = word_range(shape.start, shape.stop, bits)
         whole = part.rows, _words(shape.in_features, bits)
-        packed = slot(builder, f"{name}.weight_packed", torch.int32, whole, rows, words)
-        scales = slot(builder, f"{name}.weight_scale", torch.float32, (part.rows, count), rows, picked)
+        packed = slot(builder, f"{name}.weight_packed", torch.int32, whole, outputs, words)
+        scales = slot(builder, f"{name}.weight_scale", torch.float32, (part.rows, count), outputs, picked)
         zero_words, zero_skip = word_range(part.start, part.stop, bits)
         zero_point = g_idx = None
         if not self.symmetric:
@@ -103,13 +103,13 @@ class AWQ(Scheme):
     marker = "qweight"
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, rows, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
         group, picked, count = groups(shape, part, self.group_size)
         words, skip = word_range(part.start, part.stop, 4)
         packed = _words(part.rows, 4)
         qweight = slot(builder, f"{name}.qweight", torch.int32, (shape.in_features, packed), inputs, words)
         qzeros = slot(builder, f"{name}.qzeros", torch.int32, (count, packed), picked, words)
-        scales = slot(builder, f"{name}.scales", torch.float32, (count, part.rows), picked, rows)
+        scales = slot(builder, f"{name}.scales", torch.float32, (count, part.rows), picked, outputs)
 
         def in_order(words: Tensor) -> Tensor:
             fields = unpack(words, 4, words.shape[1] * 8).view(len(words), -1, 8)

@@ -30,7 +30,7 @@ class ScaledBytes(Scheme):
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         if shape.transposed:
             raise ValueError(f"{part.name}: a transposed weight cannot be quantized in this format")
-        name, rows, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
+        name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
         group, picked, count = groups(shape, part, self.block[1])
         height = part.rows if self.block[0] == -1 else self.block[0]
         bands = slice(part.start // height, -(-part.stop // height))
@@ -44,7 +44,7 @@ class ScaledBytes(Scheme):
             values = values.view(-1, picked.stop - picked.start).repeat_interleave(height, 0)
             return values[part.start - bands.start * height :][: part.stop - part.start].contiguous()
 
-        weight = slot(builder, f"{name}.weight", self.dtype, (part.rows, shape.in_features), rows, inputs)
+        weight = slot(builder, f"{name}.weight", self.dtype, (part.rows, shape.in_features), outputs, inputs)
         scales = per_block(self.marker, torch.float32)
         zero_point = None if self.symmetric else per_block("weight_zero_point", torch.int8)
 

@@ -25,10 +25,10 @@ class QuantizedWeight(LinearWeight):
         builder.when_loaded(self._convert)
 
     def _convert(self) -> None:
-        made = [part() for part in self.parts]
+        pieces = [part() for part in self.parts]
         self.parts = ()  # and with them the checkpoint's own tensors
-        matrices = [piece for piece in made if isinstance(piece, QuantizedMatrix)]
-        self.pieces = [*concatenate(matrices)] if len(matrices) == len(made) else made
+        matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
+        self.pieces = [*concatenate(matrices)] if len(matrices) == len(pieces) else pieces
         pack = getattr(self.kernels.quantized_linear, "pack", None)
         if pack is not None:
             self.pieces = [pack(p) if isinstance(p, QuantizedMatrix) else p for p in self.pieces]

@@ -30,12 +30,12 @@ class HeldBody:
         """Count the body as of this many bytes, if that is more than before. Raises ApiError if it is too much."""
         if size > self._bodies.limit:
             raise ApiError(413, f"the body may have {self._bodies.limit} bytes at most", code="body_too_large")
-        more = max(0, size - self._size)
-        if self._bodies.in_hand + more > self._bodies.total_limit:
+        growth = max(0, size - self._size)
+        if self._bodies.in_hand + growth > self._bodies.total_limit:
             message = "the server works on too many large requests; try again"
             raise ApiError(503, message, code="server_overloaded", headers={"Retry-After": "1"})
-        self._bodies.in_hand += more
-        self._size += more
+        self._bodies.in_hand += growth
+        self._size += growth
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the body: a small one at once; a large one in a thread, when it is its turn."""

@@ -75,12 +75,12 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
         async for output in outputs:
             events = []
             if not begun:
-                more = _prompt_keys(body, output)
+                extra = _prompt_keys(body, output)
                 if output.prompt_logprobs is not None:
-                    more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                    extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
                 for index in range(body.n or 1):
-                    events.append(chunks.event(_text_choice(index, role=_role(call, body), content=""), meter, **more))
-                    more = {}
+                    events.append(chunks.event(_text_choice(index, role=_role(call, body), content=""), meter, **extra))
+                    extra = {}
                 if echo := _echo(call, body):
                     events += [chunks.event(_text_choice(index, content=echo), meter) for index in range(body.n or 1)]
                 begun = True

@@ -114,7 +114,7 @@ class _Choices:
             of_prompt = output.prompt_logprobs or []  # of an aborted request, not those of all of its tokens
             token_ids, places = output.prompt_token_ids[: len(of_prompt)] + token_ids, of_prompt + places
         as_ids = self.call.tokens_as_ids
-        made = completion_logprobs(token_ids, places, count, as_ids, self._offsets[index], self.tokenizer)
-        if made["tokens"]:
-            self._offsets[index] = made["text_offset"][-1] + len(made["tokens"][-1])
-        return made
+        logprobs = completion_logprobs(token_ids, places, count, as_ids, self._offsets[index], self.tokenizer)
+        if logprobs["tokens"]:
+            self._offsets[index] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+        return logprobs

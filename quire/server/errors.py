@@ -53,7 +53,11 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
     path = re.match(r"messages[\w.\[\]]*", message)
     names = "|".join(sorted({*fields} - {"model"}, key=len, reverse=True))  # messages speak of the model anyway
     named = re.search(rf"\b(prompt logprobs|{names})\b", message)
-    param = path[0].rstrip(".") if path else named[0].replace(" ", "_") if named else default
+    param = default
+    if path:
+        param = path[0].rstrip(".")
+    elif named:
+        param = named[0].replace(" ", "_")
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
     return ApiError(400, message, param=param, code=code)
 

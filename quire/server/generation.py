@@ -274,7 +274,7 @@ class Call:
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 
-    def answer(self, kind: str, choices: list[Any], meter: "Meter", **more: Any) -> dict[str, Any]:
+    def answer(self, kind: str, choices: list[Any], meter: "Meter", **extra: Any) -> dict[str, Any]:
         """The whole answer of one that is not streamed, with null for what vLLM has and Quire has not."""
         return {
             "id": self.id,
@@ -285,7 +285,7 @@ class Call:
             "service_tier": None,
             "system_fingerprint": None,
             "usage": {**meter.usage, "completion_tokens_details": None},
-            **more,
+            **extra,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
             "metrics": None,
@@ -325,12 +325,12 @@ class Chunks:
         self._with_usage = call.body.include_usage or call.server.config.enable_force_include_usage
         self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)
 
-    def event(self, choice: Mapping[str, Any], meter: Meter, **more: Any) -> bytes:
+    def event(self, choice: Mapping[str, Any], meter: Meter, **extra: Any) -> bytes:
         usage = b""
         if self._with_usage:
             usage = b',"usage":' + (msgspec.json.encode(meter.usage) if self._continuous else b"null")
-        extra = b"," + msgspec.json.encode(more)[1:-1] if more else b""
-        return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, extra, b"}\n\n"))
+        fields = b"," + msgspec.json.encode(extra)[1:-1] if extra else b""
+        return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, fields, b"}\n\n"))
 
     def last(self, meter: Meter) -> bytes:
         """The event with the usage of it all, if that was asked for."""

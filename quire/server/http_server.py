@@ -82,9 +82,9 @@ class _Server(uvicorn.Server):
         config = self.config
 
         def protocol() -> asyncio.Protocol:
-            kind: Any = config.http_protocol_class
-            made: asyncio.Protocol = kind(config, self.server_state, self.lifespan.state)
-            return made
+            protocol_class: Any = config.http_protocol_class
+            connection: asyncio.Protocol = protocol_class(config, self.server_state, self.lifespan.state)
+            return connection
 
         self._acceptors = [Acceptor(listening, config.backlog, protocol, config.ssl) for listening in sockets]
         self.started = True

@@ -28,7 +28,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """count: how many were asked for, None for tokens that the request named. offset: characters of text before the
     first token."""
-    made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token_id, place in zip(token_ids, places, strict=True):
         if place is None:  # the first of a prompt: nothing comes before it
             spelt = f"token_id:{token_id}" if as_ids else tokenizer.decode([token_id], skip_special_tokens=False)
@@ -38,12 +38,12 @@ def completion_logprobs(
             top = {spelt: logprob}
             for other, value in _likeliest(place, count):  # tokens of the same text: the likelier
                 top.setdefault(_name(other, value, as_ids), max(value.logprob, _LOWEST))
-        made["text_offset"].append(offset)
-        made["token_logprobs"].append(logprob)
-        made["tokens"].append(spelt)
-        made["top_logprobs"].append(top)
+        logprobs["text_offset"].append(offset)
+        logprobs["token_logprobs"].append(logprob)
+        logprobs["tokens"].append(spelt)
+        logprobs["top_logprobs"].append(top)
         offset += len(spelt)
-    return made
+    return logprobs
 
 
 def chat_logprobs(

@@ -106,8 +106,8 @@ def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
     return [
         (left, right)
         for token in tokens
-        for at in range(1, len(token))
-        if (left := token[:at]) in tokens and (right := token[at:]) in tokens
+        for middle in range(1, len(token))
+        if (left := token[:middle]) in tokens and (right := token[middle:]) in tokens
     ]
 
 
@@ -127,7 +127,9 @@ def read_vocab_and_merges(merges: Path, config: dict[str, Any]) -> tuple[Backend
 def family(config: Mapping[str, Any]) -> str | None:
     """The name in SPLITS of the models that state their way of splitting nowhere but in the name of their class."""
     name = str(config.get("tokenizer_class")).lower()
-    return "qwen2" if name.startswith("qwen") else "kimi-k2" if name.startswith("tiktoken") else None
+    if name.startswith("qwen"):
+        return "qwen2"
+    return "kimi-k2" if name.startswith("tiktoken") else None
 
 
 def added_ids(config: Mapping[str, Any]) -> dict[str, int]:

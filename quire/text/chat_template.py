@@ -235,6 +235,7 @@ def _cut_at_tag(prompt: str, final: str) -> str:
         raise ChatTemplateError(
             "continue_final_message is set, but the chat template leaves out the last message's content"
         )
-    prompt, rest = prompt[: (at := prompt.rindex(tag))], prompt[at:]
+    cut = prompt.rindex(tag)
+    prompt, rest = prompt[:cut], prompt[cut:]
     # The tag ends with a space: where the template has stripped it, it has stripped the content as well.
     return prompt if rest.startswith(_CONTINUE_TAG) else prompt.rstrip()

@@ -131,14 +131,14 @@ class IncrementalDetokenizer:
         window = before + text
         hits = []
         for stop in self._stop:
-            at = window.find(stop, max(len(before) - len(stop) + 1, 0))
-            if at >= 0:
-                hits.append((at + len(stop), at, stop))
+            start = window.find(stop, max(len(before) - len(stop) + 1, 0))
+            if start >= 0:
+                hits.append((start + len(stop), start, stop))
         self._unshown += text
         if not hits:
             return None
-        end, at, stop = min(hits)
-        too_much = len(window) - (end if self._include_stop else at)
+        end, start, stop = min(hits)
+        too_much = len(window) - (end if self._include_stop else start)
         self._unshown = self._unshown[: len(self._unshown) - too_much]
         self._partial = b""
         return stop

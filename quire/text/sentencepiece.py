@@ -142,31 +142,31 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """(number, value) of a Protocol Buffers message: integers, floats of 32 bits, bytes; messages within as bytes."""
-    at = 0
+    position = 0
 
     def varint() -> int:
-        nonlocal at
+        nonlocal position
         value = shift = 0
         while True:
-            byte = message[at]
-            at += 1
+            byte = message[position]
+            position += 1
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
             shift += 7
 
-    while at < len(message):
+    while position < len(message):
         tag = varint()
         if tag & 7 == 0:
             yield tag >> 3, varint()
         elif tag & 7 == 2:
             size = varint()
-            at += size
-            yield tag >> 3, message[at - size : at]
+            position += size
+            yield tag >> 3, message[position - size : position]
         elif tag & 7 == 5:
-            yield tag >> 3, struct.unpack_from("<f", message, at)[0]
-            at += 4
+            yield tag >> 3, struct.unpack_from("<f", message, position)[0]
+            position += 4
         else:
-            raise ValueError(f"not a SentencePiece model: wire type {tag & 7} at byte {at}")
-    if at > len(message):
+            raise ValueError(f"not a SentencePiece model: wire type {tag & 7} at byte {position}")
+    if position > len(message):
         raise ValueError("the file is cut off")

@@ -223,7 +223,7 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 def _why_not_text(text: object) -> str:
     if not isinstance(text, str):
         return f"expected text, found {type(text).__name__}"
-    place, surrogate = next((at, ord(char)) for at, char in enumerate(text) if 0xD800 <= ord(char) <= 0xDFFF)
+    place, surrogate = next((index, ord(char)) for index, char in enumerate(text) if 0xD800 <= ord(char) <= 0xDFFF)
     return f"the text is not valid Unicode: character {place} is U+{surrogate:04X}, half of a surrogate pair"
 
 
