@@ -28,6 +28,7 @@ from quire.loading.gguf import read_gguf
 from quire.loading.gguf_models import gguf_config, gguf_tensors
 from quire.loading.hub import bundled_model
 from quire.loading.metadata import load_tokenizer
+from quire.parallel.mesh import Mesh
 from quire.quantization.gguf import dequantize
 from quire.quantization.gguf_types import TYPES as READERS
 from quire.quantization.scheme import QuantizedWeight
@@ -235,7 +236,7 @@ def test_two_ranks_say_what_one_does(tmp_path, variant, kind):
 
 def check_two_ranks(path: Path) -> None:
     whole = make_llm(path)
-    workers = on_every_rank(2, lambda group: Worker(whole.config, path, MAX_MODEL_LEN, group))
+    workers = on_every_rank(2, lambda group: Worker(whole.config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group)))
     made = on_every_rank(2, lambda group: forced_logits(workers[group.rank].runner, TEXT))
     assert torch.equal(made[0], made[1])
     torch.testing.assert_close(made[0], teacher_forced_logits(whole, TEXT), rtol=1e-4, atol=2e-4)
@@ -249,7 +250,7 @@ def test_they_do_with_whole_super_blocks_of_256_inputs_and_no_others(wide, tmp_p
     path = write_gguf(wide, tmp_path / "narrow.gguf", kind)
     config = EngineConfig.create(model=str(path), dtype="float32")
     with pytest.raises(ValueError, match=r"o_proj: inputs 0 to 128 of 256, this rank's share.*groups of 256; .*_size"):
-        Worker(config, path, MAX_MODEL_LEN, ThreadGroup(0, 2))
+        Worker(config, path, MAX_MODEL_LEN, Mesh(0, tp=ThreadGroup(0, 2)))
 
 
 # ---- what is no such file

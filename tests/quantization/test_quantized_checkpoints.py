@@ -7,6 +7,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.layers.linear import DenseWeight
+from quire.parallel.mesh import Mesh
 from quire.quantization.scheme import QuantizedWeight
 from quire.worker.worker import Worker
 from support.checkpoints import write_checkpoint
@@ -65,7 +66,7 @@ def test_two_ranks_say_what_one_does(tmp_path, name, family):
     source = write_checkpoint(tmp_path / "source", family, sizes)
     quantized, dense = write_quantized(source, tmp_path, SPLIT[name])
     config = EngineConfig.create(model=str(quantized), dtype="float32", max_num_seqs=4)
-    workers = on_every_rank(2, lambda group: Worker(config, quantized, MAX_MODEL_LEN, group))
+    workers = on_every_rank(2, lambda group: Worker(config, quantized, MAX_MODEL_LEN, Mesh(group.rank, tp=group)))
     made = on_every_rank(2, lambda group: forced_logits(workers[group.rank].runner, TEXT))
     assert torch.equal(made[0], made[1])
     torch.testing.assert_close(made[0], logits(load(dense), TEXT), rtol=1e-4, atol=2e-4)
@@ -75,4 +76,4 @@ def test_ranks_that_would_cut_groups_are_an_error(checkpoints, tmp_path):
     quantized, _ = write_quantized(checkpoints.path("llama"), tmp_path, FORMATS["gptq"])  # 96 inputs in groups of 32
     config = EngineConfig.create(model=str(quantized), dtype="float32", max_num_seqs=4)
     with pytest.raises(ValueError, match=r"down_proj: inputs 48 to 96 of 96.*groups of 32; .*tensor_parallel_size"):
-        Worker(config, quantized, MAX_MODEL_LEN, ThreadGroup(1, 2))
+        Worker(config, quantized, MAX_MODEL_LEN, Mesh(1, tp=ThreadGroup(1, 2)))
