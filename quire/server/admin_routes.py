@@ -1,4 +1,4 @@
-"""Models, health, version, load, metrics, and two things that only an operator should do."""
+"""Routes for models, health, version, load and metrics, and two that are meant for operators alone."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -51,7 +51,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 @router.get("/health", responses=_HEALTH, response_class=Response)
 async def health(request: Request) -> Response:
-    """503 while the engine starts, restarts or is dead."""
+    """200 if the engine runs; 503 while it starts or restarts, and when it has failed for good."""
     return Response(status_code=200 if _server(request).llm.is_running else 503)
 
 
@@ -69,13 +69,13 @@ async def version() -> Response:
 
 @router.get("/load", responses=answers(Load), response_model=None)
 async def load(request: Request) -> Response:
-    """How many requests are being answered."""
+    """The number of requests that are being answered."""
     return json_response({"server_load": len(_server(request).calls)})
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """The metrics in Prometheus' text format."""
     text: bytes = _server(request).llm.render_metrics() + request.app.state.http_metrics.render()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -88,7 +88,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
-    """End requests: who waits for them gets what there is, with finish_reason "abort"."""
+    """End requests. Their clients get the text so far, with finish_reason "abort"."""
     calls = [call for call in _server(request).calls if call.id in body.request_ids or call.name in body.request_ids]
     for call in calls:
         call.abort()

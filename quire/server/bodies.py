@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import ApiError, error_response
 from quire.server.middleware import header
 
-LARGE_BODY = 20_000  # bytes, from which on a body is worked on in a thread, and waits for its turn
-STALL_SECONDS = 60.0  # without a byte of a body that has not ended, after which its request is refused
-TRIM_SECONDS = 1.0  # between two times that memory is given back to the system
+LARGE_BODY = 20_000  # bytes; larger bodies are processed in a thread, a few at a time
+STALL_SECONDS = 60.0  # a request is refused if no byte of its body arrives for so long
+TRIM_SECONDS = 1.0  # memory is returned to the system at most this often
 
 
 class HeldBody:
@@ -27,7 +27,7 @@ class HeldBody:
         self._bodies, self._size, self._has_turn = bodies, 0, False
 
     def grow(self, size: int) -> None:
-        """Count the body as of this many bytes, if that is more than before. Raises ApiError if it is too much."""
+        """Count the body with `size` bytes, if that is more than was counted before. Raises ApiError above a limit."""
         if size > self._bodies.limit:
             raise ApiError(413, f"the body may have {self._bodies.limit} bytes at most", code="body_too_large")
         growth = max(0, size - self._size)
@@ -38,7 +38,7 @@ class HeldBody:
         self._size += growth
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the body: a small one at once; a large one in a thread, when it is its turn."""
+        """Call a function that works on the body. For a large body it runs in a thread, after waiting for a turn."""
         if self._size < LARGE_BODY:
             return function(*arguments)
         if not self._has_turn:
@@ -47,7 +47,7 @@ class HeldBody:
         return await asyncio.to_thread(function, *arguments)
 
     def release(self) -> None:
-        """The request needs its body no more."""
+        """Stop counting the body: the request no longer needs it."""
         self._bodies.in_hand -= self._size
         if self._size >= LARGE_BODY:
             self._bodies.give_memory_back()
@@ -66,7 +66,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, limit: int, total_limit: int) -> None:
         self.app, self.limit, self.total_limit = app, limit, max(limit, total_limit)
         self.in_hand = 0
-        # Of what a large body becomes while it is parsed and tokenized, 2 at a time fit in memory, and on the cores.
+        # Parsing and tokenizing a large body takes much memory and a core, so few are worked on at a time.
         self.turns = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         self._trimming: asyncio.TimerHandle | None = None
 
@@ -105,17 +105,20 @@ class BodyLimit:
             held.release()
 
     def give_memory_back(self) -> None:
-        """Soon, and once for all that end until then. glibc keeps what is freed, several GB after long texts."""
+        """Return freed memory to the system, once for all bodies that are released within TRIM_SECONDS.
+
+        glibc keeps freed memory: several GB after long texts.
+        """
         if self._trimming is None:
             loop = asyncio.get_running_loop()
             self._trimming = loop.call_later(TRIM_SECONDS, lambda: loop.run_in_executor(None, self._trim))
 
     def _trim(self) -> None:
         self._trimming = None
-        gc.collect()  # errors refer to the frames that raised them, and those to bodies
+        gc.collect()  # exceptions keep the frames that raised them alive, and with them the bodies
         if _malloc_trim is not None:
             _malloc_trim(0)
 
 
-# Of glibc; other C libraries give memory back by themselves.
+# glibc's function. Other C libraries give memory back by themselves.
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -95,7 +95,7 @@ async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
 
 
 def _prompt_keys(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
-    """What is said of the prompt, in a whole answer and in the first chunk of a stream."""
+    """The fields about the prompt, in a complete response and in the first chunk of a stream."""
     return {
         "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
         "prompt_text": output.prompt if body.return_prompt_text else None,
@@ -103,7 +103,7 @@ def _prompt_keys(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
 
 
 def _role(call: Call, body: ChatRequest) -> str:
-    """Of the answer: the last message's if the prompt does not begin a new one, as in vLLM."""
+    """The role of the answer: the last message's role if the prompt continues that message, as in vLLM."""
     return body.messages[-1].role if body.add_generation_prompt is False else call.server.config.response_role
 
 

@@ -34,7 +34,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 class _Choices:
-    """Makes choices of outputs: choice i of prompt p has index p * n + i."""
+    """Turns outputs into choices. Choice i of prompt p has index p * n + i."""
 
     def __init__(self, call: Call, body: CompletionRequest, requests: list[ProcessedRequest]) -> None:
         self.call, self.body, self.n = call, body, body.n or 1
@@ -72,7 +72,7 @@ class _Choices:
             yield last
 
     def _cut(self, output: RequestOutput) -> None:
-        """max_tokens = 0 is the prompt alone; the engine makes one token at least."""
+        """max_tokens = 0 asks for the prompt alone. The engine generates at least one token, which is dropped."""
         if self.body.max_tokens == 0:
             for completion in output.outputs:
                 completion.text, completion.token_ids = "", []

@@ -19,7 +19,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class ApiError(HTTPException):
-    """What a client is told, and with which status. param: the field that is wrong, `messages[0].role` if nested."""
+    """An error response: its status and message. param: the path of the wrong field, such as `messages[0].role`."""
 
     def __init__(
         self,
@@ -48,10 +48,12 @@ def error_response(error: ApiError) -> Response:
 
 
 def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError:
-    """A 400 of what the engine says of a value. It names the field, if not as the first word."""
+    """A 400 for a value that the engine refused. The field is found in the engine's message."""
     message = error_text(error)
     path = re.match(r"messages[\w.\[\]]*", message)
-    names = "|".join(sorted({*fields} - {"model"}, key=len, reverse=True))  # messages speak of the model anyway
+    names = "|".join(
+        sorted({*fields} - {"model"}, key=len, reverse=True)
+    )  # "model" occurs in messages about other fields, too
     named = re.search(rf"\b(prompt logprobs|{names})\b", message)
     param = default
     if path:
@@ -63,7 +65,7 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
 
 
 def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiError:
-    """A 400 of pydantic's findings: of those that reach deepest into the body, the first field's."""
+    """A 400 for one of pydantic's errors: the first of those that lie deepest in the body."""
     found: dict[str, list[str]] = {}
     deepest = -1
     for error in errors:
@@ -93,7 +95,7 @@ def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of any exception."""
+    """The error response for any exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # of a user's middleware; the router's are handled below
@@ -105,7 +107,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _routing_error(request: Request, error: HTTPException) -> ApiError:
-    """The router's answer to a path or a method that does not exist, with both named."""
+    """The response for an unknown path or method. It names both."""
     message, headers = error.detail, dict(error.headers or {})
     if error.status_code == 404:
         message = f"unknown URL: {request.method} {request.url.path[:200]}; /docs lists those that there are"

@@ -1,4 +1,4 @@
-"""A request that generates, from its admission to its last event."""
+"""A generation request, from its admission to its last event."""
 
 import asyncio
 import secrets
@@ -33,7 +33,7 @@ MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged
 
 @dataclass
 class Server:
-    """What all requests share."""
+    """The state that all requests share: the engine, the options and the running calls."""
 
     llm: AsyncLLM
     config: ServerConfig
@@ -44,7 +44,7 @@ class Server:
     _reported: set[str] = field(default_factory=set)
 
     def accept(self, body: Body) -> str:
-        """The name of the model that is asked. Raises ApiError for another one, and for what cannot be done."""
+        """The name of the requested model. Raises ApiError for an unknown model and for unsupported fields."""
         if body.model and body.model not in self.model_names:
             message = f"the model {body.model[:200]!r} does not exist; this server has {', '.join(self.model_names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -52,14 +52,14 @@ class Server:
             name, why = refused
             raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
         for name in body.unknown():
-            del (body.model_extra or {})[name]  # however large it is, it is not kept
+            del (body.model_extra or {})[name]  # it may be large
             if name not in self._reported and len(self._reported) < MAX_REPORTED:
                 self._reported.add(name)
                 logger.warning("Ignored a field that is not known: %.64r", name)
         return body.model or self.model_names[0]
 
     def admit(self) -> None:
-        """Raises ApiError if no further request may begin, EngineDeadError if none ever will."""
+        """Raises ApiError if no request may begin now, and EngineDeadError if the engine has failed for good."""
         self.llm.client.check()
         if self.app.state.draining:
             message = "the server is shutting down"
@@ -70,13 +70,13 @@ class Server:
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
     def end_calls(self) -> None:
-        """End all running requests because the server shuts down: each gets an error, in its stream if it has one."""
+        """End all running requests because the server shuts down. Each client gets an error, streams included."""
         error = ApiError(503, "the server is shutting down", code="shutting_down")
         for call in list(self.calls):
             call.end(error)
 
     def _num_waiting(self) -> int | None:
-        """Sequences that wait for a row, counting those on their way to the core; None if there is a row to have."""
+        """Sequences that wait for a row, including those on their way to the core. None if a row is free."""
         client = self.llm.client
         running, queued = client.stats.num_running, client.stats.num_waiting
         coming = max(0, client.num_unfinished - running - queued)
@@ -94,7 +94,7 @@ class Server:
         try:
             if template is None:
                 return str(await held.run(self._render, messages, body))
-            return await asyncio.to_thread(self._render, messages, body)  # it may take as long as it likes
+            return await asyncio.to_thread(self._render, messages, body)  # a request's own template may run for long
         except (ValueError, TypeError) as error:
             raise bad_value(error, type(body).model_fields, "messages") from error
 
@@ -102,7 +102,7 @@ class Server:
         chat = [message.model_dump(exclude_none=True) for message in messages]
         names = ("tools", "documents", "reasoning_effort")
         variables: dict[str, Any] = {name: getattr(body, name) for name in names}
-        if body.reasoning_effort is not None:  # for templates with a switch instead of degrees, as in vLLM
+        if body.reasoning_effort is not None:  # for templates that only have a switch, as in vLLM
             variables["enable_thinking"] = body.reasoning_effort != "none"
         arguments: dict[str, Any] = {
             "chat_template": body.chat_template,
@@ -117,17 +117,17 @@ class Server:
 
 
 class Call:
-    """One request that generates: its ids, and how it may end before its time."""
+    """One generation request: its ids, its prompts, and the ways in which it may end early."""
 
     def __init__(self, server: Server, request: Request, body: Generation, prefix: str) -> None:
-        """Raises ApiError if it cannot be taken."""
+        """Raises ApiError if the server does not accept the request."""
         self.server, self.body = server, body
         self.model = server.accept(body)
         server.admit()
         state = request.state
         self.name: str = state.request_id if state.request_id_given or not body.request_id else body.request_id
         self.id, self.created = f"{prefix}-{self.name}", int(time.time())
-        self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # names may be used again
+        self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may use a name again
         self._began = asyncio.get_running_loop().time()
         self._receive = request.receive
         self._held: HeldBody = request.state.body
@@ -158,7 +158,7 @@ class Call:
                 processor.check_length(prompt, params)
             for start in range(0, len(prompts), SLICE):
                 if start:
-                    await asyncio.sleep(0)  # others have a turn
+                    await asyncio.sleep(0)  # let other requests run
                 slice = {self._request_id(i, len(prompts)): prompts[i] for i in range(len(prompts))[start:][:SLICE]}
                 requests = await held.run(self._process, slice, params, add_special_tokens)
                 for request in requests:
@@ -185,12 +185,12 @@ class Call:
             process = self.server.llm.processor.process
             request = process(request_id, fields, params, body.priority or 0, add_special_tokens)
             if params.truncate_prompt_tokens is not None and not getattr(body, "return_prompt_text", None):
-                request = replace(request, prompt=None)  # it can be much longer than what remains of it
+                request = replace(request, prompt=None)  # the text may be much longer than its kept tokens
             requests.append(request)
         return requests
 
     def _check_sizes(self) -> None:
-        """Raises ApiError for lists that would keep the server busy at every token."""
+        """Raises ApiError for lists so long that they would slow down every token."""
         vocab_size = self.server.llm.processor.vocab_size
         for name, most in (
             ("stop", MAX_STRINGS),
@@ -230,9 +230,12 @@ class Call:
             raise ApiError(400, message, param=self.body.max_tokens_field, code="context_length_exceeded")
 
     async def run(self) -> AsyncGenerator[RequestOutput]:
-        """AsyncLLM.run, ended when the client goes or time is up. Raises ApiError, EngineDeadError."""
+        """As AsyncLLM.run. The request ends when its client disconnects or its time is up.
+
+        Raises ApiError, EngineDeadError.
+        """
         server, timeout = self.server, self.server.config.request_timeout
-        server.admit()  # again: much may have come while this was tokenized
+        server.admit()  # again, since other requests may have arrived while this one was tokenized
         loop = asyncio.get_running_loop()
         watcher = asyncio.create_task(self._watch())
         timer = None if timeout is None else loop.call_at(self._began + timeout, self._time_out)
@@ -250,7 +253,7 @@ class Call:
                 timer.cancel()
 
     def end(self, error: ApiError) -> None:
-        """Abort the request; its client gets the error instead of what has been generated."""
+        """Abort the request. Its client gets the error instead of the generated text."""
         self._ended_by = error
         self.abort()
 
@@ -275,7 +278,7 @@ class Call:
             raise self._ended_by
 
     def answer(self, kind: str, choices: list[Any], meter: "Meter", **extra: Any) -> dict[str, Any]:
-        """The whole answer of one that is not streamed, with null for what vLLM has and Quire has not."""
+        """The complete response of a request without streaming. vLLM's fields that Quire lacks are null."""
         return {
             "id": self.id,
             "object": kind,
@@ -300,7 +303,7 @@ class Meter:
         self.completion_tokens = 0
 
     def add(self, output: RequestOutput) -> None:
-        """An output, or what is new in it."""
+        """Count an output, or the new part of one."""
         self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
 
@@ -316,7 +319,7 @@ class Meter:
 
 
 class Chunks:
-    """Server-sent events of one stream. What is the same in all of them is encoded once."""
+    """Server-sent events of one stream. The fields that all events share are encoded once."""
 
     def __init__(self, call: Call, kind: str) -> None:
         start = {"id": call.id, "object": kind, "created": call.created, "model": call.model}
@@ -333,14 +336,14 @@ class Chunks:
         return b"".join((self._head, b',"choices":[', msgspec.json.encode(choice), b"]", usage, fields, b"}\n\n"))
 
     def last(self, meter: Meter) -> bytes:
-        """The event with the usage of it all, if that was asked for."""
+        """The event with the total usage, or nothing if the request did not ask for it."""
         if not self._with_usage:
             return b""
         return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(meter.usage), b"}\n\n"))
 
 
 class EventStream(Response):
-    """Sends events as they are made; a slow reader is waited for, and nothing is queued meanwhile."""
+    """Sends events as they are generated. It waits for slow readers, and queues nothing meanwhile."""
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -348,7 +351,7 @@ class EventStream(Response):
 
     @classmethod
     async def begin(cls, events: AsyncGenerator[bytes]) -> "EventStream":
-        """Waits for the first event: what goes wrong before has a status of its own."""
+        """Wait for the first event, so that an error before it is answered with its own status."""
         return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

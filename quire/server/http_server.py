@@ -88,7 +88,7 @@ class _Server(uvicorn.Server):
 
         self._acceptors = [Acceptor(listening, config.backlog, protocol, config.ssl) for listening in sockets]
         self.started = True
-        gc.freeze()  # what is loaded now stays: searches for garbage leave it out, and take a tenth of the time
+        gc.freeze()  # loaded modules stay; without them, garbage collection takes a tenth of the time
         scheme = "https" if self._about.ssl_certfile else "http"
         name = sockets[0].getsockname()
         where = f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}"
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
         )
 
     async def main_loop(self) -> None:
-        """As uvicorn's, but a signal is noticed at once."""
+        """As uvicorn's, but it reacts to a signal at once."""
         counter = 0
         while not await self.on_tick(counter):
             counter = (counter + 1) % 864_000
@@ -135,7 +135,7 @@ class _Server(uvicorn.Server):
             server.end_calls()
             self.force_exit = False
             await self._answered(LAST_WORDS_SECONDS)
-        for connection in list(self.server_state.connections):  # of clients that read or send nothing any more
+        for connection in list(self.server_state.connections):  # their clients have stopped reading or sending
             connection.transport.abort()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=1)

@@ -17,7 +17,7 @@ from quire.metrics.logging import logger
 RESERVED_DESCRIPTORS = 16  # kept free of connections: for files, and for the sockets of a restarted engine core
 SMALL_LIMIT = 1024
 _RETRY_SECONDS = 0.05
-_REPEAT_SECONDS = 10.0  # between two equal lines in the log
+_REPEAT_SECONDS = 10.0  # between two log lines about waiting connections
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -42,7 +42,7 @@ def _descriptor_limit() -> int:
 
 
 def listening_socket(config: ServerConfig) -> socket.socket:
-    """Bound before the model is loaded: a port that is in use is found out at once, and so is a wrong certificate.
+    """The bound socket. It is made before the model is loaded, so that a used port or a bad certificate is found first.
 
     Raises ConfigError or OSError.
     """
@@ -58,7 +58,7 @@ def listening_socket(config: ServerConfig) -> socket.socket:
             raise ConfigError(f"ssl_ca_certs or ssl_ciphers cannot be used: {error_text(error)}") from error
     if config.uds is not None:
         with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # of a server that is gone
+            if stat.S_ISSOCK(os.stat(config.uds).st_mode):  # left behind by a server that has ended
                 os.unlink(config.uds)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(config.uds)
@@ -96,7 +96,7 @@ class Acceptor:
         self._task = asyncio.create_task(self._accept(), name="accept connections")
 
     async def close(self) -> None:
-        """Refuse further connections, those that wait included."""
+        """Refuse new connections, including those that wait in the kernel's queue."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -111,7 +111,7 @@ class Acceptor:
                 continue
             try:
                 connection, _ = await loop.sock_accept(self._listening)
-            except OSError as error:  # of this connection alone, but for a lack of descriptors or memory
+            except OSError as error:  # concerns this connection alone, unless descriptors or memory are short
                 if error.errno in _NO_DESCRIPTOR:
                     self._log("accept failed: %s", error)
                     await asyncio.sleep(_RETRY_SECONDS)
@@ -127,7 +127,7 @@ class Acceptor:
             await loop.connect_accepted_socket(self._protocol, connection, ssl=self._context)
 
     def _has_descriptor(self) -> bool:
-        """A new descriptor has the lowest number that is free, which tells whether nearly all are in use."""
+        """Whether descriptors are free. A new one gets the lowest free number, which shows how many are in use."""
         try:
             number = os.dup(self._listening.fileno())
         except OSError:

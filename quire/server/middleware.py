@@ -1,4 +1,4 @@
-"""Around every request, as plain ASGI: streams pass without a copy or a task in between."""
+"""ASGI middleware. It is written without helpers, so that streams pass without a copy or a further task."""
 
 import hmac
 import importlib
@@ -53,7 +53,7 @@ class RootPath:
 
 
 class ApiKeys:
-    """401 without one of the keys, but for OPEN_PATHS."""
+    """Answers 401 to requests without one of the keys, except under OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app, self.keys = app, [key.encode() for key in keys]
@@ -71,6 +71,6 @@ class ApiKeys:
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
             return True
         scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
-        # Each key is compared whole, and all of them are: the time says nothing of how near a guess was.
+        # All keys are compared, each in constant time, so that the time tells nothing about a guess.
         matches = [hmac.compare_digest(token.strip(), key) for key in self.keys]
         return scheme.lower() == b"bearer" and any(matches)

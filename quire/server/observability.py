@@ -77,7 +77,7 @@ class HttpMetrics:
 
 
 class _Exchange:
-    """A request and the answer to it, while it is sent."""
+    """A request and its response, while the response is sent."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send, self._request_id = send, request_id
@@ -95,7 +95,7 @@ class _Exchange:
         await self._send(message)
 
     def error_message(self) -> str:
-        """What the client was told, if it was told that it cannot have what it wants."""
+        """The message of an error response, if the response is one."""
         try:
             return str(json.loads(self.error_body)["error"]["message"])
         except (ValueError, TypeError, KeyError):
@@ -138,7 +138,7 @@ class Observability:
                 await app(scope, receive, exchange.send)
             except Exception as error:
                 if exchange.status:
-                    raise  # too late to say so
+                    raise  # the response has begun, so no error can be sent
                 await error_response(api_error(error))(scope, receive, exchange.send)
         finally:
             self._ended(scope, exchange, time.perf_counter() - began)

@@ -49,7 +49,7 @@ def _check_content_type(request: Request) -> None:
 
 
 async def _read(request: Request) -> bytes:
-    """The body. The request keeps no copy."""
+    """The body, of which the request keeps no copy."""
     try:
         return b"".join([chunk async for chunk in request.stream()])
     except ClientDisconnect as error:
@@ -79,7 +79,7 @@ def answers(model: Any) -> Answers:
 
 
 def stream_answers(model: Any) -> Answers:
-    """The same of a route that can stream."""
+    """The same for a route that can stream."""
     declared = answers(model)
     declared[200] |= {
         "description": "The answer; with `stream`, its chunks as server-sent events and `data: [DONE]`",
