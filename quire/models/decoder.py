@@ -130,8 +130,8 @@ class Decoder(Model):
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
         for kv_spec, backend in zip(self.kv_specs, backends, strict=True):
-            for j, layer in enumerate(kv_spec.layers):
-                self.layers[layer].mixer.bind(backend, backend.view(memory, j))
+            for index, entry in enumerate(kv_spec.entries):
+                self.layers[entry.layer].mixer.bind(backend, backend.view(memory, index))
 
     def forward(
         self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Mapping[int, Tensor] = {}

@@ -28,9 +28,9 @@ class Model(Protocol):
     cache_shapes: Sequence[CacheShape]
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
-        """Give each group's backend to its layers, with entry j of all blocks to the j-th layer.
+        """Give each group's backend to its layers, and the layer of the group's j-th entry its place in all blocks.
 
-        memory: uint8 [blocks, bytes of a block]
+        memory: uint8 [blocks, block_bytes]
         """
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
