@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention.test_attention import BFLOAT16, CELLS, FLOAT32, World, build
+from attention.test_attention import BFLOAT16, CELLS, FLOAT32, World, blocks_of, build
 from torch import Tensor
 
 from quire.attention.base import Preparation
@@ -30,7 +30,8 @@ def both_ways(world: World, kernels: Kernels, norm: str | None, rotary: str | No
     cos, sin = (angles.cos(), angles.sin()) if rotary else (None, None)
     plan = backend.plan(world.layout(world.requests))
 
-    wanted_cache, made_cache = world.cache.clone(), world.cache.clone()
+    memories = [blocks_of(backend, world.cache).flatten(1).clone() for _ in range(2)]
+    wanted_cache, made_cache = (backend.view(memory, 1) for memory in memories)
     q, k, v = qkv.clone().split(parts, dim=1)
     if norm:
         q, k = kernels.rms_norm(q, weights[0], 1e-6), kernels.rms_norm(k, weights[1], 1e-6)
