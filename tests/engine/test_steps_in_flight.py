@@ -207,6 +207,36 @@ def test_what_a_refused_request_would_have_computed_is_not_in_the_prefix_cache(
     assert_nothing_is_left(llm.core)
 
 
+def test_refusals_among_shared_prefixes_aborts_and_preemptions_leave_the_others_as_they_were(
+    checkpoints, references, prepare
+):
+    """Steps are skipped while later ones are in flight, some of whose requests share blocks that were never filled."""
+    llm = prepare(make_llm(checkpoints.path("llama"), **TIGHT))
+    expected = references.continuations("llama")[:16]
+    arrivals = []
+    for i, continuation in enumerate(expected):
+        if i % 3 == 0:
+            arrivals.append(bad_request(llm, f"bad {i}", continuation.prompt))
+        arrivals += [core_request(llm, f"{kind} {i}", continuation.prompt) for kind in ("kept", "aborted")]
+    draw = random.Random(5)
+    to_abort = [request.request_id for request in arrivals if request.request_id.startswith("aborted")]
+    draw.shuffle(to_abort)
+    made: dict[str, Any] = {}
+    while arrivals or llm.core.has_unfinished:
+        for request in arrivals[:3]:
+            llm.core.add_request(request)
+        del arrivals[:3]
+        if not arrivals and to_abort and draw.random() < 0.3:
+            llm.core.abort_requests([to_abort.pop()])
+        collect(llm.core, made)
+    assert_nothing_is_left(llm.core)
+    assert llm.core.scheduler.epoch >= 3
+    assert llm.core.scheduler.stats.preemptions > 0
+    for i, continuation in enumerate(expected):
+        continuation.check(made[f"kept {i}"][0])
+        assert (made[f"bad {i}"][1] == "error") if i % 3 == 0 else (f"bad {i}" not in made)
+
+
 def test_a_request_that_can_never_run_is_refused_when_it_is_added(checkpoints):
     llm = make_llm(checkpoints.path("llama"))
     request = core_request(llm, "long", [5] * 100)

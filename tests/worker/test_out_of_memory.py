@@ -46,3 +46,40 @@ def test_the_newest_requests_fail_and_the_others_go_on(checkpoints, references, 
     for i, continuation in enumerate(expected[:8]):
         continuation.check(made[str(i)][0])
     assert_nothing_is_left(llm.core)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_step_without_memory_would_have_computed_is_not_in_the_prefix_cache(
+    checkpoints, references, monkeypatch, depth
+):
+    """The step after it is in flight, and shares blocks that were never filled."""
+    llm: LLM = make_llm(checkpoints.path("llama"))
+    if depth:
+        run_late(llm, depth)
+    runner: Any = llm.core.executor.runner
+    real, calls = runner.sampler, 0
+
+    def fails_once(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(runner, "sampler", fails_once)
+    first, shared = references.continuations("llama")[0], references.continuations("llama")[8]
+    made: dict[str, Any] = {}
+    llm.core.add_request(core_request(llm, "first", first.prompt))
+    collect(llm.core, made)
+    llm.core.add_request(core_request(llm, "kept", shared.prompt))
+    llm.core.add_request(core_request(llm, "newest", shared.prompt))
+    collect(llm.core, made)
+    llm.core.add_request(core_request(llm, "later", shared.prompt))
+    while llm.core.has_unfinished:
+        collect(llm.core, made)
+    assert sum(reason == "error" for _, reason, _ in made.values()) == 1
+    for name, continuation in (("first", first), ("kept", shared), ("later", shared), ("newest", shared)):
+        if made[name][1] != "error":
+            continuation.check(made[name][0])
+    assert llm.core.scheduler.epoch == 1
+    assert_nothing_is_left(llm.core)
