@@ -32,7 +32,7 @@ def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
     small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32}
     llm = LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
     if "attention_backend" not in options and llm.config.parallel.tensor_parallel_size == 1:
-        assert {used.name for used in runner_of(llm).forward.backends} == {backend}
+        assert {used.name for used in runner_of(llm).forward.backends} <= {backend}  # none, if the model keeps nothing
     return llm
 
 
