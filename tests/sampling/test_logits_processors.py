@@ -124,6 +124,14 @@ def test_rows_that_ask_for_nothing_leave_the_logits_untouched():
     assert logprobs is None
 
 
+def test_a_row_whose_logits_come_at_another_place_of_the_next_step_is_followed():
+    batch = Batch()
+    batch.install(0, [1, 2], 2, SamplingParams(logit_bias={4: 3.0}))
+    batch.install(1, [1, 2], 2, SamplingParams())
+    for rows in ([0, 1], [1, 0]):
+        assert batch.apply(torch.zeros(2, VOCAB), rows)[:, 4].tolist() == [3.0 if row == 0 else 0.0 for row in rows]
+
+
 def test_bfloat16_logits_are_processed_in_float32():
     batch = Batch()
     batch.install(0, [5] * 9, 1, SamplingParams(frequency_penalty=0.01))
