@@ -55,11 +55,12 @@ def test_latent_caches(dim, value_dim, requests):
     World(build(TritonAttention, 4, 1, dim, 16, FLOAT32, value_dim), requests).check()
 
 
-def test_parts_of_the_keys_are_merged():
-    """Decoding steps on a chip with many processors."""
+@pytest.mark.parametrize("new", [1, 3])
+def test_parts_of_the_keys_are_merged(new):
+    """Decoding steps, with drafts and without, on a chip with many processors."""
     backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
     backend._processors = 64
-    world = World(backend, [(0, 1), (300, 1), (511, 1)])
+    world = World(backend, [(0, new), (300, new), (511, new)])
     assert backend.plan(world.layout(world.requests)).splits > 1
     world.check()
     world.check(window=40, sinks=torch.linspace(-1, 1, 4))

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from quire.engine.llm import LLM
+from quire.layers.step_inputs import StepSize
 from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.ops.cpu.build import library
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import generate, make_llm, tokens_of
@@ -82,3 +84,36 @@ LLM(max_model_len=128).generate("Once", SamplingParams(max_tokens=4), use_tqdm=F
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_steps_with_equally_many_drafts_a_row_are_recorded_too(checkpoints):
+    """By their tokens for each request: steps of other drafts, and prompts, are not taken for them."""
+    llm = make_llm(checkpoints.path("llama"))
+    executor = llm.core.executor
+    forward = executor.runner.forward
+    text = [[5, 9, 2, 7, 4, 8, 3, 6], [6, 6, 1, 8, 2, 5, 5, 9]]
+    groups = len(executor.runner.batch.block_tables)
+    edits = BlockTableEdits([g for g in range(groups) for _ in range(2)], [0, 1] * groups, [0] * 2 * groups,
+                            [1 + i for i in range(2 * groups)])  # fmt: skip
+
+    def run(step_id: int, counts: list[int], drafts: list[int]) -> list[list[int]]:
+        """The last tokens of both rows; those before are computed in a step of their own, which has no drafts."""
+        new = [
+            NewRequest(str(row), row, tokens, len(tokens), 0, SamplingParams(temperature=0), 0)
+            for row, tokens in enumerate(text)
+        ]
+        before = [len(tokens) - count for tokens, count in zip(text, counts, strict=True)]
+        executor.submit(SchedulerOutput(step_id, new, [0, 1], before, edits))
+        executor.sample(step_id).result()
+        executor.submit(SchedulerOutput(step_id + 1, [], [0, 1], counts, num_draft_tokens=drafts))
+        return executor.sample(step_id + 1).result().sampled_token_ids
+
+    made = [run(step_id, [3, 3], [2, 2]) for step_id in (0, 10, 20)]
+    assert made[0] == made[1] == made[2]
+    assert list(forward._recorded) == [StepSize(6, 2, 3)]
+    forward.usable = False
+    assert run(30, [3, 3], [2, 2]) == made[0]
+    forward.usable = True
+    run(40, [3, 4], [2, 3])
+    run(50, [3, 3], [])
+    assert list(forward._recorded) == [StepSize(6, 2, 3)]
