@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import quire.attention.selection
+from quire.layers.step_inputs import StepSize
 from quire.messages.sampling_params import SamplingParams
 from quire.worker.graphs import CapturedForward
 from support.checkpoints import Checkpoints
@@ -108,3 +109,14 @@ def test_the_late_device_finds_out_a_host_that_waits(checkpoints, monkeypatch):
     monkeypatch.setattr(device.runner.sampler, "argmax", waits)
     with pytest.raises(RuntimeError, match="the host waits for the device"):
         generate(llm, [[5, 6, 7]])
+
+
+def test_sizes_are_kept_by_requests_and_tokens_for_each(checkpoints):
+    device = run_late(make_llm(checkpoints.path("llama"), max_num_seqs=6))
+    runner = device.runner
+    forward = CapturedForward(runner.model, runner.forward.backends, runner.staging, 64, tokens_per_request=(1, 3))
+    assert forward.fit(StepSize(3, 3, 1)) == StepSize(4, 4, 1)
+    assert forward.fit(StepSize(9, 3, 3)) == StepSize(12, 4, 3)
+    assert forward.fit(StepSize(6, 6)) == StepSize(32, 6)
+    assert forward.fit(StepSize(10, 5, 2)) == StepSize(32, 6), "steps of two tokens each are not captured"
+    assert forward.fit(StepSize(65, 2)) == StepSize(65, 2)
