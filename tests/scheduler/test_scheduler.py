@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -580,7 +580,7 @@ def test_a_request_with_prompt_logprobs_reads_the_cache_only_after_its_first_out
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_hour_of_traffic_is_simulated_in_seconds_and_nothing_is_lost(depth: int) -> None:
     """A request a second; a step takes 20 ms and 1 ms for every 16 tokens."""
-    started = perf_counter()
+    started = process_time()
     dice = random.Random(0)
     arrivals = deque(
         make_request(
@@ -618,4 +618,4 @@ def test_an_hour_of_traffic_is_simulated_in_seconds_and_nothing_is_lost(depth: i
     assert said == wanted
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
     assert clock < 3700  # it kept up with the traffic
-    assert perf_counter() - started < 30
+    assert process_time() - started < 30

@@ -334,6 +334,19 @@ class Doors:
         raise AssertionError("the tests call Scheduler.wake")
 
 
+class Listener:
+    """Which block has which hash, as the pool tells it."""
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[int, bytes], int] = {}
+
+    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None:
+        assert self.stored.setdefault((group, block_hash), block_id) == block_id
+
+    def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
+        assert self.stored.pop((group, block_hash)) == block_id
+
+
 class House:
     """A scheduler and the model side by side; every move is checked."""
 
@@ -350,6 +363,8 @@ class House:
         self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors])
         self.doors = doors
         self.pool = self.scheduler.kv.pool
+        self.listener = Listener()
+        self.pool.listeners.append(self.listener)
         self.histories = Histories()
         self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
         self.in_flight: deque[InFlight] = deque()
@@ -603,6 +618,7 @@ class House:
             return  # the cache names blocks that were not written, until the scheduler learns of it
         owners = {block.block_hash: block.block_id for block in self.pool.blocks if block.block_hash is not None}
         assert {key: block.block_id for key, block in self.pool._cached.items()} == owners
+        assert self.listener.stored == owners
         for (group, block_hash), block_id in owners.items():
             places = self.worker.groups[group].stores(0, BLOCK_SIZE)
             last = self.worker.memory.get((block_id, places[-1][1]))
