@@ -1,4 +1,4 @@
-"""Logits processors that come with SamplingParams: which tokens may be drawn now, and what their logits get."""
+"""Built-in logits processors for options of SamplingParams: they forbid tokens, or change their logits."""
 
 import inspect
 from collections.abc import Callable
@@ -19,18 +19,20 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class _Lines:
-    """The lines of the tables of some places, on the device."""
+    """The joined table lines of some places, on the device. A line is about one token id at one place."""
 
-    index: Tensor  # [places]: where each place's logits are
-    place: Tensor  # [lines]: index of each line's place
-    cells: tuple[Tensor, Tensor]  # of each line's token id in the logits
-    rows: Tensor  # [lines]: of each line's place
-    columns: list[Tensor]  # further columns of the tables, [lines, ...] each
+    index: Tensor  # [places]: index of each place's logits
+    place: Tensor  # [lines]: the place of each line
+    cells: tuple[Tensor, Tensor]  # index and token id of each line: its cell in the logits
+    rows: Tensor  # [lines]: the batch row of each line's place
+    columns: list[Tensor]  # the tables' further columns, [lines, ...] each
 
 
 class _TableRule(LogitsProcessor):
-    """Keeps a table for each row that has one, as columns, of which the first has token ids. The tables of a step's
-    places are joined, and stay joined on the device as long as the places are in the same rows."""
+    """Keeps a table for each row that asks for the rule. A table is a list of columns; the first one has token ids.
+
+    The tables of a step's places are joined. The joined table stays on the device until the places are in other rows.
+    """
 
     needs_host_tokens = False
 
@@ -38,18 +40,19 @@ class _TableRule(LogitsProcessor):
         super().__init__(config, device)
         self._tables: dict[int, tuple[npt.NDArray[Any], ...]] = {}
         self._joined: tuple[bytes, _Lines] | None = None
-        # A Python number would be sent to a GPU each time, and waited for.
+        # A Python number would be copied to the GPU each time, and the host would wait for the copy.
         self._never, self._zero = torch.full((), _NEVER, device=device), torch.zeros((), device=device)
 
     def keep(self, row: int, *columns: npt.NDArray[Any]) -> bool:
-        """Give the row a table, if it has any line. Whether it has."""
+        """Keep the row's table, unless it is empty. Returns whether it was kept."""
         if not len(columns[0]):
             return False
         self._tables[row], self._joined = columns, None
         return True
 
     def lines(self, logits: Tensor, at: SamplingPlaces) -> _Lines:
-        """Without those whose token ids have no logits: a stop token need not be one of the model's."""
+        """The joined lines of the places `at`. Lines whose token id has no logit are left out, since a stop token may
+        be outside the model's vocabulary."""
         key = at.rows.tobytes() + at.index.tobytes()
         if self._joined is None or self._joined[0] != key:
             tables = [self._tables[row] for row in at.rows.tolist()]
@@ -64,12 +67,12 @@ class _TableRule(LogitsProcessor):
         return self._joined[1]
 
     def forbid(self, logits: Tensor, lines: _Lines, where: Tensor) -> None:
-        """The tokens of the lines where `where` is true cannot be drawn. Several lines may be of one cell."""
+        """Forbid the tokens of the lines where `where` is true. Several lines may share a cell."""
         logits.index_put_(lines.cells, torch.where(where, self._never, self._zero), accumulate=True)
 
 
 class AllowedTokenIds(_TableRule):
-    """No token but these."""
+    """SamplingParams.allowed_token_ids: forbids all other tokens."""
 
     def add(self, row: int, request: NewRequest) -> bool:
         return self.keep(row, np.asarray(request.sampling.allowed_token_ids or (), np.int64))
@@ -82,11 +85,14 @@ class AllowedTokenIds(_TableRule):
 
 
 class BadWords(_TableRule):
-    """Not the last token of a sequence whose beginning is the end of the output."""
+    """SamplingParams.bad_words: forbids the last token of a sequence while the output ends in its other tokens.
+
+    With the bad word [5, 6, 7], token 7 is forbidden after an output that ends in 5, 6.
+    """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._longest = 0  # tokens before the last one, of any sequence
+        self._longest = 0  # the most tokens that any sequence has before its last one
 
     def add(self, row: int, request: NewRequest) -> bool:
         if not request.bad_words:
@@ -96,7 +102,7 @@ class BadWords(_TableRule):
             self._longest += extra
             for other, (last, start, before) in self._tables.items():
                 self._tables[other] = last, start, np.pad(before, ((0, 0), (extra, 0)), constant_values=-1)
-        before = np.full((len(request.bad_words), self._longest), -1)  # filled up on the left
+        before = np.full((len(request.bad_words), self._longest), -1)  # padded on the left with -1
         for line, token_ids in zip(before, request.bad_words, strict=True):
             line[self._longest - len(token_ids) + 1 :] = token_ids[:-1]
         last = np.asarray([token_ids[-1] for token_ids in request.bad_words])
@@ -111,7 +117,7 @@ class BadWords(_TableRule):
 
 
 class MinTokens(_TableRule):
-    """Nothing that would end the request before it has so many tokens."""
+    """SamplingParams.min_tokens: forbids stop tokens until the output has that many tokens."""
 
     def add(self, row: int, request: NewRequest) -> bool:
         count = request.sampling.min_tokens
@@ -120,12 +126,12 @@ class MinTokens(_TableRule):
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         lines = self.lines(logits, at)
-        [first_end] = lines.columns  # the length from which on the text may end
+        [first_end] = lines.columns  # the length of prompt and output from which the request may end
         self.forbid(logits, lines, at.lengths[lines.place] < first_end)
 
 
 class LogitBias(_TableRule):
-    """Adds to logits."""
+    """SamplingParams.logit_bias: adds to the logits of some tokens."""
 
     def add(self, row: int, request: NewRequest) -> bool:
         bias = request.sampling.logit_bias or {}
@@ -137,11 +143,11 @@ class LogitBias(_TableRule):
 
 
 class RequestFunctions(LogitsProcessor):
-    """SamplingParams.logits_processors: functions of one row's token ids and logits, called row by row."""
+    """SamplingParams.logits_processors: functions of a place's token ids and logits, called place by place."""
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._functions: dict[int, list[tuple[Callable[..., Tensor], bool]]] = {}  # and whether each takes the prompt
+        self._functions: dict[int, list[tuple[Callable[..., Tensor], bool]]] = {}  # bool: the function takes the prompt
 
     def add(self, row: int, request: NewRequest) -> bool:
         functions = request.sampling.logits_processors or []

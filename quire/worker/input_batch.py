@@ -1,4 +1,4 @@
-"""The running batch in fixed arrays, one row per request, and the flat batch that each step is made of."""
+"""The running batch in fixed arrays, one row per request, and the flat batch of each step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,10 @@ from quire.sampling.logits_processors import Ints, SamplingPlaces
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """Which tokens a step computes, request after request, and at which of them it samples.
+    """The tokens that a step computes, request after request, and the places at which it samples.
 
-    On a device that works late, positions and lengths are upper bounds: the device makes its own from its counters.
+    On a device that works late, positions and lengths are upper bounds. The device computes the exact values from its
+    own counters.
     """
 
     rows: Ints  # [requests]
@@ -27,8 +28,8 @@ class FlatBatch:
     seq_lens: npt.NDArray[np.int32]  # [requests]
     place_start_loc: Ints  # [requests + 1]: request i samples at places place_start_loc[i] up to place_start_loc[i + 1]
     place_rows: Ints  # [places]
-    place_tokens: Ints  # [places]: index of the token after which the place samples
-    place_positions: Ints  # [places]: of that token in its sequence
+    place_tokens: Ints  # [places]: index in the flat batch of the token after which the place samples
+    place_positions: Ints  # [places]: position of that token in its sequence
     tokens_per_request: int = 0  # see StepSize
     extra_inputs: dict[str, Array] = field(default_factory=dict)  # further inputs that StepInputs declares, by name
 
@@ -38,13 +39,14 @@ class FlatBatch:
 
     @property
     def inputs(self) -> dict[str, Array]:
-        """What the host knows of the inputs that StepInputs declares."""
+        """The inputs declared by StepInputs that the host knows."""
         known: dict[str, Array] = {"positions": self.positions, "query_start_loc": self.query_start_loc}
         return {**known, "seq_lens": self.seq_lens, **self.extra_inputs}
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest request if the step has all of each (and of some more than one), else 0."""
+        """The length of the longest request if the step computes all tokens of each request, else 0. Also 0 if each
+        request has one token."""
         if self.tokens_per_request == 1:
             return 0
         counts = np.diff(self.query_start_loc)
@@ -52,14 +54,14 @@ class FlatBatch:
 
 
 class InputBatch:
-    """What the worker knows of its requests. Grows by the deltas of SchedulerOutput, and by what was sampled."""
+    """The requests that have a row, as the worker knows them. SchedulerOutput and the sampled tokens update it."""
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, vocab_size: int
     ) -> None:
         rows = max_num_seqs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
-        # One more than fits: the last token of a full row is sampled but never computed.
+        # One column more than max_model_len: the last token of a full row is sampled but never computed.
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
         self.block_tables = np.zeros((num_groups, rows, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
@@ -71,11 +73,11 @@ class InputBatch:
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
-        self.logprob_token_ids: dict[int, list[int]] = {}  # by row, of those that name the tokens
-        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # the same, or where they have been reported
+        self.logprob_token_ids: dict[int, list[int]] = {}  # by row, for requests that name the tokens
+        self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for, or once reported
 
     def install(self, new: NewRequest) -> None:
-        """Give a request its row. Raises ValueError if the model cannot run it."""
+        """Fill a request's row. Raises ValueError if the model cannot run the request."""
         if new.pooling_params is not None:
             raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
         row, params = new.row, new.sampling
@@ -99,7 +101,7 @@ class InputBatch:
         if params.logprob_token_ids is not None:
             self.logprob_token_ids[row] = named = list(dict.fromkeys(params.logprob_token_ids))
             self.num_logprobs[row] = len(named)
-        # A preempted request that has output has had its prompt's logprobs reported with the first of it.
+        # Prompt logprobs are reported with the first token of output, so a resumed request with output has had them.
         resumed = len(tokens) > new.num_prompt_tokens
         self.num_prompt_logprobs[row] = -1 if resumed else self._count(params.prompt_logprobs)
 
@@ -112,7 +114,7 @@ class InputBatch:
             self.block_tables[edits.groups, edits.rows, edits.indices] = edits.block_ids
 
     def flatten(self, step: SchedulerOutput) -> FlatBatch:
-        """The step's tokens as one sequence, by whole-array operations; its rows' computed counts advance."""
+        """Concatenate the step's tokens, by whole-array operations, and advance `num_computed` of its rows."""
         rows = np.asarray(step.rows, np.int64)
         counts = np.asarray(step.num_tokens, np.int64)
         start = self.num_computed[rows]
@@ -131,7 +133,7 @@ class InputBatch:
             tokens_per_request = 1 + most if most == fewest else 0
         place_start_loc = np.zeros(len(rows) + 1, np.int64)
         place_start_loc[1:] = num_places.cumsum()
-        # A request's places are its last tokens.
+        # A request samples after its last tokens.
         place_tokens = np.repeat(query_start_loc[1:] - place_start_loc[1:], num_places) + np.arange(place_start_loc[-1])
         return FlatBatch(
             rows=rows,
@@ -147,11 +149,11 @@ class InputBatch:
         )
 
     def gather(self, flat: FlatBatch) -> dict[str, Array]:
-        """The inputs that depend on tokens and block tables: what the op flat_batch makes on a device that works late.
+        """The inputs that depend on tokens and block tables. On a device that works late, the op flat_batch makes them.
         Block tables are as wide as the longest request needs."""
         blocks, offsets = np.divmod(flat.positions, self.block_size)
         width = -(-int(flat.seq_lens.max(initial=1)) // self.block_size)
-        block_ids = self.block_tables[:, flat.token_rows, blocks].astype(np.int64, order="C")  # each group's in one run
+        block_ids = self.block_tables[:, flat.token_rows, blocks].astype(np.int64, order="C")  # contiguous per group
         return {
             "input_ids": self.token_ids[flat.token_rows, flat.positions].astype(np.int64),
             "slot_mapping": block_ids * self.block_size + offsets,
@@ -159,8 +161,8 @@ class InputBatch:
         }
 
     def named_tokens(self, rows: Ints) -> Ints | None:
-        """[rows, most] token ids whose logprobs these rows ask for by name, -1 where there is none; None if no row
-        does."""
+        """[rows, most]: the token ids whose logprobs each row asks for by name, padded with -1. None if no row names
+        any."""
         named = [self.logprob_token_ids.get(row, []) for row in rows.tolist()] if self.logprob_token_ids else []
         if not any(named):
             return None
@@ -170,16 +172,17 @@ class InputBatch:
         return token_ids
 
     def sampling_places(self, flat: FlatBatch, state: BatchState, positions: Tensor) -> SamplingPlaces:
-        """The places of a step as logits processors see them: the logits of place i are logits[i]. positions: of the
-        places, on the device, like the state."""
+        """The places of a step for logits processors; the logits of place i are logits[i].
+
+        positions: those of the places, on the device of `state`."""
         rows = flat.place_rows
         columns = np.arange(len(rows)), rows, self.num_prompt[rows], flat.place_positions + 1
         return SamplingPlaces(*columns, self.token_ids, state, positions + 1)
 
     def expect(self, flat: FlatBatch) -> None:
-        """A token is being drawn at each place of the step, and is filled in later."""
-        self.num_tokens[flat.place_rows] = flat.place_positions + 2  # of a row's places, the last one counts
+        """Count the tokens that are being sampled at the step's places; `fill` stores them later."""
+        self.num_tokens[flat.place_rows] = flat.place_positions + 2  # where a row has several places, the last one wins
 
     def fill(self, flat: FlatBatch, tokens: Ints) -> None:
-        """tokens: [places], what was drawn"""
+        """Store the tokens [places] that were sampled at the step's places."""
         self.token_ids[flat.place_rows, flat.place_positions + 1] = tokens

@@ -1,4 +1,4 @@
-"""Rows -> flat batch -> forward -> logits of the places that sample -> token ids."""
+"""Executes steps: batch rows -> flat batch -> forward -> logits of the places -> token ids."""
 
 from collections import deque
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
 
-_SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
+_SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
 
 
 @dataclass
 class _Launched:
-    """A step whose forward was launched."""
+    """A step whose forward has been launched."""
 
     step: SchedulerOutput
     flat: FlatBatch
@@ -39,21 +39,22 @@ class _Launched:
 
 @dataclass
 class _Sampled:
-    """A step whose tokens were drawn."""
+    """A step whose sampling has been launched."""
 
     output: ModelRunnerOutput
     flat: FlatBatch
-    read_tokens: Callable[[], list[Tensor]]  # one tensor, [places]; none if the step has no places
-    logprobs: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # by request: start, end and width
+    read_tokens: Callable[[], list[Tensor]]  # waits; returns one tensor [places], or none if the step has no places
+    # By request: its start and end in the logprobs of the step, and the width it asked for.
+    logprobs: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     read_logprobs: Callable[[], list[Tensor]] | None = None
-    read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # logprobs, by request
+    read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # prompt logprobs by request
 
 
 class ModelRunner:
-    """Executes steps. The forward and the sampling of a step are two calls, in that order, step after step.
+    """Executes steps. Each step takes two calls: `submit` launches the forward, then `sample` launches the sampling.
 
-    A step that names a request that cannot be run is skipped, and so are the later steps of its epoch, since they were
-    made in the belief that it had run. Requests that were in skipped steps are installed again before they go on.
+    A step with a request that cannot be run is skipped. The later steps of its epoch are skipped too, since they were
+    scheduled on the assumption that it had run. Requests of skipped steps are installed again before they continue.
     """
 
     def __init__(
@@ -65,22 +66,21 @@ class ModelRunner:
         sampler: Sampler,
         is_only_rank: bool = True,
     ) -> None:
-        """is_only_rank: False makes running out of memory an error, since the other ranks wait for this one's part of
+        """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
         the step."""
         self.is_only_rank = is_only_rank
         self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
         self.device = staging.device
         self.processors = sampler.processors
-        self._launched: dict[int, _Launched | ModelRunnerOutput] = {}  # by step id; of a skipped step, its output
+        self._launched: dict[int, _Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
         self._skipped_epoch = -1  # steps of this epoch and of earlier ones are skipped
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
-        self._prompt_logprobs: dict[
-            int, list[TopLogprobs]
-        ] = {}  # by row: of the chunks so far, until they are reported
+        # By row: the prompt logprobs of the chunks so far, until they are reported.
+        self._prompt_logprobs: dict[int, list[TopLogprobs]] = {}
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward, unless the step is skipped; the result of `sample` tells."""
+        """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
         if step.epoch <= self._skipped_epoch:
             self._launched[step.step_id] = ModelRunnerOutput(step.step_id, was_skipped=True)
             return
@@ -97,8 +97,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
-        """Launch the drawing of a submitted step's tokens, which are inputs of the next step. The function waits for
-        them. masks: which tokens may be drawn."""
+        """Launch the sampling of a submitted step. The next step can use its tokens at once. The returned function
+        waits for the output. masks: which tokens may be sampled."""
         launched = self._launched.pop(step_id)
         if isinstance(launched, ModelRunnerOutput):
             return lambda: launched
@@ -115,7 +115,7 @@ class ModelRunner:
         return lambda: self._read_until(sampled)
 
     def run(self, inputs: StepInputs, rows: int) -> None:
-        """Forward and sampling of a dummy step, for what they need of memory and compiled kernels."""
+        """Run the forward and the sampling of a dummy step, to measure memory and compile kernels."""
         logits = self.model.logits(self.forward(inputs)[:rows])
         numbers = np.ones(rows, np.int64)
         arrays: dict[str, Array] = {
@@ -124,9 +124,9 @@ class ModelRunner:
             "output_positions": numbers,
         }
         arrays |= {"top_p": np.full(rows, 0.9, np.float32), "top_k": numbers * 50}
-        there = self.device.upload(arrays)
-        for without in ((), ("top_p",), ("top_k",), tuple(there)):
-            self.sampler(logits, SamplingBatch.of({k: v for k, v in there.items() if k not in without}))
+        tensors = self.device.upload(arrays)
+        for omitted in ((), ("top_p",), ("top_k",), tuple(tensors)):
+            self.sampler(logits, SamplingBatch.of({k: v for k, v in tensors.items() if k not in omitted}))
 
     def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
         sampling = self._sampling(flat)
@@ -145,31 +145,32 @@ class ModelRunner:
         return _Launched(step, flat, logits, batch, on_device["place_rows"], positions)
 
     def _sampling(self, flat: FlatBatch) -> dict[str, Array]:
-        """The parameters of a step's places, as SamplingBatch has them; what no request asks for is left out."""
+        """The sampling parameters of a step's places, by their names in SamplingBatch. Parameters that no request uses
+        are left out."""
         batch, rows, positions = self.batch, flat.place_rows, flat.place_positions
         temperature = batch.temperature[rows]
         random = temperature.nonzero()[0]
-        made: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         if len(random):
             if len(random) < len(rows):
-                made["random"], rows, positions = random, rows[random], positions[random]
+                arrays["random"], rows, positions = random, rows[random], positions[random]
                 temperature = temperature[random]
             top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-            made["temperature"], made["seeds"] = temperature, batch.seed[rows]
-            made["output_positions"] = positions + 1 - batch.num_prompt[rows]
-            made |= {"top_k": top_k} if (top_k < batch.vocab_size).any() else {}
-            made |= {"top_p": top_p} if (top_p < 1).any() else {}
-            made |= {"min_p": min_p} if min_p.any() else {}
-        return made
+            arrays["temperature"], arrays["seeds"] = temperature, batch.seed[rows]
+            arrays["output_positions"] = positions + 1 - batch.num_prompt[rows]
+            arrays |= {"top_k": top_k} if (top_k < batch.vocab_size).any() else {}
+            arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
+            arrays |= {"min_p": min_p} if min_p.any() else {}
+        return arrays
 
     def _sample(self, launched: _Launched, output: ModelRunnerOutput) -> _Sampled:
         flat, batch, rows = launched.flat, self.batch, launched.flat.place_rows
         if not len(rows):
-            self._unread.append(_Sampled(output, flat, self.device.download()))  # which tells of its end
+            self._unread.append(_Sampled(output, flat, self.device.download()))  # an empty download waits for the step
             return self._unread[-1]
         if self.processors.ask(rows):
             if self.processors.need_host_tokens(rows):
-                self._read_until(None)  # the step's own forward runs meanwhile
+                self._read_until(None)  # meanwhile, the device runs the forward of this step
             launched.sampling.places = batch.sampling_places(flat, self.staging.state, launched.place_positions)
         num_logprobs = batch.num_logprobs[rows]
         asks = num_logprobs >= 0
@@ -181,9 +182,9 @@ class ModelRunner:
         sampled = _Sampled(output, flat, self.device.download(tokens))
         self.staging.sampled(launched.place_rows, launched.place_positions, tokens)
         if logprobs is not None:
-            lines = np.concatenate(([0], asks.cumsum()))[flat.place_start_loc]  # [requests + 1]
-            for request in np.diff(lines).nonzero()[0].tolist():
-                start, end = lines[request : request + 2].tolist()
+            bounds = np.concatenate(([0], asks.cumsum()))[flat.place_start_loc]  # [requests + 1]
+            for request in np.diff(bounds).nonzero()[0].tolist():
+                start, end = bounds[request : request + 2].tolist()
                 sampled.logprobs[request] = start, end, 1 + int(batch.num_logprobs[flat.rows[request]])
             sampled.read_logprobs = self.device.download(*logprobs.columns)
         if self._prompt_logprobs:
@@ -192,7 +193,7 @@ class ModelRunner:
         return sampled
 
     def _report_prompts(self, sampled: _Sampled) -> None:
-        """The logprobs of the prompts of rows that sample for the first time."""
+        """Start to fetch the prompt logprobs of rows that sample for the first time."""
         for request in np.diff(sampled.flat.place_start_loc).nonzero()[0].tolist():
             row = int(sampled.flat.rows[request])
             if row in self._prompt_logprobs:
@@ -201,9 +202,9 @@ class ModelRunner:
                 self.batch.num_prompt_logprobs[row] = -1
 
     def _read_until(self, last: _Sampled | None) -> ModelRunnerOutput:
-        """Fill in the tokens of all steps up to `last`, None for all. Its output."""
+        """Wait for the steps up to `last` (None: for all) and fill in their outputs. Returns the output of `last`."""
         while self._unread and (last is None or any(step is last for step in self._unread)):
-            sampled = self._unread[0]  # until all is done: Ctrl-C may come at any time
+            sampled = self._unread[0]  # removed when it is complete, since Ctrl-C may interrupt this at any time
             output = sampled.output
             for tokens in sampled.read_tokens():
                 self.batch.fill(sampled.flat, tokens.numpy())
@@ -219,7 +220,8 @@ class ModelRunner:
         return last.output if last is not None else ModelRunnerOutput(0)
 
     def _score_prompts(self, flat: FlatBatch, hidden: Tensor) -> None:
-        """Logprobs of the prompt tokens that follow those of this step, for rows that ask; kept until they sample."""
+        """Compute prompt logprobs for the rows that ask: those of the prompt tokens that follow this step's tokens.
+        They are kept until the row samples."""
         batch = self.batch
         asks = (batch.num_prompt_logprobs[flat.rows] >= 0).nonzero()[0]
         rows, start = flat.rows[asks], flat.query_start_loc[asks]
@@ -228,20 +230,21 @@ class ModelRunner:
         ends = np.cumsum(counts)
         if not ends[-1]:
             return
-        within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)  # [places]: of the row's tokens in this step
-        following = batch.token_ids[np.repeat(rows, counts), np.repeat(first, counts) + within + 1]
-        at = hidden.device
-        index, tokens = upload(np.repeat(start, counts) + within, at), upload(following.astype(np.int64), at)
+        # [scored tokens]: the index of each among its row's tokens of this step
+        offsets = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        following = batch.token_ids[np.repeat(rows, counts), np.repeat(first, counts) + offsets + 1]
+        device = hidden.device
+        index, tokens = upload(np.repeat(start, counts) + offsets, device), upload(following.astype(np.int64), device)
         most, parts = int(batch.num_prompt_logprobs[rows].max()), []
-        for these, those in zip(*(torch.split(t, _SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
-            parts.append(TopLogprobs.of(self.sampler.score(self.model.logits(hidden[these])), those, most))
+        for part, targets in zip(*(torch.split(t, _SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
+            parts.append(TopLogprobs.of(self.sampler.score(self.model.logits(hidden[part])), targets, most))
         scored = TopLogprobs.join(parts)
         widths = 1 + batch.num_prompt_logprobs[rows]
         for row, count, end, width in zip(*(a.tolist() for a in (rows, counts, ends, widths)), strict=True):
             self._prompt_logprobs.setdefault(row, []).append(scored.slice(end - count, end, width))
 
     def _install(self, step: SchedulerOutput) -> dict[int, str]:
-        """Give the step's new requests their rows. The reasons why some cannot be run, by place in the step."""
+        """Install the step's new requests in their rows. Returns why some cannot be run, by their index in the step."""
         refusals = {}
         for new in step.new_requests:
             try:
@@ -257,7 +260,7 @@ class ModelRunner:
         return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
 
     def _out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
-        """Refuse the newest request of the step, so that the others can go on with more memory."""
+        """Refuse the newest request of the step, so that the other requests can continue with more memory."""
         if not self.is_only_rank:
             raise error
         if self.device.is_async:
