@@ -1,4 +1,4 @@
-"""The one decoder: assembled from the layers by a spec."""
+"""The only decoder. A DecoderSpec says which layers it is built from."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,7 +29,7 @@ MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
 
 
 class DecoderLayer:
-    """A mixer, then an MLP, each a branch off the residual stream, with the norms around them that the model has."""
+    """A mixer, then an MLP. Each is a branch of the residual stream, with the norms that the model has around it."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
@@ -46,40 +46,42 @@ class DecoderLayer:
         self.scale = 1.0 if scale is None else scale
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x: the last branch's result; residual: the stream it is yet to be added to (None at first). rows: of the
-        tokens for which there is to be a result, None for all."""
+        """x: the result of the branch before; residual: the stream to which it is still to be added (None at first).
+
+        wanted: indices of the tokens whose results are needed, None for all.
+        """
         x, residual = self.attention_norm.add(x, residual)
-        x = self.attention_post_norm(self.mixer(x, state, rows))
-        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, pick(residual, rows))
+        x = self.attention_post_norm(self.mixer(x, state, wanted))
+        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, pick(residual, wanted))
         x = self.mlp_post_norm(self.mlp(x))
         return x if self.scale == 1 else x * self.scale, residual
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and MLP from the same input, with one norm or with one each (GPT-NeoX, Falcon, Cohere)."""
+    """Attention and MLP read the same input, through one norm or through one norm each (GPT-NeoX, Falcon, Cohere)."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         super().__init__(builder, spec, index, place)
         self.one_norm = spec.names.get("mlp_norm") is None
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         x, residual = self.attention_norm.add(x, residual)
-        residual = pick(residual, rows)
-        to_mlp = pick(x, rows) if self.one_norm else self.mlp_norm(residual)
-        return self.mixer(x, state, rows) + self.mlp(to_mlp), residual
+        residual = pick(residual, wanted)
+        to_mlp = pick(x, wanted) if self.one_norm else self.mlp_norm(residual)
+        return self.mixer(x, state, wanted) + self.mlp(to_mlp), residual
 
 
 class PostNormLayer(DecoderLayer):
-    """The norm comes after the sum, so the stream itself is normed (OPT-350m, and the first Transformer)."""
+    """The norm comes after the sum, so the stream itself is normed (OPT-350m and the original Transformer)."""
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, state: ForwardState, rows: Tensor | None = None
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.attention_norm.add(self.mixer(x, state, rows), pick(x, rows))
+        x, _ = self.attention_norm.add(self.mixer(x, state, wanted), pick(x, wanted))
         x, _ = self.mlp_norm.add(self.mlp(x), x)
         return x, None
 
@@ -93,9 +95,9 @@ class Decoder(Model):
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec, self.kernels, self.vocab_size = spec, builder.kernels, spec.vocab_size
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
-        kept = [mixer.kv_spec(i, window) for i, (mixer, window) in enumerate(zip(spec.mixers, windows, strict=True))]
+        layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
         shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
-        self.kv_specs: list[AttentionKVSpec] = group_entries(kept, max_model_len, shapes)
+        self.kv_specs: list[AttentionKVSpec] = group_entries(layer_specs, max_model_len, shapes)
         self.cache_shapes = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
@@ -107,7 +109,7 @@ class Decoder(Model):
             builder, names["embedding"], spec.vocab_size, embedding_size, spec.tie_embeddings
         )
         self.embedding_scale = None
-        if spec.embedding_scale is not None:  # rounded to the model's type, as the models were trained
+        if spec.embedding_scale is not None:  # rounded to the model's type, as in training
             self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)
         self.positions = self.project_in = self.project_out = None
         if spec.position_offset is not None:
@@ -134,9 +136,9 @@ class Decoder(Model):
                 self.layers[entry.layer].mixer.bind(backend, backend.view(memory, index))
 
     def forward(
-        self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+        self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """See Model.forward. Of tokens that are not in `rows`, the last layer computes only keys and values."""
+        """See Model.forward. For tokens that are not `wanted`, the last layer computes only keys and values."""
         residual: Tensor | None = None
         start, last = 0, len(self.layers) - 1
         for tapped in sorted(taps):
@@ -147,13 +149,13 @@ class Decoder(Model):
         for layer in self.layers[start:last]:
             x, residual = layer(x, residual, state)
         if start <= last:
-            x, residual = self.layers[last](x, residual, state, rows)
+            x, residual = self.layers[last](x, residual, state, wanted)
         else:
-            x, residual = pick(x, rows), None if residual is None else pick(residual, rows)
+            x, residual = pick(x, wanted), None if residual is None else pick(residual, wanted)
         return self.final_norm.add(x, residual)[0]
 
     def _copy_stream(self, x: Tensor, residual: Tensor | None, tap: Tensor) -> None:
-        """Write the residual stream, with the last branch's result x added to it, to the first rows of `tap`."""
+        """Write the residual stream, including x, the result of the last branch, to the first len(x) rows of `tap`."""
         if residual is None:
             tap[: len(x)].copy_(x)
         else:

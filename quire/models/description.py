@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are loaded: its config, its spec and the longest request it takes."""
+"""What is known about a model before its weights are loaded: its config, its spec and its longest request."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,10 @@ from quire.models.spec import DecoderSpec, HfConfig
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """config: the checkpoint's config.json with the user's overrides. max_model_len: in tokens, before the KV cache's
-    size is known, which limits it further with max_model_len="auto"."""
+    """config: the checkpoint's config.json with the user's overrides. max_model_len: the longest request in tokens.
+
+    With the option max_model_len="auto", the size of the KV cache limits it further once that is known.
+    """
 
     config: HfConfig
     spec: DecoderSpec
@@ -20,8 +22,10 @@ class ModelDescription:
 
 
 def describe(directory: Path, options: ModelConfig) -> ModelDescription:
-    """Read a checkpoint's directory, or GGUF file. Raises ConfigError for options that the model cannot meet, and
-    ValueError for a model that is not supported."""
+    """Read the description of a checkpoint's directory or GGUF file.
+
+    Raises ConfigError for options that this model does not allow, and ValueError for a model that is not supported.
+    """
     config = hf_config(directory, options.hf_overrides)
     spec = spec_of(config)
     return ModelDescription(config, spec, _max_model_len(options, spec))

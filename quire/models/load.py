@@ -1,4 +1,4 @@
-"""A model on this rank: spec, layers, weights."""
+"""Builds the model of this rank: spec, layers, weights."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def load_model(
     group: Communicator,
     show_progress: bool,
 ) -> Model:
-    """Build the decoder that the config of the directory, or GGUF file, describes and fill its parameters."""
+    """Build the decoder of a checkpoint's directory or GGUF file, and fill its parameters."""
     description = describe(directory, config.model)
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())

@@ -1,4 +1,4 @@
-"""What the worker needs of a model, whatever its architecture."""
+"""The interface between the worker and a model of any architecture."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -15,9 +15,9 @@ from quire.ops import Kernels
 class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
-    vocab_size: of the logits. num_parameters: of all ranks together. rotary: functions from positions to the tables
-    (cos, sin) in ForwardState.rotary. kv_specs: what is kept of a token, one for each KV group; none for a model that
-    keeps nothing. cache_shapes: the sizes of what this rank keeps in one layer, one for each KV group, too.
+    vocab_size: size of the logits. num_parameters: of all ranks together. rotary: functions from positions to the
+    tables (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token; empty for a model without
+    a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
     """
 
     kernels: Kernels
@@ -28,7 +28,7 @@ class Model(Protocol):
     cache_shapes: Sequence[CacheShape]
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
-        """Give each group's backend to its layers, and the layer of the group's j-th entry its place in all blocks.
+        """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.
 
         memory: uint8 [blocks, block_bytes]
         """
@@ -37,12 +37,13 @@ class Model(Protocol):
         """ids, positions: [tokens] -> [tokens, hidden]"""
 
     def forward(
-        self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+        self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """x: what `embed` returns -> hidden states that `logits` takes: [tokens, hidden], or only of the tokens `rows`.
+        """x: the result of `embed` -> hidden states for `logits`: [tokens, hidden], or [len(wanted), hidden].
 
-        taps: tensors [tokens or more, hidden] by layer. The residual stream behind each of these layers is written to
-        the first rows of its tensor, of all tokens of the step.
+        wanted: indices of the tokens whose hidden states are needed, None for all. taps: tensors [tokens or more,
+        hidden] by layer. The residual stream after each of these layers, for all tokens of the step, is written to the
+        first rows of its tensor.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which architectures there are, by the name in a checkpoint's config.json."""
+"""The supported architectures, by the name in a checkpoint's config.json."""
 
 import difflib
 
@@ -55,7 +55,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def spec_of(config: HfConfig) -> DecoderSpec:
-    """The spec of a checkpoint's config. Raises ValueError naming what is unsupported or missing."""
+    """The spec of a checkpoint's config. Raises ValueError for an unsupported architecture or a missing field."""
     names = config.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""An architecture as data: what a decoder-only model's config says, in Quire's words."""
+"""An architecture as data: DecoderSpec, and what architectures need to derive one from a Hugging Face config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spe
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
-MixerSpec = AttentionSpec | LatentAttentionSpec  # models/decoder.py has the layer of each kind
+MixerSpec = AttentionSpec | LatentAttentionSpec  # decoder.MIXERS names the layer that implements each kind
 Names = Mapping[
     str, str | None
 ]  # role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head
 
-# The names that Llama introduced and most models follow. A role that is missing or None is a part that the model lacks.
+# The names that Llama introduced and most models use. If a role is missing or None, the model has no such part.
 LLAMA_NAMES: Names = {
     "embedding": "model.embed_tokens",
     "attention_norm": "model.layers.{i}.input_layernorm",
@@ -40,14 +40,15 @@ SANDWICH_NORMS: Names = {  # Gemma 2's: a norm before and after each branch
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Everything in which decoder-only models differ.
+    """Everything that distinguishes one decoder-only model from another.
 
-    mixers, mlps, windows and rotary have one element for each layer. mixers: what lets a layer's tokens see each other.
-    windows: the number of tokens that a query sees, None for all. rotary: None for a layer that is not rotated.
-    residual: how a layer's branches meet the residual stream: one after the other ("sequential"), both from the same
-    input ("parallel"), or with the norm after the sum ("post_norm"). Norms are where `names` has them.
-    position_offset: rows of the learned positions' table before position 0, None without such a table.
-    embedding_size: of the token table, if it is not hidden_size (then projected). score_scales: a layer's own factor.
+    mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
+    windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
+    residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
+    input ("parallel"), or with the norm after the sum ("post_norm"). A layer has the norms that `names` contains.
+    position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
+    embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
+    score_scales: one factor for the attention scores of each layer.
     """
 
     vocab_size: int
@@ -70,7 +71,7 @@ class DecoderSpec:
     logit_soft_cap: float | None = None
     score_scales: tuple[float, ...] | None = None
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of checkpoint tensors that are no parameters
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of checkpoint tensors that are not parameters
 
 
 Architecture = Callable[[HfConfig], DecoderSpec]
@@ -87,10 +88,10 @@ def decoder_spec(
     names: Names = {},  # noqa: B006
     **differences: Any,
 ) -> DecoderSpec:
-    """The spec of a Llama-like config; an architecture states where it is unlike Llama.
+    """The spec of a Llama-like config. An architecture passes only what differs from Llama.
 
-    attention: fields of AttentionSpec that differ. mixer: a whole spec in its place. mixer, mlp and rotary are one for
-    all layers, or one for each. names: changes to LLAMA_NAMES.
+    attention: fields of AttentionSpec that differ. mixer: a spec that replaces AttentionSpec altogether. mixer, mlp and
+    rotary: one value for all layers, or a tuple with one for each. names: changes to LLAMA_NAMES.
     """
     layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
@@ -121,14 +122,14 @@ def decoder_spec(
 
 
 def rotary_by_window(config: HfConfig, windows: tuple[int | None, ...]) -> tuple[RotarySpec, ...]:
-    """One a layer, for models that rotate layers with a window in another way."""
+    """The rotary spec of each layer, for models whose layers with a window have rotary parameters of their own."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     kinds = ("full_attention" if w is None else "sliding_attention" for w in windows)
     return tuple(rotary_spec(config, head_dim, kind) for kind in kinds)
 
 
 def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: True) -> tuple[int | None, ...]:
-    """Windows by the config's `layer_types`, or where those are absent in the layers that `default` says."""
+    """The window of each layer: by the config's `layer_types`, or without them in layers where `default(i)` is true."""
     window, layers = config.get("sliding_window"), config["num_hidden_layers"]
     kinds = config.get("layer_types")
     sliding = [k == "sliding_attention" for k in kinds] if kinds else [default(i) for i in range(layers)]
@@ -136,6 +137,9 @@ def layer_windows(config: HfConfig, default: Callable[[int], bool] = lambda i: T
 
 
 def expert_count(config: HfConfig) -> int:
-    """How many experts a layer chooses from. transformers 5 saves `num_local_experts` for families whose first
-    checkpoints say `num_experts`, and reads either name, so every family accepts both. Raises KeyError for neither."""
+    """The number of experts in a layer. Raises KeyError if the config does not say.
+
+    transformers 5 saves `num_local_experts` for families whose first checkpoints say `num_experts`, and reads either
+    name, so every family accepts both.
+    """
     return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, many small experts beside shared ones that every token takes."""
+"""DeepSeek-V2 and V3: latent attention, and many small experts besides shared ones that every token uses."""
 
 from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def deepseek(config: HfConfig) -> DecoderSpec:
-    third = config["architectures"][0] == "DeepseekV3ForCausalLM"
+    is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
     rotary = rotary_spec(config, config["qk_rope_head_dim"])
     nope, rope, layers = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["num_hidden_layers"]
     latent = LatentAttentionSpec(
@@ -26,13 +26,13 @@ def deepseek(config: HfConfig) -> DecoderSpec:
         bool(config.get("attention_bias", False)), bool(config.get("rope_interleave", True)),
     )  # fmt: skip
     act, size = config.get("hidden_act", "silu"), config["moe_intermediate_size"]
-    grouped = third or config.get("topk_method", "greedy") == "group_limited_greedy"
+    grouped = is_v3 or config.get("topk_method", "greedy") == "group_limited_greedy"
     shared = MLPSpec(size * config["n_shared_experts"], act) if config.get("n_shared_experts") else None
     experts = MoESpec(
         config["n_routed_experts"], config["num_experts_per_tok"], size, act,
-        scoring="sigmoid" if third else "softmax", normalize=bool(config.get("norm_topk_prob", third)),
+        scoring="sigmoid" if is_v3 else "softmax", normalize=bool(config.get("norm_topk_prob", is_v3)),
         scale=config.get("routed_scaling_factor", 1.0), groups=(config.get("n_group") or 1) if grouped else 1,
-        topk_groups=config.get("topk_group") or 1, group_score="two_best" if third else "best", correction_bias=third,
+        topk_groups=config.get("topk_group") or 1, group_score="two_best" if is_v3 else "best", correction_bias=is_v3,
         shared=shared,
     )  # fmt: skip
     dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 0)
@@ -40,5 +40,5 @@ def deepseek(config: HfConfig) -> DecoderSpec:
     mlps = tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
     return decoder_spec(
         config, mixer=latent, mlp=mlps, rotary=rotary, names=_NAMES,
-        ignored=(r"rotary_emb\.inv_freq$", rf"^model\.layers\.{layers}\."),  # a draft layer for speculation
+        ignored=(r"rotary_emb\.inv_freq$", rf"^model\.layers\.{layers}\."),  # a draft layer, after the last
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Falcon: 7B (one KV head), 40B and 180B (grouped, a norm a branch), 11B (grouped, one norm), RW (linear biases)."""
+"""Falcon: 7B (one KV head), 40B and 180B (grouped, two norms a layer), 11B (grouped, one norm), RW (linear biases)."""
 
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec

@@ -6,7 +6,7 @@ from typing import Any
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import SANDWICH_NORMS, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
 
-_GEMMA3 = {  # the defaults of a config that does not say
+_GEMMA3 = {  # defaults of fields that the config does not have
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -20,7 +20,7 @@ def _norm(config: HfConfig) -> NormSpec:
 def gemma(config: HfConfig, **differences: Any) -> DecoderSpec:
     config = {"head_dim": 256, "tie_word_embeddings": True, **config}
     bias = bool(config.get("attention_bias", False))
-    act = config.get("hidden_activation") or "gelu_pytorch_tanh"  # hidden_act, which says gelu, was a mistake
+    act = config.get("hidden_activation") or "gelu_pytorch_tanh"  # the first configs said gelu in hidden_act by mistake
     attention = {"qkv_bias": bias, "output_bias": bias, **differences.pop("attention", {})}
     return decoder_spec(
         config, attention=attention, mlp=MLPSpec(config["intermediate_size"], act), norm=_norm(config),
@@ -29,7 +29,7 @@ def gemma(config: HfConfig, **differences: Any) -> DecoderSpec:
 
 
 def gemma2(config: HfConfig) -> DecoderSpec:
-    """Norms before and after each branch, soft caps, a window in every other layer."""
+    """Gemma 2: norms before and after each branch, soft caps, a window in every other layer."""
     config = {"sliding_window": 4096, **config}
     scale = config.get("query_pre_attn_scalar", 256) ** -0.5
     return gemma(
@@ -40,7 +40,7 @@ def gemma2(config: HfConfig) -> DecoderSpec:
 
 
 def gemma3(config: HfConfig) -> DecoderSpec:
-    """Norms on q and k instead of soft caps; of six layers, five have a window and a rotary base of their own."""
+    """Gemma 3: norms of q and k instead of soft caps. Of six layers, five have a window and another rotary base."""
     config = {**_GEMMA3, "head_dim": 256, **config}
     pattern = config.get("sliding_window_pattern") or 6
     windows = layer_windows(config, lambda i: (i + 1) % pattern != 0)
@@ -55,7 +55,7 @@ def gemma3(config: HfConfig) -> DecoderSpec:
 
 
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
-    """The text model inside a Gemma 3 that also sees; its eyes are left out."""
+    """The text model of a multimodal Gemma 3. The weights of its vision tower are ignored."""
     shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     spec = gemma3({**shared, **config["text_config"]})
     return replace(spec, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))

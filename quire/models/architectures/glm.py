@@ -1,4 +1,4 @@
-"""GLM-4: half of a head is rotated, in neighbouring pairs; gate and up in one tensor."""
+"""GLM-4: half of each head is rotated, in neighbouring pairs, and one tensor holds gate and up."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ def glm(config: HfConfig) -> DecoderSpec:
 
 
 def glm4(config: HfConfig) -> DecoderSpec:
-    """GLM-4-0414: also norms after the branches."""
+    """GLM-4-0414: GLM-4 with norms after the branches as well."""
     spec, layer = glm(config), "model.layers.{i}."
-    after = {"attention_post_norm": layer + "post_self_attn_layernorm", "mlp_post_norm": layer + "post_mlp_layernorm"}
-    return replace(spec, names={**spec.names, **after})
+    norms = {"attention_post_norm": layer + "post_self_attn_layernorm", "mlp_post_norm": layer + "post_mlp_layernorm"}
+    return replace(spec, names={**spec.names, **norms})

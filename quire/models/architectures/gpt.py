@@ -5,7 +5,7 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 
 def gpt2(config: HfConfig) -> DecoderSpec:
-    """Learned positions; weights kept as [in, out]."""
+    """Learned positions; the checkpoint keeps weights as [in, out]."""
     layer = "transformer.h.{i}."
     names = {
         "embedding": "transformer.wte", "positions": "transformer.wpe", "attention_norm": layer + "ln_1",
@@ -18,7 +18,7 @@ def gpt2(config: HfConfig) -> DecoderSpec:
         "max_position_embeddings": config.get("n_positions", 1024),
     }  # fmt: skip
     if config.get("add_cross_attention"):
-        raise ValueError("a GPT-2 with cross attention is no decoder-only model")
+        raise ValueError("a GPT-2 with cross attention is not a decoder-only model")
     attention = {"qkv_layout": "concatenated", "qkv_bias": True, "output_bias": True, "transposed": True}
     if not config.get("scale_attn_weights", True):
         attention["scale"] = 1.0
@@ -33,7 +33,7 @@ def gpt2(config: HfConfig) -> DecoderSpec:
 
 
 def gpt_neox(config: HfConfig) -> DecoderSpec:
-    """Both branches from the same input, each with its norm; q, k and v of a head side by side."""
+    """Both branches read the same input, each through its own norm. One tensor holds q, k and v, ordered by head."""
     layer = "gpt_neox.layers.{i}."
     names = {
         "embedding": "gpt_neox.embed_in", "attention_norm": layer + "input_layernorm",

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and its relatives: those that call themselves Llama (SmolLM, TinyLlama, Yi), and those that do not."""
+"""Llama 1 to 3.x and its relatives, whether they use its name (SmolLM, TinyLlama, Yi) or names of their own."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
 def llama(config: HfConfig, scale: float | None = None) -> DecoderSpec:
-    """scale: of the attention scores, None for the usual one."""
+    """scale: factor of the attention scores, None for head_dim ** -0.5."""
     bias = bool(config.get("attention_bias", False))
     mlp = MLPSpec(
         config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False))
@@ -16,22 +16,22 @@ def llama(config: HfConfig, scale: float | None = None) -> DecoderSpec:
 
 
 def mistral(config: HfConfig) -> DecoderSpec:
-    """A sliding window in every layer (the first 7B; later ones have none)."""
+    """Mistral: every layer has a sliding window (in the first 7B model; later models have none)."""
     return decoder_spec(config, windows=layer_windows({"sliding_window": 4096, **config}))
 
 
 def smollm3(config: HfConfig) -> DecoderSpec:
-    """No rotation in every fourth layer, and if there are windows, then there."""
+    """Every fourth layer has no rotary embedding. With use_sliding_window, these layers have the windows."""
     spec = llama({"tie_word_embeddings": True, **config})
     interval = config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(spec.num_layers)]
-    rotary = tuple(r if on else None for r, on in zip(spec.rotary, rotated, strict=True))
+    rotary = tuple(r if rotates else None for r, rotates in zip(spec.rotary, rotated, strict=True))
     windows = layer_windows(config, lambda i: not rotated[i]) if config.get("use_sliding_window") else spec.windows
     return replace(spec, rotary=rotary, windows=windows)
 
 
 def internlm2(config: HfConfig) -> DecoderSpec:
-    """Llama with q, k and v in one tensor, by KV head, and other names."""
+    """Llama with other names, and with q, k and v in one tensor, ordered by KV head."""
     layer = "model.layers.{i}."
     names = {
         "embedding": "model.tok_embeddings", "qkv": layer + "attention.wqkv", "o": layer + "attention.wo",
@@ -44,7 +44,7 @@ def internlm2(config: HfConfig) -> DecoderSpec:
 
 
 def granite(config: HfConfig) -> DecoderSpec:
-    """Four multipliers: of embeddings, branches, attention scores and logits."""
+    """Llama with multipliers of embeddings, branches, attention scores and logits."""
     return replace(
         llama(config, scale=config["attention_multiplier"]), embedding_scale=config["embedding_multiplier"],
         residual_scale=config["residual_multiplier"], logit_scale=1 / config["logits_scaling"],

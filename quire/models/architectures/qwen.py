@@ -1,6 +1,6 @@
 """Qwen2, Qwen2.5, Qwen3 and their mixtures of experts.
 
-Biases on q, k, v until 2.5, norms on q and k since 3; windows, if any, in upper layers.
+Models up to 2.5 have biases on q, k and v. Models since 3 have norms of q and k. Windows, if any, are in upper layers.
 """
 
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
@@ -22,7 +22,7 @@ def _windows(config: HfConfig) -> tuple[int | None, ...]:
 
 
 def _mlps(config: HfConfig, normalize: bool, shared: int | None) -> tuple[MLPSpec | MoESpec, ...]:
-    """Experts in every decoder_sparse_step-th layer that is not listed as dense."""
+    """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers lists it as dense."""
     act, step = config.get("hidden_act", "silu"), config.get("decoder_sparse_step", 1)
     dense = MLPSpec(config["intermediate_size"], act)
     experts = MoESpec(
@@ -30,9 +30,9 @@ def _mlps(config: HfConfig, normalize: bool, shared: int | None) -> tuple[MLPSpe
         normalize=bool(config.get("norm_topk_prob", normalize)), shared=MLPSpec(shared, act) if shared else None,
         shared_gate=bool(shared),
     )  # fmt: skip
-    listed = config.get("mlp_only_layers") or ()
+    always_dense = config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
-    return tuple(experts if (i + 1) % step == 0 and i not in listed else dense for i in layers)
+    return tuple(experts if (i + 1) % step == 0 and i not in always_dense else dense for i in layers)
 
 
 def qwen2(config: HfConfig) -> DecoderSpec:
@@ -41,7 +41,7 @@ def qwen2(config: HfConfig) -> DecoderSpec:
 
 def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) -> DecoderSpec:
     bias, eps = bool(config.get("attention_bias", False)), config.get("rms_norm_eps", 1e-6)
-    config = {"head_dim": 128, **config}  # the default of a config that does not say
+    config = {"head_dim": 128, **config}  # the default if the config has no head_dim
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
     return decoder_spec(config, attention=attention, mlp=mlp, names=_EXPERTS, windows=_windows(config))
 
