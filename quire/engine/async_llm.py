@@ -1,4 +1,4 @@
-"""AsyncLLM: an engine for many callers at once, its core in a process of its own, with vLLM's interface."""
+"""AsyncLLM: an engine with vLLM's asyncio interface, for many callers at once. The core runs in its own process."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,11 @@ from quire.metrics.requests import RequestLog
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
-LONG_PROMPT = 20_000  # characters, from which on tokenizing leaves the event loop
+LONG_PROMPT = 20_000  # longer prompts (in characters) are tokenized in a thread, outside the event loop
 
 
 class _Mailbox:
-    """What has grown since its reader last looked. It holds an output at most once, however slow the reader is."""
+    """The outputs that have grown since the reader last took them: each at most once, however slow the reader is."""
 
     def __init__(self) -> None:
         self.grown: dict[str, RequestOutput] = {}
@@ -42,9 +42,9 @@ class _Running(NamedTuple):
 class AsyncLLM:
     """A model behind an asyncio interface. Call `start` before anything else, and `shutdown` in the end.
 
-    model, options: as of `LLM`. metrics_prefix: of the names of Prometheus metrics. served_name: of the model in them.
-    log_stats: keep statistics, for the metrics and the periodic log line. request_log: how to log requests, if at all.
-    core: the client of a core that was started already, with its own model and options.
+    model, options: as for `LLM`. metrics_prefix: the prefix of the Prometheus metrics' names. served_name: the model's
+    name in the metrics' labels. log_stats: keep statistics for the metrics and the periodic log line. request_log: logs
+    each request; None logs none. core: the client of a core that was started already, with its own model and options.
     Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
     """
 
@@ -81,12 +81,13 @@ class AsyncLLM:
     async def start(self) -> None:
         """Returns when the model is loaded. Raises ConfigError, or EngineDeadError if the core cannot start."""
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
-        bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)  # found while the model is loaded
+        # The tokenizer's length bound is computed while the model is loaded.
+        bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)
         await asyncio.gather(self.client.start(self._receive), bound)
         self.processor.max_model_len = self.client.size.max_model_len
 
     async def shutdown(self) -> None:
-        """End the core's process. Requests that still run end as aborted."""
+        """End the core's process. Unfinished requests end as aborted."""
         await self.client.shutdown()
         if self._task is not None:
             self._task.cancel()
@@ -95,7 +96,7 @@ class AsyncLLM:
 
     @property
     def max_model_len(self) -> int:
-        """After `start`, that of the core: with max_model_len="auto" it is known only then."""
+        """The context in tokens. With max_model_len="auto" it is final only after `start`."""
         return self.processor.max_model_len
 
     # ---- vLLM's interface
@@ -109,9 +110,9 @@ class AsyncLLM:
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
-        """Complete a prompt; what is yielded, and when, is as output_kind says. Leaving the loop aborts the request.
+        """Complete a prompt. output_kind decides what is yielded, and when. Leaving the loop aborts the request.
 
-        Raises ValueError or TypeError for a prompt or parameters that are wrong, EngineDeadError if the engine is.
+        Raises ValueError or TypeError for a wrong prompt or wrong parameters, EngineDeadError if the engine has failed.
         """
         request = await self.process(request_id, prompt, sampling_params, priority, add_special_tokens)
         async with aclosing(self.run([request])) as outputs:
@@ -119,7 +120,7 @@ class AsyncLLM:
                 yield output
 
     def abort(self, request_id: str) -> bool:
-        """End a request; who reads it gets what there is. False if it is not known (any more)."""
+        """End a request; its reader gets the output so far. Returns False for an unknown or finished request."""
         if request_id not in self._running:
             return False
         running = self._running[request_id]
@@ -139,7 +140,7 @@ class AsyncLLM:
         return self.client.state is CoreState.READY
 
     def render_metrics(self) -> bytes:
-        """The engine's metrics in Prometheus' text format; nothing without log_stats."""
+        """The engine's metrics in Prometheus' text format; empty without log_stats."""
         cache, size = self.config.cache, self.client.size
         names = "block_size enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override"
         sizes = {"num_gpu_blocks": size.num_blocks, "kv_cache_size_tokens": size.kv_cache_tokens}
@@ -154,7 +155,7 @@ class AsyncLLM:
         """What the model's generation_config.json recommends; a fresh copy."""
         return self.processor.default_sampling_params()
 
-    # ---- for those who run several prompts as one, such as the server
+    # ---- for callers that run several prompts as one request, such as the server
 
     async def process(
         self,
@@ -165,7 +166,7 @@ class AsyncLLM:
         add_special_tokens: bool = True,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError."""
-        self.processor.check_length(prompt, params)  # here, so that what is refused waits for no thread
+        self.processor.check_length(prompt, params)  # before the thread: a refused prompt need not wait for one
         arguments = (request_id, prompt, params, priority, add_special_tokens)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_PROMPT:
@@ -173,9 +174,9 @@ class AsyncLLM:
         return self.processor.process(*arguments)
 
     async def run(self, requests: Sequence[ProcessedRequest]) -> AsyncGenerator[RequestOutput]:
-        """Run them at once and yield each RequestOutput when it has news that its output_kind wants to hear.
+        """Run the requests together. Yields a RequestOutput whenever it changed in a way that its output_kind reports.
 
-        Closing the generator aborts those that still run. Raises ValueError if a request id is in use.
+        Closing the generator aborts the unfinished requests. Raises ValueError if a request id is in use.
         """
         for request in requests:
             if request.request_id in self._running:
@@ -204,7 +205,7 @@ class AsyncLLM:
                 self._forget(self.output_processor.abort(request.core_requests))
                 self._running.pop(request.request_id, None)
 
-    # ---- how
+    # ---- delivery of outputs
 
     def _forget(self, core_request_ids: list[str]) -> None:
         if core_request_ids:
@@ -216,7 +217,7 @@ class AsyncLLM:
         self._arrived.set()
 
     async def _deliver(self) -> None:
-        """Turn outputs into text, a slice at a time so that requests that arrive meanwhile need not wait for it."""
+        """Turn outputs into text, a slice at a time, so that requests that arrive meanwhile need not wait."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -233,7 +234,7 @@ class AsyncLLM:
         request_id = output.request_id
         try:
             changed, to_abort = self.output_processor.process([output])
-        except Exception:  # a bug: this request ends, the others go on
+        except Exception:  # a bug: only this request ends
             logger.exception("Request %s: its output could not be processed", request_id)
             changed, to_abort = self.output_processor.fail(request_id, "its output could not be processed"), []
             self._forget([request_id])

@@ -1,6 +1,6 @@
-"""Beam search on top of the engine: at each step, every beam is a request for one token and its likeliest rivals.
+"""Beam search on top of the engine: at each step, every beam is a request for one token and the likeliest tokens.
 
-The prefix cache keeps the keys and values of a beam between the steps, all but its last block.
+The prefix cache keeps the keys and values of a beam between the steps, except those of its last block.
 """
 
 import math
@@ -14,8 +14,11 @@ from quire.messages.sampling_params import BeamSearchParams, SamplingParams
 
 @dataclass
 class BeamSearchSequence:
-    """tokens: prompt and output; logprobs: of each token of the output; cum_logprob: the sum over the output; text: of
-    all tokens; finish_reason: "stop" at end-of-sequence, else "length"."""
+    """A beam, or a finished sequence.
+
+    tokens: prompt and output. logprobs: one dict for each output token. cum_logprob: the log-probability of the output.
+    text: of prompt and output. finish_reason: "stop" at end-of-sequence, else "length".
+    """
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -34,9 +37,9 @@ class BeamSearchOutput:
 
 @dataclass
 class _Search:
-    """What is known for one prompt."""
+    """The search for one prompt."""
 
-    salt: PromptFields  # the part of a prompt that keeps cached prefixes apart
+    salt: PromptFields  # the prompt's cache_salt, if it has one
     max_length: int
     beams: list[BeamSearchSequence]
     completed: list[BeamSearchSequence] = field(default_factory=list)
@@ -52,10 +55,11 @@ def beam_search(
     max_model_len: int,
     eos_token_ids: frozenset[int],
 ) -> list[BeamSearchOutput]:
-    """prompts: token ids and cache salt of each; generate: LLM.generate. Sequences have no text yet.
+    """Search all prompts together. The returned sequences have no text yet.
 
-    As in vLLM, the score of a sequence is its log-probability / length ** length_penalty, where the length counts the
-    prompt but no end-of-sequence, and the search goes on for max_tokens, as long as there are beams.
+    prompts: token ids and cache salt of each. generate: LLM.generate. As in vLLM, the score of a sequence is its
+    log-probability / length ** length_penalty, where the length counts the prompt but not the end-of-sequence token.
+    The search ends after max_tokens, or when no beams are left.
     """
     ends = frozenset() if params.ignore_eos else eos_token_ids
     sampling = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width, temperature=params.temperature)
@@ -89,7 +93,7 @@ def beam_search(
                     else:
                         candidates.append(longer)
             search.beams = best(candidates)
-            search.completed = best(search.completed)  # no worse one will ever be asked for
+            search.completed = best(search.completed)  # worse ones can never be returned
     for search in searches:
         for beam in search.beams:
             beam.finish_reason = "length"

@@ -1,4 +1,4 @@
-"""The client side's way to the engine core, and how a core is made."""
+"""Makes an engine core from a configuration: executor, scheduler, limits."""
 
 import os
 from bisect import bisect_right
@@ -21,7 +21,7 @@ from quire.worker.device import on_gpu
 
 
 def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
-    """Raises ConfigError for a device that is not there."""
+    """The scheduler's limits from the options. Raises ConfigError for a device that does not exist."""
     options, gpu = config.scheduler, on_gpu(config.kernels.device)
     depth = 2 if (gpu if options.async_scheduling is None else options.async_scheduling) else 1
     tokens = options.tokens_of_a_step(gpu)
@@ -36,7 +36,7 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
 
 
 def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> SchedulerLimits:
-    """The limits with the largest max_model_len, up to theirs, of which one request fits into the KV cache."""
+    """Limits with max_model_len reduced, if need be, so that one request of that length fits into the KV cache."""
     chunk = limits.max_num_batched_tokens * limits.depth
 
     def blocks(num_tokens: int) -> int:
@@ -49,7 +49,7 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> Sched
 
 
 def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
-    """Start the executor, and a scheduler over the cache that it made. Raises ConfigError or ValueError."""
+    """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError."""
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
     multiprocess = config.parallel.tensor_parallel_size > 1
@@ -82,7 +82,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
 
 
 def _limit_threads() -> None:
-    """Have no more threads than processors may run at once: torch knows the affinity, but no cgroup's quota."""
+    """Limit torch to the processors that may run at once: torch respects the affinity, but not a cgroup's quota."""
     wanted, allowed = torch.get_num_threads(), processors()
     if allowed < wanted and "OMP_NUM_THREADS" not in os.environ:
         logger.info("Threads: %d instead of %d, since the cgroup has a quota of processors", allowed, wanted)

@@ -15,22 +15,22 @@ from quire.scheduler.scheduler import Scheduler
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed on the device. The engine cannot go on; its cause is the exception behind this one."""
+    """A step failed on the device, and the engine cannot go on. `__cause__` is the exception of the step."""
 
 
 @dataclass
 class Flight:
-    """A submitted step. result: None until the executor has been told to sample it."""
+    """A submitted step. result: None until the executor has been told to sample the step."""
 
     step: SchedulerOutput
     result: Future[ModelRunnerOutput] | None = None
 
 
 class EngineCore:
-    """Drives a scheduler and an executor. Up to `depth` steps are submitted ahead of the results that were read.
+    """Drives a scheduler and an executor. At most `depth` steps are in flight: submitted, and their results not read.
 
-    depth 1 is the simple loop; with 2 the next step is scheduled while the device runs the last, whose tokens it
-    feeds to itself.
+    Depth 1 is the simple loop. With depth 2, the next step is scheduled while the device runs the current one. The
+    sampled tokens then pass from one step to the next on the device.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -40,14 +40,14 @@ class EngineCore:
         for gate in scheduler.gates:
             gate.connect(self._wake)
         self._cause_of_death: BaseException | None = None
-        self._scheduled_at: dict[str, float] = {}  # of requests that have had no output yet
+        self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Raises ValueError if it can never run."""
         self.scheduler.add(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        """End requests; ids that are not known (any more) are passed over."""
+        """End requests. Ids of unknown and finished requests are ignored."""
         for request_id in request_ids:
             self.scheduler.abort(request_id)
             self._scheduled_at.pop(request_id, None)
@@ -58,7 +58,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is more to do than to wait until a gate opens."""
+        """Whether a step can be run or retired. False if all unfinished requests wait at gates."""
         return self.scheduler.has_work or bool(self._flights)
 
     def _wake(self) -> None:
@@ -67,15 +67,15 @@ class EngineCore:
             self.wake_up.set()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Fill the queue of submitted steps, then retire the oldest. Blocks until its results are there.
+        """Fill the queue of submitted steps, then retire the oldest. Blocks until the results of that step are known.
 
-        If all unfinished requests wait at gates, it blocks until a gate may let one pass.
+        If all unfinished requests wait at gates, it blocks until a gate may let one pass. Raises EngineDeadError.
         """
         if self._cause_of_death is not None:
             raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
         try:
             failed = self._open_gates()
-            self._sample_oldest()  # it may have been interrupted
+            self._sample_oldest()  # the call before may have been interrupted
             while len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
             outputs = failed + self._retire() if self._flights else failed
@@ -91,21 +91,22 @@ class EngineCore:
     @property
     def stats(self) -> CoreStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        counted = scheduler.stats
+        counts = scheduler.stats
         return CoreStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.requests) - len(scheduler.running),
             kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable),
-            preemptions=counted.preemptions,
-            prefix_queries=counted.prefix_queries,
-            prefix_hits=counted.prefix_hits,
-            computed_tokens=counted.computed_tokens,
+            preemptions=counts.preemptions,
+            prefix_queries=counts.prefix_queries,
+            prefix_hits=counts.prefix_hits,
+            computed_tokens=counts.computed_tokens,
         )
 
     def _launch(self) -> bool:
-        """Submit the next step, and have it sampled if it needs no masks or is the oldest in flight.
+        """Submit the next step. It is sampled now if it needs no token masks, or if it is the oldest in flight.
 
-        False if there is nothing to run, or if the step before waits for its masks: its tokens are inputs of the next.
+        Returns False if nothing can be run, or if the step before still waits for its masks: a step needs the sampled
+        tokens of the step before as inputs.
         """
         if self._flights and self._flights[-1].result is None:
             return False
@@ -114,46 +115,46 @@ class EngineCore:
             return False
         now = time.monotonic()
         for request in step.new_requests:
-            if len(request.token_ids) == request.num_prompt_tokens:  # else it was preempted, or replayed
+            if len(request.token_ids) == request.num_prompt_tokens:  # otherwise it was preempted or replayed
                 self._scheduled_at.setdefault(request.request_id, now)
         try:
             self.executor.submit(step)
-            waits = self.scheduler.needs_masks(step)
-            self._flights.append(Flight(step, None if waits else self.executor.sample(step.step_id)))
-        except KeyboardInterrupt:  # the step is given up; its requests can be aborted, or go on
+            needs_masks = self.scheduler.needs_masks(step)
+            self._flights.append(Flight(step, None if needs_masks else self.executor.sample(step.step_id)))
+        except KeyboardInterrupt:  # the step is withdrawn; its requests can be aborted, or be scheduled again
             self.scheduler.withdraw(step)
             raise
         self._sample_oldest()
         return True
 
     def _sample_oldest(self) -> None:
-        """Have the oldest step in flight sampled, if it has waited for the masks that are known now."""
+        """Sample the oldest step in flight, if it waits for its token masks: these can be computed now."""
         if self._flights and self._flights[0].result is None:
             flight = self._flights[0]
             masks = self.scheduler.token_masks(flight.step) if flight.step.epoch == self.scheduler.epoch else None
             try:
                 flight.result = self.executor.sample(flight.step.step_id, masks)
-            except KeyboardInterrupt:  # it is given up, like one that was interrupted when it was submitted
+            except KeyboardInterrupt:  # the step is withdrawn, as in `_launch`
                 self._flights.popleft()
                 if flight.step.epoch == self.scheduler.epoch:
                     self.scheduler.withdraw(flight.step)
                 raise
 
     def _retire(self) -> list[EngineCoreOutput]:
-        """Wait for the results of the oldest step in flight, and hand them to the scheduler."""
+        """Wait for the results of the oldest step in flight, and pass them to the scheduler."""
         flight = self._flights[0]
         assert flight.result is not None
         result = flight.result.result()
         self._flights.popleft()
         if flight.step.epoch < self.scheduler.epoch:
-            return []  # an earlier step of its epoch was skipped, and this one with it: the scheduler has withdrawn it
+            return []  # skipped after a refusal in an earlier step of its epoch; the scheduler has withdrawn it already
         outputs = self.scheduler.update(result)
         if result.was_skipped:
             _log_failures(outputs)
         return outputs
 
     def _open_gates(self) -> list[EngineCoreOutput]:
-        """Let requests pass for which the gates are open, if need be after waiting for that. Those that failed."""
+        """Let requests pass the gates, waiting for one if nothing else can be run. Returns the requests that failed."""
         if self.wake_up is not None:
             if self.has_unfinished and not self.has_work:
                 self.wake_up.wait()

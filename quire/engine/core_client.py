@@ -1,4 +1,4 @@
-"""The client of a core in another process: starts it, restarts it when it is lost, and replays what it left undone."""
+"""The client of a core in another process. It replaces a lost core, and sends it the unfinished requests again."""
 
 import asyncio
 import contextlib
@@ -38,10 +38,10 @@ from quire.messages.errors import error_text
 from quire.metrics.logging import logger, logging_level
 from quire.system.folders import private_folder
 
-SILENCE_SECONDS = 5.0  # without a heartbeat, after which a core is taken for lost
-SILENT_START_SECONDS = 60.0  # the same before it is ready: imports let no thread speak, on a busy machine for long
+SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
+SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
 _SOCKET_PATH = 107  # characters that the path of a socket may have
-MAX_FAILED_STARTS = 3  # in a row, after which nothing is tried any more
+MAX_FAILED_STARTS = 3  # failed starts in a row, after which the client gives up
 _reports = msgspec.msgpack.Decoder(CoreReport)
 
 Sink = Callable[[list[EngineCoreOutput], CoreStats], None]  # a step's outputs, and the core's state after it
@@ -50,13 +50,13 @@ Sink = Callable[[list[EngineCoreOutput], CoreStats], None]  # a step's outputs, 
 class CoreState(StrEnum):
     STARTING = "starting"
     READY = "ready"
-    RESTARTING = "restarting"  # requests are taken, and run when it is over
+    RESTARTING = "restarting"  # requests are accepted, and sent when the new core is ready
     DEAD = "dead"
 
 
 @dataclass
 class _Unfinished:
-    """A request in the core's hands, and what came of it so far. losses: how many cores it was in when they died."""
+    """An unfinished request. token_ids: its output so far. losses: how many cores were lost while they ran it."""
 
     request: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
@@ -64,16 +64,16 @@ class _Unfinished:
 
 
 class _Link:
-    """The sockets and the process of one core. A new core has a new link: nothing of the old one can be heard.
+    """The sockets and the process of one core. A new core gets a new link, so messages of the old one cannot arrive.
 
-    Whatever happens to this process, short of a signal that kills it, the core's process ends with it and the sockets'
-    folder is removed.
+    When this process ends, the core's process is ended and the sockets' folder is removed, unless this process is
+    killed by a signal (then the core's process does both).
     """
 
     def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, directory: Path) -> None:
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         processes: list[BaseProcess] = []
-        # multiprocessing would wait for the process when this one exits; what has a priority comes before that.
+        # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
         self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
         self.orders, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         for socket, name in ((self.orders, "orders"), (self.reports, "reports")):
@@ -87,7 +87,7 @@ class _Link:
         processes.append(self.process)
 
     async def close(self, patience: float) -> None:
-        """patience: seconds in which the process may end by itself."""
+        """Close the sockets and end the process. patience: seconds in which it may end by itself."""
         self.orders.close(linger=1000)
         self.reports.close()
         await asyncio.to_thread(self.process.join, patience)
@@ -107,17 +107,17 @@ def _end(processes: list[BaseProcess], folder: Path) -> None:
 
 
 class CoreClient:
-    """Starts a core's process, sends requests to it, and its outputs to the sink that `start` is given.
+    """Starts a core's process, sends requests to it, and passes its outputs to the sink that `start` is given.
 
-    The process is started here, so that it loads the model while its caller builds the rest; `start` waits for it. End
-    it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
+    The constructor starts the process, so that it loads the model while the caller builds the rest; `start` waits for
+    it. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
 
-    If the core is lost (killed, stopped, an error in a step), a new one gets every unfinished request, with the tokens
-    that came of it already; a request that is lost a second time ends with an error. Use from one event loop.
+    If the core is lost (killed, stopped, an error in a step), a new one gets every unfinished request together with its
+    output tokens so far. A request that is lost a second time ends with an error. Use from one event loop.
     """
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
-        """directory: the model's, or its GGUF file."""
+        """directory: the model's directory or GGUF file."""
         self.config, self.directory = config, directory
         self._sink: Sink = lambda outputs, stats: None
         self._context = zmq.asyncio.Context()
@@ -133,7 +133,7 @@ class CoreClient:
         self.cause_of_death = ""
 
     async def start(self, sink: Sink) -> None:
-        """Returns when the core is ready. Raises ConfigError for wrong options, EngineDeadError if it cannot start."""
+        """Wait until the core is ready. Raises ConfigError for wrong options, EngineDeadError if it cannot start."""
         self._sink = sink
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._run(ready), name="core client")
@@ -142,11 +142,11 @@ class CoreClient:
             await self._task
 
     def add(self, requests: list[EngineCoreRequest]) -> None:
-        """Raises EngineDeadError if there is no core any more."""
+        """Send requests to the core, or keep them until it is ready. Raises EngineDeadError if the client gave up."""
         self.check()
         for request in requests:
             self._unfinished[request.request_id] = _Unfinished(request)
-        if self.state is CoreState.READY:  # else it gets them when it is
+        if self.state is CoreState.READY:  # otherwise `_begin` sends them
             self._order(AddRequests(requests))
 
     def abort(self, request_ids: list[str]) -> None:
@@ -155,7 +155,7 @@ class CoreClient:
             self._order(AbortRequests(known))
 
     def reset_prefix_cache(self) -> None:
-        if self.state is CoreState.READY:  # a new core has none
+        if self.state is CoreState.READY:  # a new core's cache is empty
             self._order(ResetPrefixCache())
 
     def check(self) -> None:
@@ -164,7 +164,7 @@ class CoreClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences in the core's hands or on their way there."""
+        """Sequences that are in the core, or wait to be sent to it."""
         return len(self._unfinished)
 
     @property
@@ -172,7 +172,7 @@ class CoreClient:
         return None if self._link is None else self._link.process.pid
 
     async def shutdown(self) -> None:
-        """End the core. Unfinished requests end without a word."""
+        """End the core. Unfinished requests get no further output."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError, ConfigError):
@@ -181,33 +181,33 @@ class CoreClient:
         self.kill()
 
     def kill(self) -> None:
-        """End the core's process at once, if it runs."""
+        """End the core's process at once, if there is one."""
         if self._link is not None:
             self._link.kill()
             self._link = None
         self._context.destroy(linger=0)
 
-    # ---- how
+    # ---- the life of a core
 
     def _launch(self) -> _Link:
         try:
             return _Link(self._context, self.config, self.directory)
-        except (OSError, zmq.ZMQError) as problem:  # such as no folder for the sockets
-            raise ConfigError(error_text(problem)) from problem
+        except (OSError, zmq.ZMQError) as error:  # for example, no folder for the sockets can be made
+            raise ConfigError(error_text(error)) from error
 
     def _order(self, order: CoreOrder) -> None:
         assert self._link is not None
-        # Without a high-water mark sending never waits, so the future is done when it is returned.
+        # The socket has no high-water mark, so sending never waits and the returned future is done.
         self._link.orders.send(msgspec.msgpack.encode(order))
 
     async def _run(self, ready: asyncio.Event) -> None:
-        """Keep a core running until that is hopeless."""
+        """Keep a core running until there is no hope that another start helps."""
         try:
             while True:
                 try:
                     self._link = self._link or self._launch()
-                except ConfigError as problem:
-                    self._lost(CoreDied(error_text(problem), by_user=True), ready.is_set())
+                except ConfigError as error:
+                    self._lost(CoreDied(error_text(error), by_user=True), ready.is_set())
                     raise
                 self._failed_starts += 1
                 self._heard_at = time.monotonic()
@@ -223,13 +223,13 @@ class CoreClient:
                     self._link = None
                 self._lost(died, ready.is_set())
                 if self.state is CoreState.DEAD:
-                    error = ConfigError if died.by_user else EngineDeadError
-                    raise error(self.cause_of_death)
+                    kind = ConfigError if died.by_user else EngineDeadError
+                    raise kind(self.cause_of_death)
         finally:
             ready.set()
 
     def _lost(self, died: CoreDied, was_ready: bool) -> None:
-        """Settle what becomes of the client and of the requests."""
+        """Decide whether to start another core, and end the requests that it will not get."""
         held_requests, self.state = self.state is CoreState.READY, CoreState.RESTARTING
         self.cause_of_death, self.stats = died.reason, CoreStats()
         self._sink([], self.stats)
@@ -248,7 +248,7 @@ class CoreClient:
             self._end(list(self._unfinished), f"the engine failed: {died.reason}")
 
     async def _listen(self, link: _Link, ready: asyncio.Event) -> CoreDied:
-        """Until the core is lost; how that came."""
+        """Handle the core's reports until it is lost. Returns the reason."""
         while True:
             if not await link.reports.poll(timeout=250):
                 if not link.process.is_alive():
@@ -281,7 +281,7 @@ class CoreClient:
         for output in report.outputs:
             unfinished = self._unfinished.get(output.request_id)
             if unfinished is None:
-                continue  # aborted while this was on its way
+                continue  # aborted while this output was on its way
             unfinished.token_ids += output.new_token_ids
             if output.finish_reason is not None:
                 del self._unfinished[output.request_id]

@@ -1,4 +1,4 @@
-"""An engine core in a process of its own: orders come in, reports go out, as msgpack over ZeroMQ."""
+"""An engine core in its own process. It receives orders and sends reports, as msgpack over ZeroMQ."""
 
 import os
 import shutil
@@ -35,24 +35,24 @@ from quire.metrics.logging import configure_logging, logger
 from quire.system.garbage import skip_last_collection
 
 HEARTBEAT_SECONDS = 1.0
-PATIENCE_SECONDS = 2.0  # in which a core that knows it must end may do so
+PATIENCE_SECONDS = 2.0  # a core that was told to end is killed after this time
 _orders = msgspec.msgpack.Decoder(CoreOrder)
 
 
 def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> None:
-    """The life of the process.
+    """The main function of the process.
 
-    folder: has the sockets "orders" and "reports", at which the client listens. directory: the model's, or its GGUF
-    file. log: the level of the log.
+    folder: contains the client's sockets "orders" and "reports". directory: the model's directory or GGUF file. log:
+    the level of the log.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # often meant for a whole group of processes; the client decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the client decides
         signal.signal(number, signal.SIG_IGN)
     configure_logging(log)
-    tqdm.set_lock(threading.RLock())  # its own is one between processes, which a process that is killed leaves behind
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, name in ((inbox, "orders"), (outbox, "reports")):
-        socket.setsockopt(zmq.LINGER, 1000)  # milliseconds for the last words
+        socket.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last reports
         socket.set_hwm(0)
         socket.connect(f"ipc://{folder}/{name}")
 
@@ -62,7 +62,7 @@ def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> N
     threading.Thread(target=_beat, args=(context, folder), name="heartbeat", daemon=True).start()
     core = None
     try:
-        from quire.engine.client import make_core  # torch comes with it, which the client's process does without
+        from quire.engine.client import make_core  # imports torch, which the client's process does not need
         from quire.models.description import describe
 
         core = make_core(config, directory, describe(directory, config.model).max_model_len)
@@ -86,7 +86,7 @@ def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> N
 
 
 def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
-    """Tell the client every second that this process runs, and end the process when the client has ended."""
+    """Send the client a heartbeat every second, and end this process when the client has ended."""
     client = parent_process()
     assert client is not None
     socket = context.socket(zmq.PUSH)
@@ -96,14 +96,14 @@ def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
         while not wait([client.sentinel], HEARTBEAT_SECONDS):
             socket.send(message)
     except zmq.ZMQError:
-        return  # the context has ended
-    shutil.rmtree(folder, ignore_errors=True)  # nobody else can remove it
+        return  # the context was destroyed
+    shutil.rmtree(folder, ignore_errors=True)  # the client cannot remove it any more
     time.sleep(PATIENCE_SECONDS)
-    os._exit(1)  # the main thread is still loading the model, or stuck
+    os._exit(1)  # the main thread still loads the model, or it is stuck
 
 
 def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:
-    """Take orders and step, until the client goes."""
+    """Carry out orders and run steps, until the client shuts the core down or ends."""
     client = parent_process()
     assert client is not None
     poller = zmq.Poller()
@@ -129,7 +129,7 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
 
 
 def _obey(core: EngineCore, order: AddRequests | AbortRequests | ResetPrefixCache) -> list[EngineCoreOutput]:
-    """Do what was ordered; the ends of requests that cannot run."""
+    """Carry out an order. Returns the final outputs of requests that cannot run."""
     if isinstance(order, AddRequests):
         refused = []
         for request in order.requests:

@@ -8,13 +8,13 @@ import msgspec
 from quire.config import EngineConfig
 from quire.loading.metadata import hf_config
 
-LAYOUT_VERSION = 1  # to be raised when the bytes of a block mean something else than before
+LAYOUT_VERSION = 1  # raise it when the meaning of a block's bytes changes
 
 
 def cache_fingerprint(config: EngineConfig, directory: Path, layout: str) -> str:
-    """All that decides a block's bytes besides its tokens, as JSON. Equal for equal settings, in any process.
+    """Everything besides the tokens that determines a block's bytes, as JSON. Equal settings give equal strings.
 
-    directory: of the model, or its GGUF file. layout: see KVCacheSize.
+    directory: the model's directory or GGUF file. layout: see KVCacheSize.
     """
     fields = {
         "weights": "dummy" if config.model.load_format == "dummy" else _weights(directory),
@@ -28,10 +28,10 @@ def cache_fingerprint(config: EngineConfig, directory: Path, layout: str) -> str
 
 
 def _weights(directory: Path) -> Any:
-    """The identity of the weights, without reading them: equal ones may differ, but different ones are never equal.
+    """Identifies the weights without reading them. Copies of equal weights may get different identities.
 
-    A model of the hub is known by its name and commit (models--owner--name/snapshots/commit). Of any other, the place,
-    sizes and times of the files count.
+    A model from the hub is identified by its name and commit (models--owner--name/snapshots/commit), any other model by
+    the path, sizes and modification times of its files.
     """
     if directory.parent.name == "snapshots":
         return [directory.parent.parent.name, directory.name]

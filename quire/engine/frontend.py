@@ -1,4 +1,4 @@
-"""The text side of an engine: everything between what a caller says and what a core computes, but for the core."""
+"""The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-# Arguments of the renderer that are no variables of a template.
+# Names of the renderer's own arguments, which cannot be variables of a template.
 _RESERVED = frozenset(
     """messages template chat_template tools documents add_generation_prompt continue_final_message content_format
     tokenize""".split()
@@ -25,12 +25,12 @@ _RESERVED = frozenset(
 
 
 class Frontend:
-    """A model's tokenizer, chat template and limits, and the Processor that makes requests with them.
+    """A model's tokenizer, chat template and limits, and the Processor that uses them.
 
-    It needs no torch, unless there are plugins: these are classes that work on tensors.
+    It imports torch only if there are plugins, which are classes that work on tensors.
 
-    directory: the model's, or its GGUF file. in_process: the core runs in this process. Raises ConfigError for options
-    that the model cannot meet.
+    directory: the model's directory or GGUF file. in_process: the core runs in this process. Raises ConfigError for
+    options that do not fit the model.
     """
 
     def __init__(self, config: EngineConfig, directory: Path, *, in_process: bool) -> None:
@@ -71,9 +71,9 @@ class Frontend:
         content_format: str | None = None,
         **arguments: Any,
     ) -> str:
-        """The prompt that a conversation becomes. Raises ValueError if there is no chat template or it refuses.
+        """Render a conversation into a prompt. Raises ValueError if there is no chat template, or if it fails.
 
-        content_format: "string", "openai" or "auto"; None is the option chat_template_content_format.
+        content_format: "string", "openai" or "auto"; None takes the option chat_template_content_format.
         """
         template = _template_text(chat_template) or self.given_chat_template
         if template is None and arguments.get("tools"):
@@ -81,9 +81,9 @@ class Frontend:
         template = template or self.tokenizer.chat_template
         if template is None:
             raise ValueError("the model has no chat template; give one with chat_template, or use generate")
-        if "developer" not in template:  # OpenAI's newer name for what templates know as the system
-            newer = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
-            messages = [{**m, "role": "system"} if is_newer else m for m, is_newer in zip(messages, newer, strict=True)]
+        if "developer" not in template:  # OpenAI's newer name of the role "system", which most templates do not know
+            renamed = [isinstance(m, Mapping) and m.get("role") == "developer" for m in messages]
+            messages = [{**m, "role": "system"} if rename else m for m, rename in zip(messages, renamed, strict=True)]
         options = self.config.model
         variables = {**self.tokenizer.special_tokens, **options.default_chat_template_kwargs, **arguments}
         content_format = content_format or options.chat_template_content_format
@@ -91,7 +91,7 @@ class Frontend:
 
 
 def _template_text(template: str | None) -> str | None:
-    """A Jinja template, given itself or as the name of its file. Raises ConfigError if it is neither."""
+    """The text of a Jinja template, given as text or as a file name. Raises ConfigError if it is neither."""
     if template is None or "{" in template:
         return template
     try:
@@ -101,16 +101,16 @@ def _template_text(template: str | None) -> str | None:
 
 
 def _plugins(plugins: Sequence[str | type]) -> "list[type[LogitsProcessor]]":
-    """The users' logits processors, which check a request's parameters. Raises ConfigError."""
+    """The user's logits processors; the Processor lets them check parameters. Raises ConfigError."""
     if not plugins:
         return []
-    from quire.sampling.logits_processors import load_plugins  # torch comes with it
+    from quire.sampling.logits_processors import load_plugins  # imports torch
 
     return load_plugins(plugins)
 
 
 def _generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
-    """The default sampling parameters, and how a sequence ends. Raises ConfigError."""
+    """The checkpoint's default sampling parameters and end-of-sequence tokens. Raises ConfigError."""
     known: dict[str, Any] = {}
     if options.generation_config == "auto":
         known = load_generation_config(directory)

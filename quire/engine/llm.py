@@ -19,17 +19,17 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.hf_tokenizer import HFTokenizer
 
-if TYPE_CHECKING:  # only an LLM that keeps statistics needs the package prometheus_client
+if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps statistics needs
     from quire.metrics.engine import EngineMetrics
     from quire.metrics.reader import Metric
 
-Progress = bool | Callable[..., Any]  # whether there is a progress bar, or what makes one: tqdm, or a class like it
+Progress = bool | Callable[..., Any]  # whether to show a progress bar, or the class to use, such as tqdm
 
 
 class LLM:
     """A model, its KV cache and a scheduler in this process.
 
-    model: a directory, a .gguf file, a Hugging Face id, or nothing for the bundled model; `options`: see
+    model: a directory, a .gguf file or a Hugging Face id; None is the bundled model. options: see
     `quire generate --help`, with underscores for dashes. disable_log_stats=False keeps statistics for `get_metrics`,
     whose names begin with metrics_prefix. Raises ConfigError (a ValueError) for options that are unknown or cannot be
     met.
@@ -49,7 +49,7 @@ class LLM:
 
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> "LLM":
-        """With a text side that is there already, for callers that look at it before the weights are loaded."""
+        """An LLM with a frontend that was made before, for callers that use it before the weights are loaded."""
         llm = cls.__new__(cls)
         llm._start(frontend)
         return llm
@@ -61,7 +61,7 @@ class LLM:
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
-        self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that have news for whoever waits for them
+        self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that changed and were not yielded since
         self._num_requests = 0
 
     @property
@@ -80,13 +80,13 @@ class LLM:
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete the prompts, all at once; the outputs are in their order.
+        """Complete all prompts together. The outputs have the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
-        sampling_params: one for all, or one a prompt; None takes the model's defaults. priority: one a prompt, the
-        lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens, truncation_side
-        (as in SamplingParams, for all prompts) and add_special_tokens. Raises ValueError or TypeError, before anything
-        runs, for a prompt or parameters that are wrong.
+        sampling_params: one for all prompts, or one for each; None takes the model's defaults. priority: one for each
+        prompt, the lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
+        truncation_side (as in SamplingParams, for all prompts) and add_special_tokens. Raises ValueError or TypeError
+        for a wrong prompt or wrong parameters, before anything runs.
         """
         _refuse(lora_request=lora_request)
         requests = self._process(_as_list(prompts), sampling_params, priority, tokenization_kwargs)
@@ -108,9 +108,9 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, in the form that the model's chat template gives them.
+        """Answer a conversation, or each of several, rendered with the model's chat template.
 
-        priority (one a conversation) and tokenization_kwargs: as for `generate`.
+        priority (one for each conversation) and tokenization_kwargs: as for `generate`.
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -135,7 +135,7 @@ class LLM:
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
 
-        Raises ValueError for a prompt that is wrong, and for a beam that needs more logprobs than max_logprobs.
+        Raises ValueError for a wrong prompt, and for a beam_width that needs more logprobs than max_logprobs.
         """
         if 2 * params.beam_width > self.processor.max_logprobs:
             raise ValueError(
@@ -153,8 +153,8 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding after each step, as output_kind says: the output so far (the same object,
-        growing), what is new, or nothing until it is finished.
+        """Complete one prompt. Depending on output_kind, it yields after each step the output so far (always the same
+        object) or its new part, or only the finished output.
 
         Leaving the loop early aborts the request. Raises ValueError or TypeError at once, as `generate` does.
         """
@@ -165,7 +165,7 @@ class LLM:
         return self._hf_tokenizer
 
     def get_metrics(self) -> "list[Metric]":
-        """The engine's metrics as they are now. Raises ValueError unless it was made with disable_log_stats=False."""
+        """A snapshot of the engine's metrics. Raises ValueError unless it was made with disable_log_stats=False."""
         if self._metrics is None:
             raise ValueError("no statistics are kept; make the engine with LLM(..., disable_log_stats=False)")
         from quire.metrics.reader import snapshot
@@ -174,7 +174,7 @@ class LLM:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The counts of unfinished requests, and facts about the model."""
+        """Counts of unfinished requests, and facts about the model, with vLLM's names."""
         return LLMEngine(self)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -182,15 +182,15 @@ class LLM:
         return self.processor.default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Always True: it cannot fail."""
+        """Forget all cached prefixes. Returns True, since it cannot fail."""
         self.core.reset_prefix_cache()
         return True
 
     def shutdown(self) -> None:
-        """End the processes that were started. The object cannot be used afterwards."""
+        """End the engine's processes. The object cannot be used afterwards."""
         self.core.shutdown()
 
-    # ---- how
+    # ---- requests and steps
 
     @cached_property
     def _hf_tokenizer(self) -> HFTokenizer:
@@ -229,7 +229,7 @@ class LLM:
         return requests
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: Progress) -> list[RequestOutput]:
-        for request in requests:  # their parameters are copies
+        for request in requests:  # the parameters are copies, so the caller's stay as they are
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
         finished: dict[str, RequestOutput] = {}
         num_in = num_out = 0
@@ -249,8 +249,8 @@ class LLM:
         return [finished[request.request_id] for request in requests]
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
-        """Queue the requests and step until they are over, yielding each RequestOutput whenever it has
-        news that its output_kind wants to hear."""
+        """Queue the requests and step until all have finished. Yields a RequestOutput whenever it changed in a way that
+        its output_kind reports."""
         try:
             for request in requests:
                 self.output_processor.add(request)
@@ -261,10 +261,10 @@ class LLM:
             running = {request.request_id for request in requests}
             deltas = {r.request_id: DeltaReader() for r in requests if r.params.output_kind is RequestOutputKind.DELTA}
             while running:
-                mine = [request_id for request_id in self._grown if request_id in running]
-                if not mine:
+                changed = [request_id for request_id in self._grown if request_id in running]
+                if not changed:
                     self._step()
-                for request_id in mine:
+                for request_id in changed:
                     output = self._grown.pop(request_id)
                     if output.finished:
                         running.discard(request_id)
@@ -278,7 +278,7 @@ class LLM:
                 self._grown.pop(request.request_id, None)
 
     def _step(self) -> None:
-        """One step, for everyone: several streams may be open at once, and each takes its own from `_grown`."""
+        """One step for all requests. Several streams may be open at once; each takes its own outputs from `_grown`."""
         outputs = self.core.step()
         if self._metrics is not None:
             self._metrics.step(outputs, self.core.stats)
@@ -290,14 +290,14 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+    """A list of prompts, from one prompt or several."""
     if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _refuse(**arguments: Any) -> None:
-    """Raises ValueError for an argument of vLLM that Quire does not have, unless it is left at its neutral value."""
+    """Raises ValueError for an argument of vLLM that Quire does not support, unless its value is neutral."""
     for name, value in arguments.items():
         if value:
             raise ValueError(f"{name} is not supported by Quire yet")

@@ -1,4 +1,4 @@
-"""`LLM.llm_engine`: what vLLM's users look up there, the engine's counts and facts about its model."""
+"""`LLM.llm_engine`, as in vLLM: counts of unfinished requests, and facts about the model."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """max_model_len: the context in tokens. vocab_size: the model's, which can exceed the tokenizer's."""
+    """Facts about a model. max_model_len: the context in tokens. vocab_size: can exceed the tokenizer's."""
 
     model: str
     tokenizer: str
@@ -28,7 +28,7 @@ class ModelFacts:
 
 
 class LLMEngine:
-    """A view of an LLM."""
+    """A read-only view of an LLM."""
 
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
@@ -47,7 +47,7 @@ class LLMEngine:
         )
 
     def get_num_unfinished_requests(self) -> int:
-        """Sequences that have not ended: n for a request that asks for n."""
+        """Unfinished sequences. A request counts as up to n of them."""
         return self._llm.output_processor.num_unfinished
 
     def has_unfinished_requests(self) -> bool:

@@ -1,4 +1,4 @@
-"""From EngineCoreOutputs to RequestOutputs: detokenizing, stop strings, logprobs, gathering a prompt's completions."""
+"""Turns EngineCoreOutputs into RequestOutputs: detokenizing, stop strings, logprobs, the completions of a prompt."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class _Sequence:
-    """One completion on its way."""
+    """An unfinished completion."""
 
     request: RequestOutput
     completion: CompletionOutput
@@ -23,11 +23,11 @@ class _Sequence:
     interval: int  # tokens between two outputs
     detokenizer: IncrementalDetokenizer | None
     logprobs: LogprobUnpacker
-    num_told: int = 0  # tokens of the last output that was passed on
+    num_reported: int = 0  # tokens of the last output that was reported
 
 
 class OutputProcessor:
-    """Keeps the unfinished completions. `process` updates the RequestOutputs that `add` returned, in place."""
+    """Keeps the unfinished completions. `process` changes the RequestOutputs that `add` returned, in place."""
 
     def __init__(self, tokenizer: Tokenizer, stream_interval: int = 1) -> None:
         self.tokenizer, self.stream_interval = tokenizer, stream_interval
@@ -65,22 +65,24 @@ class OutputProcessor:
         return output
 
     def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """Apply a step's outputs. Returns the requests that changed (those with FINAL_ONLY when they are finished,
-        others once in stream_interval tokens), and core request ids that a stop string ended."""
+        """Apply a step's outputs. Returns the changed requests and the ids of core requests that a stop string ended.
+
+        A request with FINAL_ONLY is returned when it has finished, any other one every stream_interval tokens.
+        """
         changed: dict[str, RequestOutput] = {}
         to_abort: list[str] = []
         now = time.monotonic()
         for output in outputs:
             sequence = self._sequences.get(output.request_id)
             if sequence is None:
-                continue  # ended by a stop string or aborted while this was on its way
+                continue  # ended by a stop string or aborted while this output was on its way
             request, completion, detokenizer = sequence.request, sequence.completion, sequence.detokenizer
             new_token_ids, finish_reason, stop_reason = output.new_token_ids, output.finish_reason, output.stop_reason
             if not completion.token_ids and completion.index == 0:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.token_ids += new_token_ids
             if new_token_ids:
-                self._note(request.metrics, output, now)
+                self._update_metrics(request.metrics, output, now)
             if output.logprobs is not None:
                 self._add_logprobs(sequence, new_token_ids, output.logprobs)
             if output.prompt_logprobs is not None and request.prompt_logprobs is not None:
@@ -98,20 +100,20 @@ class OutputProcessor:
             if finish_reason is not None:
                 self._finish(output.request_id, finish_reason, stop_reason)
             if finish_reason is not None or self._is_due(sequence):
-                sequence.num_told = len(completion.token_ids)
+                sequence.num_reported = len(completion.token_ids)
                 if not sequence.final_only or request.finished:
                     changed[request.request_id] = request
         return list(changed.values()), to_abort
 
     def abort(self, core_requests: list[EngineCoreRequest]) -> list[str]:
-        """Mark the completions that still run as aborted; their core request ids."""
+        """Mark the unfinished completions as aborted. Returns their core request ids."""
         running = [r.request_id for r in core_requests if r.request_id in self._sequences]
         for request_id in running:
             self._finish(request_id, FinishReason.ABORT, None)
         return running
 
     def fail(self, request_id: str, reason: str) -> list[RequestOutput]:
-        """End a completion by its core request id; its request, if there is one."""
+        """End a completion with an error. Returns its request, or [] for an unknown core request id."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return []
@@ -120,11 +122,11 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that have not ended."""
+        """The number of unfinished completions."""
         return len(self._sequences)
 
     @staticmethod
-    def _note(metrics: RequestStateStats | None, output: EngineCoreOutput, now: float) -> None:
+    def _update_metrics(metrics: RequestStateStats | None, output: EngineCoreOutput, now: float) -> None:
         assert metrics is not None
         if not metrics.first_token_ts:
             metrics.scheduled_ts = output.scheduled_at or now
@@ -135,18 +137,19 @@ class OutputProcessor:
 
     @staticmethod
     def _is_due(sequence: _Sequence) -> bool:
-        """Whether an output is to be passed on before the last one: the first, and then one an interval."""
-        new = len(sequence.completion.token_ids) - sequence.num_told
-        return not sequence.num_told or new >= sequence.interval
+        """Whether to report an unfinished completion: with its first token, and then once in an interval of tokens."""
+        new = len(sequence.completion.token_ids) - sequence.num_reported
+        return not sequence.num_reported or new >= sequence.interval
 
     @staticmethod
     def _add_logprobs(sequence: _Sequence, token_ids: list[int], packed: Logprobs) -> None:
         completion = sequence.completion
-        made = sequence.logprobs.unpack(packed)[: len(token_ids)]
+        unpacked = sequence.logprobs.unpack(packed)[: len(token_ids)]
         assert completion.logprobs is not None
         assert completion.cumulative_logprob is not None
-        completion.logprobs += made
-        completion.cumulative_logprob += sum(of[token_id].logprob for token_id, of in zip(token_ids, made, strict=True))
+        completion.logprobs += unpacked
+        pairs = zip(token_ids, unpacked, strict=True)
+        completion.cumulative_logprob += sum(logprobs[token_id].logprob for token_id, logprobs in pairs)
 
     def _finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None) -> None:
         sequence = self._sequences.pop(request_id)
@@ -155,17 +158,17 @@ class OutputProcessor:
 
 
 class DeltaReader:
-    """Cuts what is new since the last look out of a RequestOutput that grows (RequestOutputKind.DELTA)."""
+    """Returns the new part of a growing RequestOutput at each call of `read` (RequestOutputKind.DELTA)."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int, str | None]] = {}  # completion -> (tokens, characters, finish reason)
-        self._told_prompt_logprobs = False
+        self._reported_prompt_logprobs = False
 
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Only the completions that have news; prompt_logprobs are in the first output that has them all."""
+        """The new part of each completion that has one. prompt_logprobs are reported once, when they are complete."""
         prompt_logprobs = None
-        if not self._told_prompt_logprobs and len(output.prompt_logprobs or ()) == len(output.prompt_token_ids):
-            prompt_logprobs, self._told_prompt_logprobs = output.prompt_logprobs, True
+        if not self._reported_prompt_logprobs and len(output.prompt_logprobs or ()) == len(output.prompt_token_ids):
+            prompt_logprobs, self._reported_prompt_logprobs = output.prompt_logprobs, True
         news = []
         for completion in output.outputs:
             tokens, characters, reason = self._seen.get(completion.index, (0, 0, None))
@@ -180,7 +183,7 @@ class DeltaReader:
                         completion.finish_reason, completion.stop_reason,
                     )
                 )  # fmt: skip
-        # Not with dataclasses.replace, which would be a tenth of what a streamed token costs.
+        # dataclasses.replace would take a tenth of the time that a streamed token takes.
         return RequestOutput(
             output.request_id, output.prompt, output.prompt_token_ids, news, output.finished,
             output.num_cached_tokens, prompt_logprobs, output.metrics,

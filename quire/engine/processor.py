@@ -1,4 +1,4 @@
-"""From what a caller says to EngineCoreRequests: validation, tokenizing, defaults."""
+"""Turns prompts and parameters into EngineCoreRequests: validation, tokenizing, defaults."""
 
 import random
 import time
@@ -21,7 +21,7 @@ _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperat
 
 
 class PromptFields(TypedDict, total=False):
-    """A prompt as a dict: its text, or its token ids, and what keeps its cached prefix apart from others'."""
+    """A prompt as a dict: its text or its token ids. Only prompts with equal cache_salt share cached prefixes."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -29,7 +29,7 @@ class PromptFields(TypedDict, total=False):
 
 
 Prompt = str | list[int] | PromptFields
-CUT_MARGIN = 4096  # tokens between those that a truncated prompt keeps and the place where its text is cut before
+CUT_MARGIN = 4096  # tokens between the place where a long text is cut and the tokens that truncation keeps
 
 
 class PromptTooLongError(ValueError):
@@ -38,7 +38,7 @@ class PromptTooLongError(ValueError):
 
 @dataclass(frozen=True)
 class ProcessedRequest:
-    """A prompt, ready to run: one core request for each of its n completions."""
+    """A validated, tokenized prompt, with one core request for each of its n completions."""
 
     request_id: str
     prompt: str | None
@@ -48,7 +48,7 @@ class ProcessedRequest:
 
 
 class Processor:
-    """Validates and tokenizes. What it lets through, the engine core can run."""
+    """Validates and tokenizes requests. The engine core can run every request that passes."""
 
     def __init__(
         self,
@@ -62,8 +62,9 @@ class Processor:
         in_process: bool = True,
         scheduling_policy: str = "fcfs",
     ) -> None:
-        """vocab_size: the model's; generation_config: the checkpoint's, {} for neutral defaults; max_logprobs: -1 for
-        no limit; in_process: the model runs in this process, so that parameters may hold what cannot be sent."""
+        """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
+        no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
+        cannot be sent."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
@@ -80,7 +81,8 @@ class Processor:
         return frozenset(self._more_eos if self.eos_token_id is None else [self.eos_token_id, *self._more_eos])
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """The checkpoint's own recommendation, neutral where it has none. As in vLLM, do_sample has no effect."""
+        """The checkpoint's recommended parameters, neutral where it recommends nothing. As in vLLM, do_sample has no
+        effect."""
         known = {name: self.generation_config.get(name) for name in _RECOMMENDED}
         if self.generation_config.get("max_new_tokens"):
             known["max_tokens"] = self.generation_config["max_new_tokens"]
@@ -94,7 +96,7 @@ class Processor:
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> ProcessedRequest:
-        """Raises ValueError or TypeError naming what is wrong with the prompt or the parameters."""
+        """Validate and tokenize. Raises ValueError or TypeError, whose message names the wrong field."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -104,26 +106,26 @@ class Processor:
                 f"Got priority {priority} but priority scheduling is not enabled; start the engine with "
                 "scheduling_policy='priority' (--scheduling-policy priority), or leave priority at 0"
             )
-        params = params.clone()  # checked again: it may have changed
+        params = params.clone()  # a clone is checked again: the caller may have changed fields since
         self._check_params(params)
         self.check_length(prompt, params)
         text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens, params)
         if not token_ids:
             raise ValueError("the prompt is empty")
-        worst = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
-        if not 0 <= worst < self.vocab_size:
-            raise ValueError(f"token id {worst} is out of vocabulary; the model has {self.vocab_size} tokens")
+        extreme = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+        if not 0 <= extreme < self.vocab_size:
+            raise ValueError(f"token id {extreme} is out of vocabulary; the model has {self.vocab_size} tokens")
         self._check_room(len(token_ids))
         room = self.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         bad_words = self._bad_words(params)
         # The logprobs of a prompt that is completed n times are computed once.
-        others = params if params.prompt_logprobs is None or params.n == 1 else params.clone(prompt_logprobs=None)
+        later_params = params if params.prompt_logprobs is None or params.n == 1 else params.clone(prompt_logprobs=None)
         core_requests = [
             EngineCoreRequest(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",
                 prompt_token_ids=token_ids,
-                sampling_params=params if index == 0 else others,
+                sampling_params=params if index == 0 else later_params,
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 eos_token_id=None if params.ignore_eos else self.eos_token_id,
@@ -138,7 +140,7 @@ class Processor:
         return ProcessedRequest(request_id, text, token_ids, params, core_requests)
 
     def check_length(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Raises PromptTooLongError for a prompt that is too long however it is tokenized; it need not be tokenized.
+        """Raises PromptTooLongError if the prompt is certainly too long, which is found without tokenizing it.
 
         params: with truncate_prompt_tokens, no prompt is too long.
         """
@@ -166,18 +168,18 @@ class Processor:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What SamplingParams cannot check alone: the model's vocabulary, the engine's limits, plugins, processes."""
-        named = params.logprob_token_ids
-        sampled = params.logprobs if named is None else None
-        for name, count in (("sample", sampled), ("prompt", params.prompt_logprobs)):
-            asked = self.vocab_size if count == -1 else count or 0
-            if asked > self.max_logprobs:
+        """Check what depends on the model or the engine: vocabulary, limits, plugins, other processes."""
+        named_token_ids = params.logprob_token_ids
+        sample_logprobs = params.logprobs if named_token_ids is None else None
+        for name, option in (("sample", sample_logprobs), ("prompt", params.prompt_logprobs)):
+            count = self.vocab_size if option == -1 else option or 0
+            if count > self.max_logprobs:
                 raise ValueError(
-                    f"Requested {name} logprobs of {asked}, which is greater than max allowed: {self.max_logprobs}"
+                    f"Requested {name} logprobs of {count}, which is greater than max allowed: {self.max_logprobs}"
                 )
         for name, token_ids in (
             ("logit_bias", params.logit_bias),
-            ("logprob_token_ids", named),
+            ("logprob_token_ids", named_token_ids),
             ("stop_token_ids", params.stop_token_ids),
         ):
             outside = [token_id for token_id in token_ids or () if not 0 <= token_id < self.vocab_size]
@@ -215,11 +217,14 @@ class Processor:
             )
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
-        return min(keep, self.max_model_len - 1)  # at least one token of output has to fit, too
+        return min(keep, self.max_model_len - 1)  # one output token has to fit as well
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of the bad words at the beginning of a text, and behind a space where that is another first token
-        and as many of them (vLLM's rule: else the space is a token of its own, and the rest as without)."""
+        """The token ids of each bad word, at the beginning of a text and behind a space.
+
+        As in vLLM, the form behind a space counts only if it has as many tokens and another first one. Otherwise the
+        space is a token of its own, and the tokens behind it are those of the first form.
+        """
         sequences: list[list[int]] = []
         for word in params.bad_words or ():
             bare = self.tokenizer.encode(word.lstrip(), add_special_tokens=False)
@@ -240,7 +245,7 @@ class Processor:
     def _tokenize(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
     ) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt) of any form of prompt."""
+        """(text, token ids, cache salt) of a prompt in any form."""
         keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
         if isinstance(prompt, str):
             return prompt, self._encode(prompt, add_special_tokens, keep, from_left), None
@@ -263,7 +268,7 @@ class Processor:
         bound = self.tokenizer.length_bound if keep is not None and len(text) > self.max_model_len else None
         if keep is not None and bound is not None and bound.counts_spaces:
             # Only this part of a long text can be kept. Tokens near the cut may differ from those of the whole text, so
-            # it is cut far away from the kept ones.
+            # the text is cut far away from the kept tokens.
             text = _end(text, (keep + CUT_MARGIN) * bound.bytes_per_token, from_left)
         token_ids: list[int] = _end(self.tokenizer.encode(text, add_special_tokens), keep, from_left)
         return token_ids

@@ -6,7 +6,7 @@ import socket
 
 
 class WakeUp:
-    """A flag that any thread may set, and that one thread can wait for, alone or together with other files."""
+    """A flag that any thread may set. One thread can wait for it, also together with other files (by `fileno`)."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -14,7 +14,7 @@ class WakeUp:
         self._writer.setblocking(False)
 
     def set(self) -> None:
-        with contextlib.suppress(OSError):  # so many bytes are there that no more fit, or it has been closed
+        with contextlib.suppress(OSError):  # the socket's buffer is full (so the flag is set), or it has been closed
             self._writer.send(b"\0")
 
     def clear(self) -> None:
@@ -26,7 +26,7 @@ class WakeUp:
         select.select([self._reader], [], [])
 
     def fileno(self) -> int:
-        """Can be read while the flag is set."""
+        """The descriptor of a file that is readable while the flag is set."""
         return self._reader.fileno()
 
     def close(self) -> None:
