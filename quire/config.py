@@ -1,6 +1,6 @@
-"""Every option, once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
+"""All options, each declared once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
 
-Names are vLLM's. options/vllm.py says what becomes of options that vLLM has and Quire does not have.
+The names are vLLM's. options/vllm.py lists the options of vLLM that Quire does not have.
 """
 
 from collections.abc import Mapping
@@ -13,71 +13,71 @@ from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, u
 
 _MAX_NUM_SEQS = 256
 
-# Sections of the server's options in the help.
+# Headings of the server's options in the help.
 _HTTPS, _CORS, _LIMITS, _LOG = "HTTPS", "Web pages (CORS)", "Limits", "Log and metrics"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model and its text side."""
+    """Model, tokenizer and chat template."""
 
-    model: str | None = option(None, "a checkpoint directory or a Hugging Face id; the bundled model if left out")
-    tokenizer: str | None = option(None, "directory or id of the tokenizer, if it is not the model's")
-    revision: str | None = option(None, "branch, tag or commit of the model on the hub")
+    model: str | None = option(None, "checkpoint directory or Hugging Face id (default: the bundled model)")
+    tokenizer: str | None = option(None, "directory or Hugging Face id of the tokenizer (default: the model's)")
+    revision: str | None = option(None, "branch, tag or commit of the model on the Hugging Face hub")
     tokenizer_revision: str | None = option(None, "branch, tag or commit of the tokenizer on the hub")
-    download_dir: str | None = option(None, "where hub downloads are kept (default: huggingface_hub's cache)")
+    download_dir: str | None = option(None, "directory for downloads from the hub (default: huggingface_hub's cache)")
     hf_token: str | None = option(
-        None, "token for gated models on the hub (default: the one you logged in with)", empty=True
+        None, "access token for gated models on the hub (default: the token that you logged in with)", empty=True
     )
     dtype: Literal["auto", "bfloat16", "float16", "half", "float32", "float"] = option(
-        "auto", "type of weights and activations; auto is bfloat16"
+        "auto", "data type of weights and activations; auto is bfloat16"
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt + output in tokens; auto or -1 takes the longest, up to the model's, whose keys and values fit "
-        "memory (default: the model's)",
+        "maximum number of tokens in prompt and output together; auto or -1 chooses the largest value for which the "
+        "KV cache fits in memory, up to the model's own limit (default: the model's own limit)",
         size=True,
     )
     disable_sliding_window: bool = option(
-        False, "limit max_model_len to the model's sliding window, so that every layer sees all tokens"
+        False, "limit max_model_len to the model's sliding window, so that every layer attends to all tokens"
     )
-    hf_overrides: dict[str, Any] = option({}, "values that replace those of the model's config.json", json=True)
+    hf_overrides: dict[str, Any] = option({}, "values that replace values of the model's config.json", json=True)
     load_format: Literal["auto", "safetensors", "dummy"] = option(
-        "auto", "dummy draws random weights of the right shapes instead of reading the checkpoint's"
+        "auto", "dummy fills the weights with random values instead of reading the checkpoint's weights"
     )
     quantization: str | None = option(
         None,
-        "quantize dense weights when they are loaded: int8 with a scale a channel, or int4 in groups of 128 (the "
-        "language-model head int8); activations are rounded to 8 bits. The name of a format (awq, gptq, fp8, "
-        "compressed-tensors, gguf, mxfp4, ...) only checks that the checkpoint has it (default: as the checkpoint is)",
+        "quantize dense weights while loading: int8 with one scale per channel, or int4 in groups of 128 (the "
+        "language-model head in int8); activations are rounded to 8 bits. The name of a format (awq, gptq, fp8, "
+        "compressed-tensors, gguf, mxfp4, ...) only checks the checkpoint's format (default: as in the checkpoint)",
         flags=("-q",),
     )
     enforce_eager: bool = option(
-        False, "call every kernel anew in each step, instead of replaying recorded calls or CUDA graphs"
+        False, "disable recorded steps and CUDA graphs: launch every kernel separately in each step"
     )
     torch_compile: bool = option(
         False,
-        "have torch.compile fuse what lies between Quire's kernels (layer norms, routers, multipliers); the first "
+        "let torch.compile fuse the operations between Quire's kernels (layer norms, routers, multipliers); the first "
         "steps of each kind then take seconds",
     )
     generation_config: str = option(
         "auto",
-        "where default sampling parameters come from: the model's generation_config.json (auto), that of another "
-        "directory (its path), or nowhere: neutral ones (vllm)",
+        "source of the default sampling parameters: auto reads the model's generation_config.json, a path reads the "
+        "generation_config.json of that directory, vllm uses neutral values",
     )
     override_generation_config: dict[str, Any] = option(
-        {}, "default sampling parameters that win over those of the generation config", json=True
+        {}, "default sampling parameters that take precedence over the generation config", json=True
     )
-    chat_template: str | None = option(None, "a Jinja template, or the file of one, instead of the model's")
+    chat_template: str | None = option(None, "Jinja chat template, or the path of one (default: the model's)")
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
         "auto",
-        "what chat templates get as a message's content: a string, or OpenAI's list of parts; auto sees what the "
-        "template takes",
+        "form in which chat templates receive the content of a message: a string, or OpenAI's list of parts; auto "
+        "detects the form from the template",
     )
     default_chat_template_kwargs: dict[str, Any] = option(
-        {}, 'variables for chat templates, such as {"enable_thinking": false}; a request\'s own win', json=True
+        {}, 'variables for chat templates, such as {"enable_thinking": false}; requests can override them', json=True
     )
-    seed: int = option(0, "seed from which requests without a seed draw theirs")
+    seed: int = option(0, "seed of the engine; requests without a seed of their own draw one from it")
 
     def __post_init__(self) -> None:
         if self.max_model_len != -1:
@@ -85,36 +85,38 @@ class ModelConfig:
 
     @property
     def dtype_name(self) -> str:
-        """torch's name of the type in which the model computes. "auto" is bfloat16, whatever the checkpoint's type is:
-        processors compute float16 slowly."""
+        """The data type in which the model computes, by its name in torch.
+
+        "auto" is bfloat16 even for a float16 checkpoint, because CPUs compute float16 slowly.
+        """
         return {"auto": "bfloat16", "half": "float16", "float": "float32"}.get(self.dtype, self.dtype)
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The KV cache."""
+    """KV cache."""
 
-    block_size: int = option(16, "tokens in a KV block")
+    block_size: int = option(16, "tokens per block of the KV cache")
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "int8", "fp8"] = option(
         "auto",
-        "type of the keys and values that are kept: auto is the model's, which bfloat16 and float16 must equal; int8 "
-        "and fp8 (e4m3) take one byte, and have a scale for each token and head",
+        "data type of the KV cache: auto is the model's type, and bfloat16 or float16 must equal that type; int8 and "
+        "fp8 (e4m3) take one byte per value, with one scale per token and head",
     )
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal beginnings")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of prompts that begin with the same tokens")
     kv_cache_memory_bytes: int | None = option(
         None,
-        "memory for the KV cache (default on CPU: half of what is free, at most what all rows could use; on GPU: what "
-        "--gpu-memory-utilization leaves)",
+        "bytes for the KV cache, such as 4G (default on CPU: half of the free memory, but not more than max_num_seqs "
+        "requests can use; on GPU: what gpu_memory_utilization leaves)",
         size=True,
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory for weights, KV cache and steps together, whatever else is on it"
+        0.9, "fraction of the GPU's memory for weights, KV cache and activations, whatever other processes use"
     )
-    num_gpu_blocks_override: int | None = option(None, "use this many KV blocks, whatever the memory")
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, regardless of the memory")
     kv_cache_pretouch: bool = option(
         False,
-        "use all memory of the KV cache once at start: it cannot be missing later, and first use is slow on some "
-        "virtual machines",
+        "touch all memory of the KV cache at start, so that it cannot run out later, and no request waits for the "
+        "first touch, which is slow on some virtual machines",
     )
 
     def __post_init__(self) -> None:
@@ -128,52 +130,53 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What a step may hold."""
+    """Scheduling."""
 
     max_num_seqs: int = option(
-        None, f"requests that run at once (default: {_MAX_NUM_SEQS}, or max_num_batched_tokens if that is less)"
+        None, f"maximum number of running requests (default: {_MAX_NUM_SEQS}, or max_num_batched_tokens if less)"
     )
     max_num_batched_tokens: int | None = option(
-        None, "tokens that a step computes: the chunk of chunked prefill (default: 512 on CPU, 8192 on GPU)", size=True
+        None, "maximum number of tokens per step; longer prompts are chunked (default: 512, on GPU 8192)", size=True
     )
     long_prefill_token_threshold: int = option(
         0,
-        "longest chunk of one request in a step, in tokens: long prompts leave room for others (0: no limit)",
+        "maximum number of tokens of one request per step, so that long prompts leave room for others; 0 is no limit",
         size=True,
     )
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "order of service: first come first served, or lowest priority value first"
+        "fcfs", "order in which requests are scheduled: first come, first served, or lowest priority value first"
     )
     async_scheduling: bool | None = option(
-        None, "schedule a step while the device runs the one before (default: on GPU, where it hides the host's work)"
+        None, "schedule the next step while the device runs the current one (default: only on a GPU)"
     )
     stream_interval: int = option(
-        1, "tokens between two outputs of a stream; the first and the last output of a request come at once"
+        1, "number of tokens per streamed output; the first and the last output of a request are never delayed"
     )
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
         if self.max_num_seqs is None:
-            fewest = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
-            object.__setattr__(self, "max_num_seqs", fewest)
+            max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
+            object.__setattr__(self, "max_num_seqs", max_num_seqs)
 
     def tokens_of_a_step(self, gpu: bool) -> int:
-        """At most."""
+        """The maximum number of tokens per step, with the device's default if the option is not given."""
         return self.max_num_batched_tokens or max(8192 if gpu else 512, self.max_num_seqs)
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """What requests may ask of sampling."""
+    """Limits and plugins of sampling."""
 
-    max_logprobs: int = option(20, "most logprobs that a request may ask for at each place; -1 for no limit")
+    max_logprobs: int = option(20, "maximum number of logprobs per token that a request may ask for; -1 is no limit")
     logprobs_mode: Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"] = option(
         "raw_logprobs",
-        "report log-probabilities or logits; of the model's output, or as penalties, temperature and the like leave it",
+        "what logprobs contain: log-probabilities or logits, before (raw) or after (processed) penalties, temperature "
+        "and the other sampling parameters are applied",
     )
     logits_processors: list[Any] = option(
-        [], "plugins that change logits: subclasses of LogitsProcessor, each as package.module:Class"
+        [], "plugins that modify logits: subclasses of LogitsProcessor, each written as package.module:Class"
     )
 
     def __post_init__(self) -> None:
@@ -182,9 +185,9 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many processes share the model."""
+    """Parallelism."""
 
-    tensor_parallel_size: int = option(1, "processes that split every layer's weights between them", flags=("-tp",))
+    tensor_parallel_size: int = option(1, "number of processes that share each layer's weights", flags=("-tp",))
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size")
@@ -192,111 +195,109 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Where the model runs, and which implementation of each operation."""
+    """Device and kernels."""
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto: a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where the model runs; auto chooses a GPU if available")
     attention_backend: str | None = option(
         None,
-        "pin the attention backend: triton, torch-varlen, flash-attn, cpu, reference; vLLM's names, such as "
-        "FLASH_ATTN, are preferences (default: the best that applies)",
+        "attention backend to use: triton, torch-varlen, flash-attn, cpu or reference; vLLM's names, such as "
+        "FLASH_ATTN, are only preferences (default: the fastest that supports the model)",
     )
     cpu_isa: Literal["native", "avx512", "avx2"] = option(
-        "native", "instructions that the CPU kernels may use: all that the processor has, or those of older ones"
+        "native", "instruction set of the CPU kernels; native is the best that the processor supports"
     )
-    kernels: dict[str, str] = option({}, "pin implementations of ops, such as {'rms_norm': 'reference'}", json=True)
+    kernels: dict[str, str] = option({}, 'implementations to use for ops, such as {"rms_norm": "reference"}', json=True)
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The server."""
+    """Server."""
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all")
-    port: int = option(8000, "port to listen on; 0 for any that is free")
-    uds: str | None = option(None, "listen on this Unix domain socket instead")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 listens on all addresses")
+    port: int = option(8000, "port to listen on; 0 chooses a free port")
+    uds: str | None = option(None, "path of a Unix domain socket to listen on instead of host and port")
     api_key: list[str] = option(
         [],
-        "keys of which a request must carry one as a bearer token; they show in lists of processes, other than one in "
-        "the environment variable QUIRE_API_KEY",
+        "API keys; each request must carry one of them as a bearer token. Lists of processes show command lines: the "
+        "environment variable QUIRE_API_KEY keeps a key secret",
     )
-    served_model_name: list[str] = option([], "names of the model in the API (default: as --model says)")
-    root_path: str = option("", "path at which a proxy serves this server, such as /llm; it may strip it or not")
-    ssl_keyfile: str | None = option(None, "private key for HTTPS", section=_HTTPS)
-    ssl_certfile: str | None = option(None, "certificate for HTTPS", section=_HTTPS)
+    served_model_name: list[str] = option([], "names of the model in the API (default: the value of --model)")
+    root_path: str = option("", "path prefix of the server behind a proxy, such as /llm, stripped by the proxy or not")
+    ssl_keyfile: str | None = option(None, "file of the private key for HTTPS", section=_HTTPS)
+    ssl_certfile: str | None = option(None, "file of the certificate for HTTPS", section=_HTTPS)
     ssl_ca_certs: str | None = option(
-        None, "certificates of the authorities that sign clients' certificates", section=_HTTPS
+        None, "file of the certificate authorities that sign clients' certificates", section=_HTTPS
     )
     ssl_cert_reqs: int = option(
-        0, "whether clients must show a certificate: 0 no, 1 it is checked if they do, 2 yes", section=_HTTPS
+        0, "certificates of clients: 0 does not ask for one, 1 checks it if present, 2 requires it", section=_HTTPS
     )
     ssl_ciphers: str | None = option(None, "ciphers for TLS 1.2 and below, in OpenSSL's notation", section=_HTTPS)
-    allowed_origins: list[str] = option([], "web origins whose pages may call the server; * for all", section=_CORS)
-    allowed_methods: list[str] = option(["*"], "HTTP methods that those pages may use", section=_CORS)
-    allowed_headers: list[str] = option(["*"], "HTTP headers that those pages may send", section=_CORS)
-    allow_credentials: bool = option(False, "let browsers send cookies and the like from those pages", section=_CORS)
+    allowed_origins: list[str] = option([], "web origins whose pages may call the server; * is all", section=_CORS)
+    allowed_methods: list[str] = option(["*"], "HTTP methods that these pages may use", section=_CORS)
+    allowed_headers: list[str] = option(["*"], "HTTP headers that these pages may send", section=_CORS)
+    allow_credentials: bool = option(False, "allow requests with credentials (cookies) from these pages", section=_CORS)
     middleware: list[str] = option(
-        [], "further ASGI middleware, by import path (package.module.name): a class, or a coroutine function"
+        [], "additional ASGI middleware by import path (package.module.name): classes or coroutine functions"
     )
-    response_role: str = option("assistant", "role of the answer in chats that ask for a new message")
-    enable_force_include_usage: bool = option(False, "end every stream with the usage, as if it were asked for")
-    return_tokens_as_token_ids: bool = option(False, "name tokens in logprobs 'token_id:42', unless a request differs")
-    disable_fastapi_docs: bool = option(False, "serve neither /docs nor /openapi.json")
+    response_role: str = option("assistant", "role of generated chat messages; a continued message keeps its role")
+    enable_force_include_usage: bool = option(False, "send the usage at the end of every stream, requested or not")
+    return_tokens_as_token_ids: bool = option(False, "by default, write tokens in logprobs as 'token_id:42'")
+    disable_fastapi_docs: bool = option(False, "do not serve /docs and /openapi.json")
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
-        "warning", "how much the HTTP library logs", section=_LOG
+        "warning", "log level of the HTTP library", section=_LOG
     )
     max_waiting_requests: int | None = option(
-        None,
-        "answer 429 to a request that would find this many waiting ones before it (default: no limit)",
-        section=_LIMITS,
+        None, "answer 429 to new requests while this many requests are waiting (default: no limit)", section=_LIMITS
     )
     request_timeout: float | None = option(
-        None, "seconds after which a request is ended (default: never)", section=_LIMITS
+        None, "seconds after which a request is aborted (default: never)", section=_LIMITS
     )
     drain_timeout: float = option(
         30.0,
-        "seconds that running requests get to finish after SIGTERM; then they end with an error",
+        "seconds that running requests have to finish after SIGTERM; the rest ends with an error",
         flags=("--shutdown-timeout",),
         section=_LIMITS,
     )
-    max_body_bytes: int = option(64 << 20, "largest body of a request", size=True, section=_LIMITS)
+    max_body_bytes: int = option(64 << 20, "maximum size of a request's body in bytes", size=True, section=_LIMITS)
     max_total_body_bytes: int = option(
         256 << 20,
-        "most bytes of all bodies that are read, parsed or tokenized at once; beyond it, answer 503",
+        "maximum total size in bytes of the bodies being read, parsed or tokenized; further requests are answered 503",
         size=True,
         section=_LIMITS,
     )
     max_generated_tokens: int | None = option(
         None,
-        "most tokens that a request may ask for: prompts x n x max_tokens (default: no limit)",
+        "maximum number of tokens that a request may ask for: prompts x n x max_tokens (default: no limit)",
         size=True,
         section=_LIMITS,
     )
     trust_request_chat_template: bool = option(
-        False, "render chat templates that requests bring; a template can keep a core busy for as long as it likes"
+        False, "accept chat templates in requests; a malicious template can keep a core busy without end"
     )
     metrics_prefix: str = option(
-        "quire", "first part of the metrics' names; vllm fits dashboards made for that", section=_LOG
+        "quire", "prefix of the metrics' names; vllm makes dashboards for vLLM work", section=_LOG
     )
     enable_log_requests: bool = option(
         False,
-        "log each request when it arrives, with its sampling parameters, and each of its sequences when it ends, with "
-        "its tokens and times; --log-level DEBUG adds the prompt",
+        "log each request on arrival with its sampling parameters, and each of its sequences at its end with tokens "
+        "and times; --log-level DEBUG adds the prompt",
         section=_LOG,
     )
     max_log_len: int | None = option(
-        None, "most characters, and token ids, of a prompt in the log of requests (default: all)", section=_LOG
+        None, "maximum number of characters and of token ids of a prompt in the log (default: all)", section=_LOG
     )
     disable_uvicorn_access_log: bool = option(
-        False, "do not log HTTP requests that succeed; those that are refused are logged in any case", section=_LOG
+        False, "do not log successful HTTP requests; refused requests are always logged", section=_LOG
     )
     disable_access_log_for_endpoints: str = option(
         "/health,/ping,/version,/metrics,/load",
-        "paths, separated by commas, of which requests that succeed are not logged",
+        "comma-separated paths whose successful requests are not logged",
         section=_LOG,
     )
     disable_log_stats: bool = option(
         False,
-        "keep no statistics of the engine: no periodic log line, no line when a sequence ends, and /metrics shows HTTP "
-        "requests and the process alone",
+        "disable the engine's statistics: no periodic log line, no line at the end of a sequence, and /metrics covers "
+        "only HTTP requests and the process",
         section=_LOG,
     )
 
@@ -314,18 +315,18 @@ class ServerConfig:
         if self.ssl_cert_reqs not in (0, 1, 2):
             raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.ssl_cert_reqs and not self.ssl_ca_certs:
-            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, to check clients' certificates against")
+            raise ConfigError("ssl_cert_reqs needs ssl_ca_certs, the authorities that sign clients' certificates")
         if (self.ssl_ca_certs or self.ssl_ciphers) and not self.ssl_certfile:
             raise ConfigError("ssl_ca_certs and ssl_ciphers need ssl_certfile and ssl_keyfile")
 
     @classmethod
     def create(cls, **options: Any) -> Self:
-        """Raises ConfigError."""
-        names = {canonical_name(name): value for name, value in options.items()}
-        for name in names:
+        """From options by their names, `create(port=8080)`. Raises ConfigError."""
+        given = {canonical_name(name): value for name, value in options.items()}
+        for name in given:
             if name not in OPTIONS[cls]:
                 raise ConfigError(unknown(name, OPTIONS[cls]))
-        return cls(**_checked(names))
+        return cls(**_checked(given))
 
 
 @dataclass(frozen=True)
@@ -340,22 +341,22 @@ class EngineConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
-        kept = self.cache.kv_cache_dtype
-        computed = self.model.dtype_name
-        if kept in ("bfloat16", "float16") and kept != computed:
+        kv_dtype = self.cache.kv_cache_dtype
+        dtype = self.model.dtype_name
+        if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
             raise ConfigError(
-                f"kv_cache_dtype={kept!r} needs dtype={kept!r}, but dtype is {computed!r}; leave one of them at auto"
+                f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
             )
 
     @classmethod
     def create(cls, **options: Any) -> Self:
         """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
-        names = {canonical_name(name): value for name, value in options.items()}
-        if misplaced := [name for name in names if name in OPTIONS[ServerConfig] and name not in FOREIGN]:
+        given = {canonical_name(name): value for name, value in options.items()}
+        if misplaced := [name for name in given if name in OPTIONS[ServerConfig] and name not in FOREIGN]:
             raise ConfigError(f"{misplaced[0]} is an option of the server (quire serve)")
         engine_names = {name for config in GROUPS.values() for name in OPTIONS[config]}
-        given = _checked(translate(names, engine_names, others=OPTIONS[ServerConfig]))
-        groups = {group: {n: v for n, v in given.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
+        values = _checked(translate(given, engine_names, others=OPTIONS[ServerConfig]))
+        groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         return cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
@@ -380,13 +381,13 @@ ALIASES: dict[str, str] = {
 
 
 def canonical_name(name: str) -> str:
-    """The name of an option that is written with dashes, or known by another name as well."""
+    """The option's name in config.py. `name` may be written with dashes, or be another name of the option."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 
 
 def read_option(name: str, value: Any) -> Any:
-    """The value that a text, a type of torch's or a spelling of vLLM's stands for. Raises ConfigError."""
+    """The value of an option given as text, as a torch.dtype or in vLLM's spelling. Raises ConfigError."""
     if name == "dtype":
         value = str(value).removeprefix("torch.")
     spellings = VALUES.get(name, {})
@@ -399,7 +400,7 @@ def read_option(name: str, value: Any) -> Any:
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError for a value of the wrong type. None stands for an option that is left out."""
+    """The values as `read_option` reads them, without those that are None. Raises ConfigError for a wrong type."""
     values = {name: read_option(name, value) for name, value in options.items() if value is not None}
     for name, value in values.items():
         if value is not None:

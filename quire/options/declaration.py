@@ -14,11 +14,11 @@ class ConfigError(ValueError):
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A field with a help text.
+    """A dataclass field with a help text.
 
-    metadata: size=True accepts texts such as 4G and 32k, json=True a JSON object, empty=True the flag without a value.
-    section is the heading of the help under which it stands, if not its class's.
-    flags lists further flags, such as "-tp"; those with two dashes are further names of the option everywhere.
+    metadata: size=True accepts texts such as 4G and 32k; json=True accepts a JSON object as text; empty=True accepts
+    the flag without a value. section replaces the class's docstring as the option's heading in the help. flags lists
+    additional flags, such as "-tp"; a flag with two dashes is another name of the option everywhere.
     """
     metadata = {"help": help, **metadata}
     if isinstance(default, dict | list):
@@ -35,7 +35,7 @@ def at_least(config: object, minimum: int, *names: str) -> None:
 
 
 def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
-    """The value of an option, of which text stands for a size, a JSON object or a list. Raises ConfigError."""
+    """The option's value, converted from text if the option is a size, a JSON object or a list. Raises ConfigError."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if get_origin(hint) is list:
@@ -50,7 +50,7 @@ def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
 
 
 def _read_list(name: str, value: Any) -> Any:
-    """A list; of a text, its one item, or the items of a JSON list."""
+    """A list of the given items. Text is one item, or a JSON list of items."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     if len(items) == 1 and isinstance(items[0], str) and items[0].startswith("["):
         return read_json(name, items[0])
@@ -65,7 +65,7 @@ def read_json(name: str, text: str) -> Any:
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Raises ConfigError unless `value` is of the annotated type (unions, Literal and plain classes)."""
+    """Raises ConfigError unless `value` has the annotated type (unions, Literal and plain classes)."""
     kinds = get_args(hint) if get_origin(hint) not in (Literal, dict, list) and get_args(hint) else (hint,)
     for kind in kinds:
         if get_origin(kind) is Literal:
@@ -81,7 +81,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def parse_size(text: str) -> int:
-    """'4G', '512M', '2k' (powers of 1024 for upper case K, M, G, T; of 1000 for lower case), or plain digits."""
+    """Reads '4G', '512M', '2k' or plain digits. Upper case K, M, G and T are powers of 1024, lower case of 1000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
     if not match:
         raise ConfigError(f"{text!r} is no size; write a number such as 4096, 2k or 4G")

@@ -1,4 +1,4 @@
-"""vLLM's options that Quire does not declare, and what becomes of each: of vLLM 0.30, and of earlier versions.
+"""The options of vLLM that Quire does not declare, and how each is treated: those of vLLM 0.30 and earlier versions.
 
 docs/from-vllm.md lists the same tables for users; a test compares them.
 """
@@ -15,10 +15,10 @@ _logger = logging.getLogger("quire")
 
 
 class Foreign(NamedTuple):
-    """An option of vLLM's that Quire does not have.
+    """An option of vLLM that Quire does not have.
 
-    accepted: values that ask for nothing that Quire lacks, None for all values. reason: why the option has no effect.
-    switch: on the command line it is a flag without a value.
+    accepted: values that need no feature that Quire lacks; None means all values. reason: why the option has no effect.
+    switch: on the command line, the option is a flag without a value.
     """
 
     accepted: tuple[Any, ...] | None
@@ -38,9 +38,9 @@ def _no_effect(reason: str, names: str, switches: str = "") -> dict[str, Foreign
     return {**_each(names, Foreign(None, reason)), **_each(switches, Foreign(None, reason, switch=True))}
 
 
-# What is not None, and not one of the values that a table names, is an error: "not supported by Quire yet".
+# Options that are accepted with None and the listed values. Any other value is the error "not supported by Quire yet".
 NOT_SUPPORTED: Mapping[str, Foreign] = {
-    **_each(  # switches that are off
+    **_each(  # switches that must be off
         """data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
         enable_auto_tool_choice enable_batch_sharded_sampling enable_dbo enable_elastic_ep enable_ep_weight_filter
         enable_eplb enable_expert_parallel enable_log_outputs enable_logging_iteration_details
@@ -96,17 +96,17 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
     ),
 }
 
-# Accepted with any value, and named in the log with the reason.
+# Options that are accepted with any value. A warning in the log names the option and the reason.
 NO_EFFECT: Mapping[str, Foreign] = {
     **_no_effect("code in checkpoints is never run", "code_revision", "trust_remote_code"),
     **_no_effect("preempted requests are computed again", "swap_space"),
     **_no_effect("each token and head of a one-byte KV cache has its own scale", "", "calculate_kv_scales"),
     **_no_effect("blocks are hashed with SHA-256", "prefix_caching_hash_algo"),
-    **_no_effect("a request starts only when its whole prompt has room", "watermark", "scheduler_reserve_full_isl"),
+    **_no_effect("a request starts only when its whole prompt fits", "watermark", "scheduler_reserve_full_isl"),
     **_no_effect("Quire loads weights in its own way", "ignore_patterns max_parallel_loading_workers "
         "model_loader_extra_config pt_load_map_location safetensors_load_strategy safetensors_prefetch_block_size "
         "safetensors_prefetch_num_threads", "use_tqdm_on_load"),
-    **_no_effect("Quire chooses what it records, captures and fuses; see enforce_eager, torch_compile and kernels",
+    **_no_effect("Quire has its own controls: enforce_eager, torch_compile and kernels",
         """all2all_backend compilation_config cuda_graph_sizes cudagraph_capture_sizes gdn_prefill_backend
         ir_op_priority jit_monitor_mode kda_prefill_backend kernel_config linear_backend mamba_backend
         max_context_len_to_capture max_cudagraph_capture_size max_seq_len_to_capture moe_backend optimization_level
@@ -117,7 +117,7 @@ NO_EFFECT: Mapping[str, Foreign] = {
         "enable_fault_tolerance shutdown_on_fault_tolerance_failure"),
     **_no_effect("the server and the engine are always two processes", "",
         "disable_async_output_proc disable_frontend_multiprocessing"),
-    **_no_effect("there is one node, and one copy of the model",
+    **_no_effect("there is one node and one copy of the model",
         """cp_kv_cache_interleave_size cpu_distributed_timeout_seconds data_parallel_address data_parallel_backend
         data_parallel_rpc_port data_parallel_supervisor_port dbo_decode_token_threshold dbo_prefill_token_threshold
         dcp_comm_backend dcp_kv_cache_interleave_size distributed_timeout_seconds dp_supervisor_probe_failure_threshold
@@ -145,37 +145,37 @@ NO_EFFECT: Mapping[str, Foreign] = {
     **_no_effect("there are no structured outputs yet", "guided_decoding_backend", "guided_decoding_disable_"
         "additional_properties guided_decoding_disable_any_whitespace guided_decoding_disable_fallback"),
     **_no_effect("there is no speculative decoding yet", "", "disable_logprobs_during_spec_decoding"),
-    **_no_effect("there are no offloaded keys and values", "kv_offloading_backend offload_num_in_group "
+    **_no_effect("the KV cache is not offloaded", "kv_offloading_backend offload_num_in_group "
         "offload_prefetch_step"),
-    **_no_effect("Quire has one KV cache manager, for all kinds of layers", "", "disable_hybrid_kv_cache_manager "
+    **_no_effect("Quire has one KV cache manager for all kinds of layers", "", "disable_hybrid_kv_cache_manager "
         "use_v2_block_manager"),
-    **_no_effect("tokens are streamed as they come", "", "multi_step_stream_outputs"),
-    **_no_effect("texts are tokenized in the server's process", "renderer_num_workers tokenizer_pool_extra_config "
+    **_no_effect("tokens are streamed as they are generated", "", "multi_step_stream_outputs"),
+    **_no_effect("text is tokenized in the server's process", "renderer_num_workers tokenizer_pool_extra_config "
         "tokenizer_pool_size tokenizer_pool_type"),
-    **_no_effect("deprecated methods are no different here", "", "allow_deprecated_quantization"),
+    **_no_effect("deprecated quantization methods need no permission", "", "allow_deprecated_quantization"),
     **_no_effect("there are no such metrics", "kv_cache_metrics_sample show_hidden_metrics_for_version"),
-    **_no_effect("requests are logged with enable_log_requests only", "", "disable_log_requests"),
+    **_no_effect("requests are logged only with enable_log_requests", "", "disable_log_requests"),
     **_no_effect("tokens are not logged", "", "enable_log_deltas"),
     **_no_effect("only the server logs statistics", "", "disable_log_stats"),
-    **_no_effect("Quire does so always", "", "enable_offline_docs enable_prompt_tokens_details "
+    **_no_effect("always enabled", "", "enable_offline_docs enable_prompt_tokens_details "
         "enable_request_id_headers enable_server_load_tracking"),
     **_no_effect("HTTP is not parsed by h11; see max_body_bytes", "h11_max_header_count h11_max_incomplete_event_size"),
     **_no_effect("only the server has names for the model", "served_model_name"),
     **_no_effect("there is no Cohere API", "cohere_format", "cohere_is_reasoning_model"),
-    **_no_effect("the environment has no options", "", "fail_on_environ_validation"),
+    **_no_effect("environment variables are not options", "", "fail_on_environ_validation"),
 }  # fmt: skip
 
-# Names of earlier versions: the option that took their place, if one did, and what to say.
+# Options of earlier versions: name → (the option that replaced it, if there is one; the explanation in the warning).
 RETIRED: Mapping[str, tuple[str | None, str]] = {
-    "chunked_prefill_size": ("long_prefill_token_threshold", "the longest chunk of one prompt in a step"),
-    "num_scheduler_steps": (None, "see async_scheduling, which schedules a step while the one before it runs"),
+    "chunked_prefill_size": ("long_prefill_token_threshold", "maximum number of tokens of one request per step"),
+    "num_scheduler_steps": (None, "see async_scheduling, which schedules the next step while the current one runs"),
     "rope_scaling": ("hf_overrides", "values that replace those of config.json"),
     "rope_theta": ("hf_overrides", "values that replace those of config.json"),
 }
 
 FOREIGN: Mapping[str, Foreign] = {**NOT_SUPPORTED, **NO_EFFECT, **{name: Foreign(None) for name in RETIRED}}
 
-# On the command line, flags with several values.
+# Options whose flags take several values on the command line.
 LISTS = frozenset(
     "allowed_media_domains cuda_graph_sizes cudagraph_capture_sizes ignore_patterns lora_target_modules".split()
 )
@@ -203,16 +203,16 @@ SHORT_FLAGS: Mapping[str, str] = {
     "-sc": "speculative_config",
 }
 
-# Values of Quire's own options that vLLM writes in another way.
+# vLLM's spellings of values of Quire's own options.
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "attention_backend": {"auto": None},
-    "hf_token": {True: None},  # the one that the user logged in with
+    "hf_token": {True: None},  # the token that the user logged in with
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": dict.fromkeys(("hf", "pt", "gguf", "fastsafetensors", "runai_streamer"), "auto"),
     "max_model_len": {"auto": -1, "-1": -1},
 }
 
-# Values of Quire's own options that only vLLM takes.
+# Values of Quire's own options that only vLLM supports.
 UNSUPPORTED_VALUES: Mapping[str, frozenset[str]] = {
     "device": frozenset("hpu neuron openvino tpu xpu".split()),
     "kv_cache_dtype": frozenset("fp8_ds_mla fp8_e5m2 fp8_inc nvfp4".split()),
@@ -223,10 +223,10 @@ UNSUPPORTED_VALUES: Mapping[str, frozenset[str]] = {
 
 
 def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable[str] = ()) -> dict[str, Any]:
-    """The options that Quire has, of those that a user of vLLM gives. None stands for an option that is left out.
+    """Translates options as users of vLLM give them to Quire's. An option that is None counts as not given.
 
-    known: the names of Quire's options. others: names that may be meant where one is unknown. Raises ConfigError for
-    an option that is unknown or not supported.
+    known: the names of Quire's options. others: additional names to suggest in place of an unknown one. Raises
+    ConfigError for an option that is unknown or not supported.
     """
     known = frozenset(known)
     result: dict[str, Any] = {}
@@ -242,7 +242,7 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
             if successor is None:
                 _logger.warning("%s is retired in vLLM, and has no effect in Quire: %s", name, meaning)
                 continue
-            _logger.warning("%s is retired in vLLM; it is taken as %s: %s", name, successor, meaning)
+            _logger.warning("%s is retired in vLLM, and is read as %s in Quire: %s", name, successor, meaning)
             if successor == "hf_overrides":
                 overrides[name] = read_json(name, value) if isinstance(value, str) else value
             else:
@@ -259,7 +259,7 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
 
 
 def _check(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises ConfigError unless the option is one of vLLM's whose value makes no difference."""
+    """Raises ConfigError unless vLLM has the option and its value needs no feature that Quire lacks."""
     foreign = FOREIGN.get(name)
     if foreign is None:
         raise ConfigError(unknown(name, known))
@@ -276,6 +276,6 @@ def _check(name: str, value: Any, known: Iterable[str]) -> None:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """What to say about an option that neither Quire nor vLLM has."""
+    """The error message for an option that neither Quire nor vLLM has."""
     near = difflib.get_close_matches(name, [*known, *FOREIGN], n=1, cutoff=0.7)
     return f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
