@@ -1,4 +1,4 @@
-"""What a worker asks of its device: one copy there a step, one back, and no waiting for either."""
+"""A worker's access to its device: each step takes one copy to the device and one back, and neither blocks the host."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -16,44 +16,46 @@ _ALIGNMENT = 16
 
 
 def on_gpu(option: str) -> bool:
-    """Whether the option `device` means a GPU. Raises ConfigError if it asks for one and there is none."""
+    """Whether the option `device` means a GPU. Raises ConfigError if it asks for a GPU and torch finds none."""
     if option == "cpu" or torch.cuda.is_available():
         return option != "cpu"
     if option == "cuda":
-        raise ConfigError("device='cuda' was asked for, but torch finds no GPU; install its CUDA build, or take 'cpu'")
+        raise ConfigError("device='cuda' was asked for, but torch finds no GPU; install its CUDA build, or use 'cpu'")
     return False
 
 
 class Device:
-    """The CPU: everything is over when a call returns, and arrays are used where they are."""
+    """The CPU. Work is done when a call returns, and arrays are used in place."""
 
-    is_async = False  # whether the host runs ahead, so that it does not know yet what was sampled last
+    is_async = False  # whether the host runs ahead: then it does not know yet which tokens were sampled last
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-        """The arrays on the device, for the step that is about to be launched; they must not be changed any more."""
+        """The arrays on the device, for the step that is launched next. The caller must not change them afterwards."""
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to fetch tensors as they are now. The function waits, and gives them in the host's memory."""
+        """Start to copy the tensors, as they are now, to the host. The returned function waits for the copies and
+        returns them."""
         return lambda: list(tensors)
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Note what `run` launches: where its result will be, and the function that launches all of it again."""
+        """Capture the kernels that `run` launches. Returns the tensor of its result, and a function that launches the
+        kernels again."""
         raise NotImplementedError
 
 
 class CudaDevice(Device):
-    """A GPU. Everything goes through one stream; pinned memory lets copies run beside the host."""
+    """A GPU. All work goes through one stream. Pinned memory lets the host go on during copies."""
 
     is_async = True
 
     def __init__(self, device: torch.device, steps_in_flight: int = 2) -> None:
         super().__init__(device)
         torch.cuda.set_device(device)
-        self._pool: Any = None  # memory of captured graphs, of which one runs at a time
+        self._pool: Any = None  # memory that all captured graphs share, since only one runs at a time
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._turn = 0
         self._buffers = [_Pinned() for _ in range(steps_in_flight + 1)]
@@ -62,50 +64,50 @@ class CudaDevice(Device):
         ends = layout(arrays)
         size = max(ends.values())
         self._turn = (self._turn + 1) % len(self._buffers)
-        here = self._buffers[self._turn]
-        if not here.read.query():  # type: ignore[no-untyped-call]  # the copy of some steps ago has long been made
-            here.read.synchronize()
-        if len(here.bytes) < size:
-            here.bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-        pack(arrays, ends, here.bytes.numpy())
-        there = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
-        there.copy_(here.bytes[:size], non_blocking=True)
-        here.read.record()
-        return unpack(arrays, ends, there)
+        pinned = self._buffers[self._turn]
+        if not pinned.read.query():  # type: ignore[no-untyped-call]  # rare: that copy was launched some steps ago
+            pinned.read.synchronize()
+        if len(pinned.bytes) < size:
+            pinned.bytes = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        pack(arrays, ends, pinned.bytes.numpy())
+        on_device = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        on_device.copy_(pinned.bytes[:size], non_blocking=True)
+        pinned.read.record()
+        return unpack(arrays, ends, on_device)
 
     def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
-        here = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for target, source in zip(here, tensors, strict=True):
+        pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for target, source in zip(pinned, tensors, strict=True):
             target.copy_(source, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
 
         def read() -> list[Tensor]:
             arrived.synchronize()
-            return here
+            return pinned
 
         return read
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, main_stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        self._side.wait_stream(here)
+        self._side.wait_stream(main_stream)
         with torch.cuda.stream(self._side):
-            run()  # compiles what it needs
-            graph.capture_begin(pool=self._pool)  # torch.cuda.graph would collect garbage each time
+            run()  # compiles its kernels
+            graph.capture_begin(pool=self._pool)  # torch.cuda.graph would collect garbage at each capture
             try:
                 result = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # which would say no more than that something failed
+                with contextlib.suppress(RuntimeError):  # it says only that the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
-        here.wait_stream(self._side)
+        main_stream.wait_stream(self._side)
         return result, graph.replay
 
 
 class _Pinned:
-    """Host memory, and the event after which it may be written again."""
+    """Pinned host memory, and the event after which it may be overwritten."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -113,7 +115,7 @@ class _Pinned:
 
 
 def layout(arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Where each array ends in a buffer that holds them one after the other."""
+    """The end of each array, in bytes, in a buffer that holds the arrays one after the other."""
     ends, end = {}, 0
     for name, array in arrays.items():
         end = ends[name] = end + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -121,7 +123,7 @@ def layout(arrays: Mapping[str, Array]) -> dict[str, int]:
 
 
 def pack(arrays: Mapping[str, Array], ends: Mapping[str, int], memory: Array) -> None:
-    """Lay arrays into bytes, one after the other."""
+    """Copy the arrays into `memory`, one after the other."""
     start = 0
     for name, array in arrays.items():
         memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -129,7 +131,7 @@ def pack(arrays: Mapping[str, Array], ends: Mapping[str, int], memory: Array) ->
 
 
 def unpack(arrays: Mapping[str, Array], ends: Mapping[str, int], buffer: Tensor) -> dict[str, Tensor]:
-    """Views of a buffer that was packed."""
+    """Views of the arrays in a buffer that `pack` filled."""
     tensors, start = {}, 0
     for name, array in arrays.items():
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
@@ -139,7 +141,7 @@ def unpack(arrays: Mapping[str, Array], ends: Mapping[str, int], buffer: Tensor)
 
 
 def choose_device(option: str, mesh: Mesh) -> Device:
-    """What the option `device` means on one of the mesh's ranks. Raises ConfigError as `on_gpu` does."""
+    """The device of a rank, as the option `device` says. Raises ConfigError as `on_gpu` does."""
     if not on_gpu(option):
         return Device(mesh.device("cpu"))
     return CudaDevice(mesh.device("cuda"))

@@ -1,4 +1,4 @@
-"""From a step's inputs to hidden states."""
+"""The forward: computes hidden states from the inputs of a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from quire.models.model import Model
 
 
 class Forward:
-    """Calls every kernel anew. backends: one for each KV group.
+    """The eager forward: calls every kernel from Python in each step. backends: one for each KV group.
 
-    taps: where to write hidden states of chosen layers, see Model.forward. To be set before the first step.
+    taps: the tensors that receive hidden states of chosen layers, see Model.forward. Set them before the first step.
     """
 
     def __init__(self, model: Model, backends: Sequence[AttentionBackend]) -> None:
@@ -22,19 +22,19 @@ class Forward:
         self.taps: dict[int, Tensor] = {}
 
     def fit(self, size: StepSize) -> StepSize:
-        """The size that a step of this size is to be padded to."""
+        """The size to which a step of this size is padded."""
         return size
 
     def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states: [tokens, hidden], or of `rows` alone, valid until the next call"""
+        """Hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call."""
         return self.layers(self.embed(inputs), inputs, rows)
 
     def embed(self, inputs: StepInputs) -> Tensor:
-        """What the first layer gets: [tokens, hidden]. Recorded steps and CUDA graphs begin behind it."""
+        """The input of the first layer, [tokens, hidden]. Recorded steps and CUDA graphs start after it."""
         return self.model.embed(inputs.input_ids, inputs.positions)
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states. x: what `embed` gives"""
+        """Hidden states, as `__call__` returns them. x: the result of `embed`."""
         return self.model.forward(x, self.state(inputs), rows, self.taps)
 
     def state(self, inputs: StepInputs) -> ForwardState:
@@ -42,6 +42,6 @@ class Forward:
         return ForwardState(inputs, rotary, self.plan(inputs))
 
     def plan(self, inputs: StepInputs, over: Sequence[Any] | None = None) -> list[Any]:
-        """A plan for each KV group. over: plans of another step of this size, to be overwritten."""
+        """The attention plan of each KV group. over: plans of another step of the same size, which are overwritten."""
         groups = zip(self.backends, inputs.layouts(), over or [None] * len(self.backends), strict=True)
         return [backend.plan(layout, plan) for backend, layout, plan in groups]

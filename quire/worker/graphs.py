@@ -1,4 +1,4 @@
-"""Forwards that are recorded once and then repeated without Python: calls on a CPU, a CUDA graph on a GPU."""
+"""Forwards that are recorded once and then replayed without Python: recorded steps on a CPU, CUDA graphs on a GPU."""
 
 import ctypes
 import gc
@@ -24,7 +24,7 @@ from quire.worker.staging import Staging
 
 @dataclass
 class _Calls:
-    """A recorded forward and the memory that it reads its step from."""
+    """A recorded forward, and the memory from which it reads the inputs of a step."""
 
     recording: Recording
     x: Tensor
@@ -33,9 +33,9 @@ class _Calls:
 
 
 class RecordedForward(Forward):
-    """On a CPU. Records the layers of steps whose requests have equally many tokens, once for each size.
+    """Records steps on a CPU: the layers of steps whose requests have equally many tokens, once for each size.
 
-    A model whose layers are not kernels only (see Recording) is run as ever.
+    A model whose layers do not consist of kernels only (see Recording) runs eagerly.
     """
 
     def __init__(self, model: Model, backends: Sequence[AttentionBackend]) -> None:
@@ -79,7 +79,8 @@ MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)  # tokens
 
 @dataclass
 class _Graph:
-    """A captured forward and the memory that it reads embeddings from. Its other inputs are where Staging has them."""
+    """A captured forward, and the memory `x` from which it reads embeddings. It reads its other inputs from the memory
+    of Staging."""
 
     replay: Callable[[], None]
     x: Tensor
@@ -87,10 +88,10 @@ class _Graph:
 
 
 class CapturedForward(Forward):
-    """On a GPU. Steps are padded to the next of some sizes, whose forwards were captured beforehand.
+    """Replays CUDA graphs on a GPU. Forwards of some sizes are captured at start. Steps are padded to the next size.
 
     Steps whose requests have equally many tokens are padded to a larger number of such requests, others to max_num_seqs
-    requests. The largest call every kernel anew: they take longer than that.
+    requests. Steps larger than all captured sizes run eagerly: their kernels take longer than the launches.
     """
 
     def __init__(
@@ -104,20 +105,20 @@ class CapturedForward(Forward):
         super().__init__(model, backends)
         self.staging, most_requests = staging, len(staging.batch.num_tokens)
         requests = [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
-        self._sizes = {each: [StepSize(n * each, n, each) for n in requests] for each in tokens_per_request}
+        self._sizes = {count: [StepSize(n * count, n, count) for n in requests] for count in tokens_per_request}
         self._sizes[0] = [StepSize(n, most_requests) for n in MIXED_SIZES if n <= most_tokens]
         self._graphs: dict[StepSize, _Graph] = {}
 
     def fit(self, size: StepSize) -> StepSize:
-        each = size.tokens_per_request if size.tokens_per_request in self._sizes else 0
-        return next((larger for larger in self._sizes[each] if larger.tokens >= size.tokens), size)
+        count = size.tokens_per_request if size.tokens_per_request in self._sizes else 0
+        return next((larger for larger in self._sizes[count] if larger.tokens >= size.tokens), size)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, the largest first: the smaller ones then find memory."""
+        """Capture all sizes, the largest first, so that the smaller ones reuse its memory."""
         started = time.perf_counter()
         gc.collect()
-        gc.disable()  # what it frees on the device while something is captured may end the capture
+        gc.disable()  # a collection that frees device memory during a capture may break the capture
         try:
             x = None
             for size in sorted(chain(*self._sizes.values()), reverse=True):
@@ -126,7 +127,7 @@ class CapturedForward(Forward):
                 run = partial(self.layers, x, replace(inputs, longest_prompt=0))
                 hidden, replay = self.staging.device.capture(run)
                 self._graphs[size] = _Graph(replay, x, hidden)
-        except Exception as error:  # Triton's are of many kinds
+        except Exception as error:  # Triton raises many kinds of exceptions
             self._graphs.clear()
             self._sizes = {0: []}
             logger.warning("Steps run without CUDA graphs: %s", error_text(error).partition("\n")[0])

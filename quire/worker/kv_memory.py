@@ -1,4 +1,4 @@
-"""The memory of a rank's KV cache, and blocks as bytes: copied, read and written."""
+"""The memory of a rank's KV cache. Blocks can be copied, read and written as bytes."""
 
 from collections.abc import Sequence
 
@@ -15,21 +15,22 @@ class KVMemory:
 
     blocks: uint8 [num_blocks, block_bytes]. Entry j of a KV group lies at j * entry_bytes of the group's blocks.
 
-    Copies, reads and writes take their turn among the steps: they see what all steps submitted before them store, also
-    when the device has not run those yet, and all steps submitted after them see what they write. So a block's bytes
-    are copied before the step that stores into the copy is submitted, and a source may go back to the pool as soon as
-    the call returns. Call these methods from the thread that submits the steps.
+    Copies, reads and writes take their turn among the steps. They see the stores of all steps submitted before them,
+    even if the device has not run these steps yet. All steps submitted after them see what they write. So copy a block
+    before submitting the step that stores into the copy. A source may go back to the pool as soon as the call returns.
+    Call these methods from the thread that submits the steps.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
-        # Not filled: nothing is read that was not stored, and memory that was never touched costs nothing. Except for
-        # the null block: backends read it where a window has passed. It weighs nothing there, but 0 * NaN is NaN.
+        # The memory is not filled: an entry is read only after it was stored, and untouched memory costs nothing. The
+        # null block is zeroed, since backends read it for tokens that a window has left behind. These have weight 0,
+        # but 0 * NaN is NaN.
         self.blocks = empty(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         self.blocks[0].zero_()
         self._words = self.blocks.view(torch.int64)  # torch moves words faster than bytes
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy block sources[i] to block targets[i]. All sources are read before a target is written."""
+        """Copy block sources[i] to block targets[i]. All sources are read before any target is written."""
         copied = self._words.index_select(0, self._index(sources))
         self._words.index_copy_(0, self._index(targets), copied)
 
@@ -38,18 +39,18 @@ class KVMemory:
         return self._words.index_select(0, self._index(block_ids)).cpu().view(torch.uint8).numpy()
 
     def write(self, block_ids: Sequence[int], data: bytes | memoryview | npt.NDArray[np.uint8]) -> None:
-        """Fill these blocks with what `read` returned, on this rank or on one with the same cache layout. Raises
-        ValueError if there are more or fewer bytes than the blocks have."""
+        """Fill these blocks with bytes that `read` returned, on this rank or on one with the same cache layout. Raises
+        ValueError if the number of bytes is not that of the blocks."""
         index, size = self._index(block_ids), self.blocks.shape[1]
         received = np.frombuffer(data, np.uint8)
         if len(received) != len(index) * size:
             raise ValueError(f"{len(index)} blocks of {size} bytes cannot be filled with {len(received)} bytes")
-        # A copy: the caller may change `data` before the device has it, and torch takes no memory that is read-only.
+        # Copied because the caller may change `data` before the device has read it, and torch needs writable memory.
         words = received.reshape(len(index), size).copy().view(np.int64)
         self._words.index_copy_(0, index, upload(words, self.blocks.device))
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
-        """The block ids on the device. Raises ValueError if one of them is no block that a request can hold."""
+        """The block ids on the device. Raises ValueError for an id that no request can hold."""
         index = np.array(block_ids, np.int64)
         outside = index[(index <= 0) | (index >= len(self.blocks))]
         if len(outside):

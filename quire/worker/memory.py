@@ -1,4 +1,4 @@
-"""How much memory there is for the KV cache."""
+"""Measures memory, and computes the size of the KV cache."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from quire.layers.step_inputs import StepSize
 from quire.system import limits
 from quire.worker.model_runner import ModelRunner
 
-_FREE_SHARE = 0.5  # of the memory that a CPU has free, unless --kv-cache-memory-bytes says how much
-_CAPTURED_SHARE = 0.25  # of what the largest step needs, for CUDA graphs: those of small steps, and what they add
+_FREE_SHARE = 0.5  # the part of a CPU's free memory that is used, unless --kv-cache-memory-bytes says how much
+_CAPTURED_SHARE = 0.25  # memory reserved for CUDA graphs, as a part of what the largest step needs
 
 
 def free_on_host() -> int:
-    """Bytes that the machine has free, or that this process's cgroup leaves, if that is less."""
-    import psutil  # which an engine on a GPU does without
+    """Free bytes of the machine, or of this process's cgroup if it has fewer."""
+    import psutil  # imported here, since an engine on a GPU does not need it
 
     available: int = psutil.virtual_memory().available
     allowed = limits.free_memory()
@@ -24,33 +24,36 @@ def free_on_host() -> int:
 
 
 def budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that the engine may use of a GPU. Raises ConfigError if others use some of them."""
+    """Bytes of a GPU that the engine may use. Raises ConfigError if other processes use some of them."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an engine that is gone
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # left by an earlier engine
     share = config.cache.gpu_memory_utilization
     if free < share * total:
         raise ConfigError(
             f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, but only "
-            f"{_gib(free)} are free; lower gpu_memory_utilization, or end what else runs there"
+            f"{_gib(free)} are free; lower gpu_memory_utilization, or end the other processes on this GPU"
         )
     return int(share * total) - (total - free)
 
 
 @contextlib.contextmanager
 def explained(what: str, device: torch.device) -> Iterator[None]:
-    """Says what did not fit, if it does not fit."""
+    """Turn running out of GPU memory into a ConfigError that says what did not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         _, total = torch.cuda.mem_get_info(device)
-        raise ConfigError(f"{what} do not fit into the GPU's {_gib(total)}; take a smaller model, or quantization=int8 "
-                          "or int4") from error  # fmt: skip
+        raise ConfigError(f"{what} do not fit into the GPU's {_gib(total)}; take a smaller model, or "
+                          "quantization=int8 or int4") from error  # fmt: skip
 
 
 def left_by_a_step(runner: ModelRunner, budget: int, tokens: int) -> int:
-    """Bytes of the budget that the weights and the largest step do not need: one is run, and measured."""
+    """Bytes of the budget that the weights and the largest step do not need. Runs such a step and measures it.
+
+    Raises ConfigError if nothing is left.
+    """
     device, batch = runner.device.torch_device, runner.batch
     rows = min(len(batch.num_tokens), tokens)
     torch.cuda.reset_peak_memory_stats(device)
@@ -71,7 +74,8 @@ def left_by_a_step(runner: ModelRunner, budget: int, tokens: int) -> int:
 
 
 def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, device: torch.device) -> int:
-    """How many blocks to keep: as the options say, or as memory allows but no more than all rows could use."""
+    """The number of blocks in the cache: what the options say, else what memory allows, at most `useful`: the number
+    that all rows could use. Raises ConfigError if the options ask for more than is free."""
     cache = config.cache
     if cache.num_gpu_blocks_override is not None:
         name, count = "num_gpu_blocks_override", cache.num_gpu_blocks_override
@@ -85,7 +89,7 @@ def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, d
             f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory are free; "
             f"lower {name}"
         )
-    return max(1, count)  # one is the null block: the scheduler says how many are missing
+    return max(1, count)  # at least the null block; the scheduler's error says how many blocks are missing
 
 
 def _gib(size: float) -> str:
@@ -93,22 +97,22 @@ def _gib(size: float) -> str:
 
 
 def weights_in_memory(model: object) -> int:
-    """Bytes of the tensors that a model, its layers and their weights hold on this rank, each counted once."""
+    """Bytes of the tensors that a model, its layers and their weights hold on this rank. Shared memory counts once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
-    waiting = [model]
-    while waiting:
-        held = waiting.pop()
-        if id(held) in seen:
+    unvisited = [model]
+    while unvisited:
+        item = unvisited.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(held))
-        if isinstance(held, torch.Tensor):
-            storage = held.untyped_storage()
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(held, dict):
-            waiting += held.values()
-        elif isinstance(held, list | tuple):
-            waiting += held
-        elif type(held).__module__.startswith("quire."):
-            waiting += getattr(held, "__dict__", {}).values()
+        elif isinstance(item, dict):
+            unvisited += item.values()
+        elif isinstance(item, list | tuple):
+            unvisited += item
+        elif type(item).__module__.startswith("quire."):
+            unvisited += getattr(item, "__dict__", {}).values()
     return sum(storages.values())

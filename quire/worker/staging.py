@@ -1,4 +1,4 @@
-"""A step's inputs on their way to the device, and their memory there."""
+"""Sends a step's inputs to the device, and owns their memory on the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,21 +14,21 @@ from quire.worker.device import Device
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.state import DeviceState, shared_state
 
-MADE_ON_DEVICE = ("input_ids", "positions", "slot_mapping", "seq_lens")  # by the op flat_batch
+MADE_ON_DEVICE = ("input_ids", "positions", "slot_mapping", "seq_lens")  # inputs that the op flat_batch computes
 
 
 class Staging:
-    """Sends each step in one piece.
+    """Sends the inputs of each step in one copy.
 
-    On a device that works late, the requests' state lives there, and the flat batch is made of it there: only changes
-    of the state travel, and sampled tokens never come to the host first. All steps use the same memory for their
-    inputs, so that CUDA graphs can read it; each step's kernels run before the next step's.
+    A device that works late has the state of the requests in its memory and makes the flat batch from it. Only changes
+    of the state are copied to it, and sampled tokens do not have to visit the host. All steps use the same memory for
+    their inputs, so that CUDA graphs can read it. That is safe since a step's kernels run before those of the next.
     """
 
     inputs_class = StepInputs
 
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
-        """most_tokens: of any step."""
+        """most_tokens: the largest number of tokens in a step."""
         self.device, self.batch, self.kernels = device, batch, kernels
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)
@@ -45,15 +45,15 @@ class Staging:
     ) -> tuple[StepInputs, dict[str, Tensor]]:
         """The inputs of the forward, and the arrays `extra` on the device. Valid until the next call.
 
-        flat: made of `step`, whose requests and edits the batch has taken over. size: what to pad it to; on a CPU, its
-        own.
+        flat: the flat batch of `step`, whose requests and block-table edits are in the batch already. size: the size to
+        pad it to; on a CPU, its own size.
         """
         state = self.state
         if not isinstance(state, DeviceState):
             arrays = {**flat.inputs, **self.batch.gather(flat), **extra}
             tensors: dict[str, Any] = self.device.upload(arrays)
-            of_step = {name: tensors.pop(name) for name in self.declarations}
-            return self.inputs_class(size=size, **of_step), tensors
+            step_inputs = {name: tensors.pop(name) for name in self.declarations}
+            return self.inputs_class(size=size, **step_inputs), tensors
         lengths, missing = self._dimensions(size), size.requests - len(flat.rows)
         sent = {name: array for name, array in flat.inputs.items() if name not in MADE_ON_DEVICE}
         arrays = {name: self.declarations[name].padded(array, lengths) for name, array in sent.items()}
@@ -74,10 +74,10 @@ class Staging:
         return inputs, {name: tensors[name] for name in extra}
 
     def stage_dummy(self, size: StepSize) -> StepInputs:
-        """The inputs of a dummy step, run to measure memory or to capture a CUDA graph: nothing of it is kept.
+        """The inputs of a dummy step, run to measure memory or to capture a CUDA graph. It stores nothing in the cache.
 
-        Requests have size.tokens_per_request tokens, or where that is 0, as many as the longest request can have, as
-        far as the tokens reach.
+        Each request has size.tokens_per_request tokens. If that is 0, requests are as long as max_model_len allows,
+        until size.tokens are used up: 100 tokens with max_model_len 64 are requests of 64, 36, 0, 0 ... tokens.
         """
         longest = self.batch.max_model_len
         counts = np.full(size.requests, size.tokens_per_request)
@@ -93,8 +93,8 @@ class Staging:
         return inputs
 
     def sampled(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """At the places of a step, see FlatBatch, these tokens were sampled: [places], int64. On a CPU, the batch has
-        been told, and that is enough."""
+        """Store the tokens that were sampled at a step's places (see FlatBatch): all [places], int64. Does nothing on a
+        CPU, where `InputBatch.fill` stores them."""
         if isinstance(self.state, DeviceState):
             self.state.append(rows, positions, token_ids)
 
@@ -103,7 +103,7 @@ class Staging:
         return dimensions(size, groups, blocks)
 
     def _inputs(self, size: StepSize, longest_prompt: int) -> StepInputs:
-        """The memory of a step's inputs: the beginning of that of the largest step's."""
+        """The memory of a step's inputs: the first part of the memory that the largest step needs."""
         lengths, inputs = self._dimensions(size), {}
         for name, declaration in self.declarations.items():
             shape = declaration.size(lengths)

@@ -1,4 +1,4 @@
-"""The state of the running requests on the device, and the changes that keep it up to date."""
+"""The state of the running requests on the device, and the changes that each step makes to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -21,8 +21,8 @@ def shared_state(batch: InputBatch) -> BatchState:
 
 @dataclass(frozen=True)
 class DeviceState(BatchState):
-    """The state on a device that works late. New requests, computed tokens and edits of block tables travel with the
-    step; sampled tokens are written here and do not travel at all."""
+    """The state on a device that works late. New requests, counts of computed tokens and block-table edits are sent
+    with the step. Sampled tokens are written by the device and are not sent at all."""
 
     @classmethod
     def empty(cls, batch: InputBatch, device: torch.device) -> Self:
@@ -32,30 +32,30 @@ class DeviceState(BatchState):
 
     @staticmethod
     def changes(batch: InputBatch, step: SchedulerOutput) -> dict[str, Array]:
-        """What `apply` needs to know of a step, whose requests and edits `batch` has taken over already.
+        """The arrays that `apply` needs for a step, whose requests and edits are in `batch` already.
 
-        Cells are indices into the flattened tensors. A cell that is named twice gets the same value twice.
+        Cells are indices into the flattened tensors. A cell that occurs twice gets the same value twice.
         """
         arrays: dict[str, Array] = {}
         if step.new_requests:
             rows = np.array([new.row for new in step.new_requests])
             counts = np.array([len(new.token_ids) for new in step.new_requests])
             columns = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-            of_token = np.repeat(rows, counts)
+            token_rows = np.repeat(rows, counts)
             arrays["new_rows"] = rows
             arrays["new_counters"] = np.stack([counts, [new.num_computed_tokens for new in step.new_requests],
                                                batch.num_prompt[rows]])  # fmt: skip
-            arrays["new_token_cells"] = of_token * batch.token_ids.shape[1] + columns
-            arrays["new_token_ids"] = batch.token_ids[of_token, columns]
+            arrays["new_token_cells"] = token_rows * batch.token_ids.shape[1] + columns
+            arrays["new_token_ids"] = batch.token_ids[token_rows, columns]
         edits = step.block_table_edits
         if edits.rows:
-            where = edits.groups, edits.rows, edits.indices
-            arrays["edit_cells"] = np.ravel_multi_index(where, batch.block_tables.shape)
-            arrays["edit_ids"] = batch.block_tables[where]
+            cells = edits.groups, edits.rows, edits.indices
+            arrays["edit_cells"] = np.ravel_multi_index(cells, batch.block_tables.shape)
+            arrays["edit_ids"] = batch.block_tables[cells]
         return arrays
 
     def apply(self, arrays: Mapping[str, Tensor]) -> None:
-        """arrays: what `changes` gave, on the device."""
+        """Apply a step's changes. arrays: the result of `changes`, on the device."""
         if "new_rows" in arrays:
             for counter, values in zip(
                 (self.num_tokens, self.num_computed, self.num_prompt), arrays["new_counters"], strict=True
@@ -66,7 +66,7 @@ class DeviceState(BatchState):
             self.block_tables.view(-1).index_copy_(0, arrays["edit_cells"], arrays["edit_ids"])
 
     def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """At places of `rows`, behind their tokens at `positions`, these tokens were sampled: all [places], int64. A
-        row's places are in the order of its text."""
+        """Append sampled tokens: token_ids[i] comes after position positions[i] of row rows[i]. All: [places], int64.
+        The places of a row are in the order of its tokens."""
         self.token_ids[rows, positions + 1] = token_ids.int()
         self.num_tokens.scatter_reduce_(0, rows, positions + 2, "amax")

@@ -1,4 +1,4 @@
-"""One rank: its device, its share of the model, its KV cache."""
+"""The worker of one rank: its device, its part of the model, and its KV cache."""
 
 import time
 from itertools import product
@@ -29,22 +29,22 @@ from quire.worker.staging import Staging
 
 
 class Worker:
-    """Loads the model and makes the cache; from then on its `runner` executes steps."""
+    """Loads the model and allocates the cache. Its `runner` then executes the steps."""
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
-        """Raises ConfigError if the cache that was asked for does not fit memory, or its type the model."""
+        """Raises ConfigError if the KV cache does not fit into memory, or if the model cannot use its type."""
         self.device, group = choose_device(config.kernels.device, mesh), mesh.tp
-        at, started = self.device.torch_device, time.perf_counter()
-        budget = memory.budget(config, at)
-        with memory.explained("the model's weights", at):
-            model = load_model(directory, config, max_model_len, at, group, show_progress=mesh.rank == 0)
+        device, started = self.device.torch_device, time.perf_counter()
+        budget = memory.budget(config, device)
+        with memory.explained("the model's weights", device):
+            model = load_model(directory, config, max_model_len, device, group, show_progress=mesh.rank == 0)
         self.model, dtype = model, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         self.backends = _backends(config, model)
         chosen = list(dict.fromkeys(self.backends))
         if mesh.rank == 0:
             seconds = time.perf_counter() - started
-            name = f" on {torch.cuda.get_device_name(at)}" if at.type == "cuda" else ""
+            name = f" on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
             ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
             logger.info(
                 "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",
@@ -60,30 +60,30 @@ class Worker:
                     setattr(backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
         batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), model.vocab_size)
-        most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=at.type == "cuda"))
+        most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
         staging = Staging(self.device, batch, model.kernels, most_tokens)
         forward = _forward(config, model, self.backends, staging, group)
-        sampler = Sampler(model.kernels, config, at)
+        sampler = Sampler(model.kernels, config, device)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank=group.size == 1)
         groups = zip(model.kv_specs, self.backends, strict=True)
         pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
-        block_bytes = max(pages, default=ENTRY_ALIGNMENT)  # a model that keeps nothing has a null block all the same
+        block_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
-        if at.type == "cuda":
-            self._allocate(1, block_bytes)
+        if device.type == "cuda":
+            self._allocate(1, block_bytes)  # the dummy step needs a null block
             tokens = min(config.scheduler.tokens_of_a_step(gpu=True), max_num_seqs * max_model_len)
             free = memory.left_by_a_step(self.runner, budget, tokens)
         else:
             free = memory.free_on_host() // group.size
-        num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, at))
+        num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         if config.cache.kv_cache_pretouch:
             self.kv_memory.blocks.zero_()
-        if at.type == "cpu":
-            keep_what_is_freed()  # but not the memory that loading took, which is given back by now
+        if device.type == "cpu":
+            keep_what_is_freed()  # called now, since the memory that loading took has been given back
         if isinstance(forward, CapturedForward):
             forward.capture()
-            torch.cuda.empty_cache()  # of what ran before it was captured
+            torch.cuda.empty_cache()  # frees the memory of the eager runs that came before each capture
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
 
@@ -96,7 +96,8 @@ class Worker:
 def _forward(
     config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator
 ) -> Forward:
-    """Calling kernels anew, or repeating what was recorded. The sum over ranks is not a kernel that can be."""
+    """The forward for the device and the options. With several ranks it is eager, since their all-reduce cannot be
+    recorded."""
     eager = config.model.enforce_eager or group.size > 1
     if not staging.device.is_async:
         return Forward(model, backends) if eager or config.model.torch_compile else RecordedForward(model, backends)
@@ -106,21 +107,21 @@ def _forward(
 
 
 def _backends(config: EngineConfig, model: Model) -> list[AttentionBackend]:
-    """One for each KV group; groups of one shape share it."""
+    """The attention backend of each KV group. Groups of the same shape share a backend."""
     target, block_size = model.kernels.target, config.cache.block_size
     by_shape: dict[CacheShape, AttentionBackend] = {}
-    for c in model.cache_shapes:
-        if c not in by_shape:
+    for cache in model.cache_shapes:
+        if cache not in by_shape:
             shape = AttentionShape(
-                c.num_heads, c.num_kv_heads, c.head_dim, block_size, target.dtype, target.device, c.value_dim,
-                _cell(config, c),
+                cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
+                cache.value_dim, _cell(config, cache),
             )  # fmt: skip
-            by_shape[c] = choose_backend(shape, config.kernels.attention_backend)
-    return [by_shape[c] for c in model.cache_shapes]
+            by_shape[cache] = choose_backend(shape, config.kernels.attention_backend)
+    return [by_shape[cache] for cache in model.cache_shapes]
 
 
 def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:
-    """The type in which the cache keeps an element, None for the model's own type."""
+    """The type of an element of the cache. None means the model's own type."""
     if (name := config.cache.kv_cache_dtype) not in CELLS:
         return None
     if shape.holds_positions:
