@@ -1,5 +1,5 @@
-"""`quire bench`: measure. `throughput` and `latency` run the engine in this process, `serve` drives a server, `claims`
-compares what was measured with what was promised."""
+"""`quire bench`: benchmarks. `throughput` and `latency` run the engine in this process, `serve` sends requests to a
+server, and `claims` compares measurements with the goals set for each mechanism."""
 
 import argparse
 import json
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 HELP = "measure the engine, or any OpenAI-compatible server"
 
-_THROUGHPUT = """Run requests, all at once, and print requests and tokens per second. Without a file of requests, random
-prompts are made; their answers have exactly the length asked for. With --requests, the prompts alone (or those of
---prefill-requests) run first, with one token of output each: that gives the speeds of prefill and of decoding."""
-_LATENCY = """Run one batch of random prompts again and again, and print how long it takes from the first request in to
-the last token out. The prefix cache is forgotten before each iteration."""
+_THROUGHPUT = """Run all requests at once, and print requests and tokens per second. By default, prompts are random and
+answers have exactly the requested length. With --requests, the prompts (or those of --prefill-requests) first run with
+one output token each; the difference gives separate speeds of prefill and decoding."""
+_LATENCY = """Run one batch of random prompts repeatedly, and print the time from the first request in to the last token
+out. The prefix cache is reset before each iteration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_throughput(benches)
     _add_latency(benches)
     serve = benches.add_parser("serve", help=command.HELP, description=command.DESCRIPTION)
-    add_model(serve, "its name on the server; the first that the server lists if left out")
+    add_model(serve, "the model's name on the server (default: the first model that the server lists)")
     command.add_arguments(serve)
     add_log_level(serve, "WARNING")
     serve.set_defaults(bench=command.run, parser=serve)
@@ -48,20 +48,17 @@ def _positive(text: str) -> int:
 
 
 def _add_offline(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> Any:
-    """What the benchmarks without a server share. Returns the group for their requests."""
+    """Add the flags that the offline benchmarks share. Returns the group of flags about requests."""
     add_model(parser)
     group = parser.add_argument_group("Requests")
-    for flag, default, text in (
-        ("input", input_len, "tokens in a prompt"),
-        ("output", output_len, "tokens in an answer"),
-    ):
+    for flag, default, text in (("input", input_len, "tokens per prompt"), ("output", output_len, "tokens per answer")):
         group.add_argument(
             f"--{flag}-len", f"--random-{flag}-len", type=_positive, default=default, metavar="N",
             help=f"{text} (default: {default})",
         )  # fmt: skip
-    group.add_argument("--n", type=_positive, default=1, metavar="N", help="answers to each prompt (default: 1)")
-    group.add_argument("--disable-detokenize", action="store_true", help="leave out turning answers into text")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there, in vLLM's format")
+    group.add_argument("--n", type=_positive, default=1, metavar="N", help="answers per prompt (default: 1)")
+    group.add_argument("--disable-detokenize", action="store_true", help="do not decode answers to text")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result here, in vLLM's format")
     add_log_level(parser, "WARNING")
     add_engine_flags(parser)
     return group
@@ -73,24 +70,24 @@ def _add_throughput(benches: Any) -> None:
     group.add_argument("--num-prompts", type=_positive, metavar="N", help="requests (default: 1000, or the whole file)")
     group.add_argument(
         "--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random",
-        help="random prompts, random prompts on a few common prefixes, or --dataset-path (default: random)",
+        help="random prompts, random prompts that share a few prefixes, or --dataset-path (default: random)",
     )  # fmt: skip
     group.add_argument(
         "--dataset-path", type=Path, metavar="FILE.jsonl",
-        help='for custom, a line a request: {"prompt" or "prompt_token_ids": ..., "output_tokens": ...}',
+        help='for custom, one request per line: {"prompt" or "prompt_token_ids": ..., "output_tokens": ...}',
     )  # fmt: skip
     group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (default: 0)"
+        "--random-range-ratio", type=float, default=0.0, metavar="X", help="vary lengths by this share (default: 0)"
     )
     group.add_argument(
         "--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N",
-        help="tokens in front that all random prompts share (default: 0)",
+        help="length of a prefix that all random prompts share (default: 0)",
     )  # fmt: skip
     for name, default, text in (
-        ("prefix-len", 256, "tokens in a prefix"),
-        ("suffix-len", 256, "tokens after it"),
-        ("num-prefixes", 10, "prefixes"),
-        ("output-len", 128, "tokens in an answer"),
+        ("prefix-len", 256, "tokens per prefix"),
+        ("suffix-len", 256, "tokens after the prefix"),
+        ("num-prefixes", 10, "number of prefixes"),
+        ("output-len", 128, "tokens per answer"),
     ):
         group.add_argument(
             f"--prefix-repetition-{name}", type=_positive, default=default, metavar="N",
@@ -98,10 +95,10 @@ def _add_throughput(benches: Any) -> None:
         )  # fmt: skip
     group.add_argument(
         "--requests", type=Path, metavar="FILE.jsonl",
-        help='run these instead, a line a request: {"prompt_token_ids": [...]} or {"prompt": "..."}, and any sampling '
-        "parameters",
+        help='run these requests instead, one per line: {"prompt_token_ids": [...]} or {"prompt": "..."}, with any '
+        "sampling parameters",
     )  # fmt: skip
-    group.add_argument("--prefill-requests", type=Path, metavar="FILE.jsonl", help="prompts for the speed of prefill")
+    group.add_argument("--prefill-requests", type=Path, metavar="FILE.jsonl", help="prompts that measure prefill")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.set_defaults(bench=_throughput, parser=parser)
 
@@ -112,22 +109,23 @@ def _throughput(arguments: argparse.Namespace) -> int:
     from quire.bench import offline
     from quire.engine.llm import LLM  # torch comes with it
 
-    read = None if arguments.requests is None else offline.read_requests(arguments.requests)
-    alone = None if arguments.prefill_requests is None else offline.read_requests(arguments.prefill_requests)
+    from_file = None if arguments.requests is None else offline.read_requests(arguments.requests)
+    for_prefill = None if arguments.prefill_requests is None else offline.read_requests(arguments.prefill_requests)
     llm = LLM(arguments.model, **options)
     startup = time.perf_counter() - started
-    show, prefill = not arguments.json, None
-    if read is None:
-        batch = _requests(arguments, llm)
-        requests = offline.with_params(batch, n=arguments.n, detokenize=not arguments.disable_detokenize)
+    show_progress = not arguments.json
+    prefill = None
+    if from_file is None:
+        generated = _requests(arguments, llm)
+        requests = offline.with_params(generated, n=arguments.n, detokenize=not arguments.disable_detokenize)
     else:
-        requests = read[: arguments.num_prompts]
+        requests = from_file[: arguments.num_prompts]
     offline.warm_up(llm)
-    if read is not None or alone is not None:
-        prompts = [(prompt, {**params, "max_tokens": 1}) for prompt, params in alone or requests]
-        prefill = offline.timed(llm, prompts, show)
+    if from_file is not None or for_prefill is not None:
+        prompts = [(prompt, {**params, "max_tokens": 1}) for prompt, params in for_prefill or requests]
+        prefill = offline.timed(llm, prompts, show_progress)
         llm.reset_prefix_cache()
-    total = offline.timed(llm, requests, show)
+    total = offline.timed(llm, requests, show_progress)
     record = {"workload": _workload(arguments), **offline.throughput_record(total, prefill, llm, startup)}
     llm.shutdown()
     print(json.dumps(record) if arguments.json else offline.throughput_table(record))
@@ -141,7 +139,7 @@ def _workload(arguments: argparse.Namespace) -> str:
 
 
 def _requests(arguments: argparse.Namespace, llm: "LLM") -> "list[BenchRequest]":
-    """Requests made as the flags say. Raises ValueError for flags that are wrong."""
+    """The requests that the flags describe. Raises ValueError for wrong flags."""
     import numpy as np
 
     from quire.bench import datasets
@@ -209,13 +207,13 @@ def _write(path: Path | None, record: dict[str, Any]) -> None:
 def _add_claims(benches: Any) -> None:
     parser = benches.add_parser(
         "claims",
-        help="what the engine's mechanisms bring, against the goals set for them",
-        description="Measure each mechanism with and without, in interleaved rounds, and print medians and goals.",
+        help="gains of the engine's mechanisms, compared with their goals",
+        description="Measure the engine with and without each mechanism, alternately, and print medians and goals.",
     )
     add_model(parser)
-    parser.add_argument("--only", action="append", metavar="NAME", help="only claims whose name contains this")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run only claims whose name contains this")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each measurement (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     add_log_level(parser, "WARNING")
     add_engine_flags(parser)
     parser.set_defaults(bench=_claims, parser=parser)

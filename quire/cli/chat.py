@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Chat:
-    """The messages so far, and how the next one is answered. Raises ValueError for wrong sampling options."""
+    """A conversation: its messages and the sampling parameters. Raises ValueError for wrong sampling options."""
 
     def __init__(self, llm: "LLM", terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
         self._llm, self._terminal = llm, terminal
@@ -72,7 +72,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def take(self, text: str) -> bool:
-        """Answer a message or obey a command. False if the conversation is over."""
+        """Answer a message or run a command. Returns False if the conversation is over."""
         message = text.strip()
         if not text.startswith("/") or ("\n" in message and not message.startswith("/system")):
             if message:
@@ -97,7 +97,7 @@ class Chat:
         return True
 
     def _answer(self, message: str) -> None:
-        """Stream the answer to the terminal. What cannot be answered is not kept."""
+        """Stream the answer to the terminal. A message that cannot be answered is dropped from the conversation."""
         self._messages.append({"role": "user", "content": message})
         system = [{"role": "system", "content": self._system}] if self._system else []
         reason = None
@@ -122,11 +122,11 @@ class Chat:
             self._messages.pop()
         if reason == "length":
             limit = self._params.max_tokens
-            cut = limit is not None and len(completion.token_ids) >= limit
-            way = "/set max_tokens N allows more" if cut else "/clear starts over"
-            self._terminal.say(
-                f"[The answer was cut off: {'max_tokens' if cut else 'the context'} is reached; {way}.]\n"
-            )
+            if limit is not None and len(completion.token_ids) >= limit:
+                cause = "max_tokens is reached; /set max_tokens N allows more"
+            else:
+                cause = "the context is reached; /clear starts over"
+            self._terminal.say(f"[The answer was cut off: {cause}.]\n")
 
     def _set_system(self, text: str) -> None:
         if text:
@@ -136,7 +136,7 @@ class Chat:
             self._terminal.say(self._system or "There is no system message.")
 
     def _set(self, argument: str) -> None:
-        """NAME VALUE; Ollama's "parameter NAME VALUE" and "system TEXT" are understood as well."""
+        """Reads NAME VALUE. Ollama's "parameter NAME VALUE" and "system TEXT" are accepted, too."""
         argument = argument.removeprefix("parameter ").strip()
         name, _, value = argument.partition(" ")
         name, value = _OLLAMA_NAMES.get(name, name), value.strip()

@@ -1,4 +1,4 @@
-"""Error texts for the command line: the engine names an option as Python does, a person typed a flag."""
+"""Error messages for the command line. The engine names options as in Python; users see the flags that they typed."""
 
 import argparse
 import re
@@ -8,13 +8,13 @@ from quire.cli.flags import option_of
 
 
 def with_flags(message: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:
-    """The message with flags for the options that it names, spelled as they were typed.
+    """The message with names of options replaced by flags, spelled as the user typed them.
 
     >>> "max_model_len=9000 is more than the 2048 positions of the model"
     "--max-model-len 9000 is more than the 2048 positions of the model"
 
-    A name with an underscore is no English word, so it is replaced wherever it stands. Others, such as "port", are
-    replaced where they are used as a name: before "=", "must" or "is not", or within quotes.
+    A name with an underscore is not an English word, so it is replaced everywhere. Other names, such as "port", are
+    replaced only where they name the option: before "=", "must" or "is not supported", or within quotes.
     """
     typed = [argument.partition("=")[0] for argument in argv if argument.startswith("-")]
     for name, flags in _flags(parser):
@@ -30,8 +30,8 @@ def with_flags(message: str, parser: argparse.ArgumentParser, argv: Sequence[str
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """(option's name in Python, its flags, the usual one first) of each option of a command."""
-    for action in parser._actions:  # argparse has no public way to list them
+    """For each option of a command: its name in Python, and its flags, the usual flag first."""
+    for action in parser._actions:  # argparse has no public way to list actions
         flags = [flag for flag in action.option_strings if flag.startswith("--")]
         if flags:
             yield option_of(action.dest), [*flags, *(set(action.option_strings) - set(flags))]

@@ -1,4 +1,4 @@
-"""Command-line flags, made from the options in config.py."""
+"""Command-line flags for the options in config.py."""
 
 import argparse
 import functools
@@ -14,24 +14,24 @@ from quire.messages.errors import error_text
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every engine option but the model, which is each command's own, grouped as config.py groups them.
+    """Add a flag for every engine option, grouped as in config.py. Each command adds the model itself.
 
-    The parser then takes vLLM's other options as well.
+    The parser then accepts vLLM's other options, too.
     """
     if isinstance(parser, Parser):
         parser.takes_engine_options = True
-        first = parser._get_positional_actions()
-        parser.epilog = "docs/from-vllm.md lists vLLM's other options, which are accepted where they ask for nothing."
-        parser.usage = " ".join(["%(prog)s", *(f"[{a.metavar or a.dest.upper()}]" for a in first), "[OPTIONS]"])
+        positional = parser._get_positional_actions()
+        parser.epilog = "vLLM's other options are accepted at their neutral values; docs/from-vllm.md lists them."
+        parser.usage = " ".join(["%(prog)s", *(f"[{a.metavar or a.dest.upper()}]" for a in positional), "[OPTIONS]"])
     parser.add_argument(
-        "--config", type=Path, metavar="FILE.yaml", help="read options from here; those on the command line win"
+        "--config", type=Path, metavar="FILE.yaml", help="file with options; the command line takes precedence"
     )
     for config in GROUPS.values():
         add_flags(parser, config)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
-    """A flag for every option of a class of config.py."""
+    """Add a flag for every option of a class of config.py."""
     heading = config.__doc__.strip().rstrip(".")
     groups: dict[str, Any] = {}
     for name, option in OPTIONS[config].items():
@@ -70,7 +70,7 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
 
 
 def _reader(name: str) -> Any:
-    """What argparse calls with the text of an option."""
+    """The function with which argparse converts the option's text to its value."""
 
     @functools.wraps(read_option)
     def read(text: str) -> Any:
@@ -83,9 +83,9 @@ def _reader(name: str) -> Any:
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given, in a file or as flags, for `LLM(model, **options)`.
+    """The engine options given in a file or as flags, for `LLM(model, **options)`.
 
-    The model, which is a command's own, is put into `arguments` if only the file names one.
+    If only the file names a model, it is written to `arguments.model`.
     """
     options = _given(arguments)
     if "model" in options:
@@ -94,12 +94,12 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Likewise, for `ServerConfig.create(**options)`."""
+    """The server options given in a file or as flags, for `ServerConfig.create(**options)`."""
     return {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
 
 
 def option_of(dest: str) -> str:
-    """The name in config.py, or of a command's own argument, that argparse's `dest` stands for."""
+    """The name of the option in config.py, or of the command's own argument, that is stored in argparse's `dest`."""
     return dest.removeprefix(_DEST)
 
 
@@ -109,16 +109,16 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The options in a YAML file, by the names of flags, with dashes or underscores."""
+    """The options in a YAML file. Its keys are the names of flags, with dashes or underscores."""
     import yaml
 
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error_text(error)}") from error
-    if not isinstance(read, dict) or not all(isinstance(name, str) for name in read):
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"{path} must hold options, such as 'max-model-len: 4096'")
-    return {canonical_name(name): value for name, value in read.items()}
+    return {canonical_name(name): value for name, value in options.items()}
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
@@ -127,5 +127,5 @@ def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
         default=default,
         type=str.upper,
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
-        help=f"how much to log on standard error (default: {default}); DEBUG shows tracebacks",
+        help=f"log level on standard error (default: {default}); DEBUG shows tracebacks",
     )

@@ -1,4 +1,4 @@
-"""`quire generate`: complete a prompt, streaming."""
+"""`quire generate`: complete a prompt, and stream the text."""
 
 import argparse
 import sys
@@ -7,11 +7,11 @@ from quire.cli.flags import engine_options
 from quire.cli.model import add_model_flag, check_prompt
 from quire.cli.sampling import add_text_flags, sampling_options
 
-HELP = "complete a prompt, and print the text as it comes"
+HELP = "complete a prompt, and print the text as it is generated"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="the text to continue; read from standard input if left out")
+    parser.add_argument("prompt", nargs="?", help="the text to continue (default: read from standard input)")
     add_model_flag(parser)
     add_text_flags(parser, max_tokens=200)
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     llm = LLM(arguments.model, **options)
     params = llm.processor.default_sampling_params(**sampling_options(arguments))
-    outputs = llm.stream(prompt, params)  # or an error, before anything is shown
+    outputs = llm.stream(prompt, params)  # raises its errors here, before anything is shown
     sys.stdout.write(prompt)
     shown = 0
     for output in outputs:

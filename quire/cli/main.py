@@ -1,4 +1,4 @@
-"""`quire`: the command line. Each command is a file beside this one."""
+"""`quire`: the command line. Each command is a file of this package."""
 
 import argparse
 import atexit
@@ -14,8 +14,8 @@ from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
 
-# Torch comes as 170,000 objects that stay. To look for garbage among them after every 700 new ones, as Python does by
-# itself, takes a fifth of the time to import it. The processes that a command starts import this file first, too.
+# Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
+# objects, takes a fifth of the import time. The processes that a command starts import this file first, too.
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, 1 for an error that the user can mend (one line on standard error), 130 for Ctrl-C."""
+    """Exit status: 0, 1 for an error that the user can fix (one line on standard error), or 130 for Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args(argv)
     configure_logging(getattr(arguments, "log_level", "INFO"))
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         if isinstance(error, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; nothing to say at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no reader: the flush at exit must not fail
             return 0
         if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
             raise

@@ -1,15 +1,15 @@
-"""Which model a command runs: its first argument, or --model."""
+"""The model that a command runs: its first argument, or --model."""
 
 import argparse
 import os
 import shlex
 from typing import Any
 
-_HELP = "a checkpoint directory, a .gguf file or a Hugging Face id (default: the bundled model)"
+_HELP = "checkpoint directory, .gguf file or Hugging Face id (default: the bundled model)"
 
 
 class _Model(argparse.Action):
-    """Stores the model, whichever way it is given. Two different ones are an error."""
+    """Stores the model, given as an argument or as a flag. Two different models are an error."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -24,22 +24,22 @@ class _Model(argparse.Action):
 
 
 def add_model(parser: argparse.ArgumentParser, text: str = _HELP) -> None:
-    """The model as a positional argument or as --model, for commands whose first argument it is."""
+    """Add the model as a positional argument and as --model, for commands whose first argument is the model."""
     parser.add_argument("model", nargs="?", metavar="MODEL", action=_Model, help=text)
     parser.add_argument("--model", metavar="MODEL", action=_Model, help="the same, as a flag")
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    """--model alone, for a command whose first argument is something else."""
+    """Add only --model, for commands whose first argument is something else."""
     parser.add_argument("--model", metavar="MODEL", help=_HELP)
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises ValueError for a prompt that is a model in truth: an existing directory, or the file of a model."""
-    weights = prompt.endswith((".gguf", ".safetensors")) and os.path.isfile(prompt)
-    if weights or os.path.isdir(prompt):
-        model = os.path.dirname(prompt) or "." if prompt.endswith(".safetensors") and weights else prompt
+    """Raises ValueError for a prompt that is obviously meant as the model: a directory, or a file of weights."""
+    is_weights = prompt.endswith((".gguf", ".safetensors")) and os.path.isfile(prompt)
+    if is_weights or os.path.isdir(prompt):
+        model = os.path.dirname(prompt) or "." if prompt.endswith(".safetensors") and is_weights else prompt
         raise ValueError(
-            f"{prompt!r} is {'a file' if weights else 'a directory'}, not a prompt; to run the model there: "
+            f"{prompt!r} is {'a file' if is_weights else 'a directory'}, not a prompt; to run this model: "
             f'quire generate --model {shlex.quote(model)} "YOUR PROMPT"'
         )

@@ -1,4 +1,4 @@
-"""argparse with the habits of vLLM's command line, and with errors of two lines."""
+"""argparse with the conventions of vLLM's command line, and with errors of two lines."""
 
 import argparse
 import difflib
@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 from quire.options.vllm import FOREIGN, LISTS, SHORT_FLAGS
 
-OPTION_DEST = "option_"  # keeps the options of config.py, and vLLM's others, apart from a command's own arguments
+OPTION_DEST = "option_"  # separates the options of config.py and of vLLM from a command's own arguments
 
 
 class MergeJson(argparse.Action):
-    """Stores a JSON object; what a flag that is given again says is added to it."""
+    """Stores a JSON object. If the flag is given again, the new object is merged into the earlier one."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -30,11 +30,11 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes flags with underscores (--max_model_len), switches with values (--enforce-eager=true), and parts of JSON
+    """Accepts flags with underscores (--max_model_len), switches with values (--enforce-eager=true), and fields of JSON
     objects (--hf-overrides.rope_theta 1e6).
 
-    takes_engine_options: it also takes the options of vLLM that Quire does not have; `EngineConfig.create` judges them.
-    These are added when they are given; the help does not list them.
+    takes_engine_options: also accept the options of vLLM that Quire does not have; `EngineConfig.create` checks them.
+    Such a flag is added to the parser when it is first met, and the help does not list it.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         self.takes_engine_options = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Leaves no arguments over: what is not known is an error."""
+        """Parses all arguments; an unknown one is an error."""
         given = self._normalized(list(sys.argv[1:] if args is None else args))
         namespace, rest = super().parse_known_args(given, namespace)
         if rest:
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")
 
     def _normalized(self, given: list[str]) -> list[str]:
-        """The arguments as argparse knows them."""
+        """The arguments in the forms that argparse understands."""
         result: list[str] = []
         objects: dict[str, dict[str, Any]] = {}  # by flag
         while given and given[0] != "--":
@@ -86,12 +86,12 @@ class Parser(argparse.ArgumentParser):
                     result.append(flag if value.lower() in ("", "true") else argument)
             else:
                 result.append(flag + equals + value)
-        for flag, value_of_flag in objects.items():
-            result += [flag, json.dumps(value_of_flag)]
+        for flag, json_object in objects.items():
+            result += [flag, json.dumps(json_object)]
         return result + given
 
     def _action(self, flag: str) -> argparse.Action | None:
-        """What the flag does; None for one that is not known. Adds that of an option of vLLM's."""
+        """The action of the flag, or None if it is unknown. Adds the flag to the parser if it is an option of vLLM."""
         if not flag.startswith("-"):
             return None
         if flag not in self._option_string_actions and self.takes_engine_options:
@@ -108,13 +108,13 @@ class Parser(argparse.ArgumentParser):
         if foreign.switch:
             self.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         else:
-            takes_several = "+" if name in LISTS else None
-            several = "*" if foreign.accepted == () else takes_several
-            self.add_argument(*flags, type=_value, nargs=several, metavar="VALUE", **common)
+            nargs = "+" if name in LISTS else None
+            nargs = "*" if foreign.accepted == () else nargs
+            self.add_argument(*flags, type=_value, nargs=nargs, metavar="VALUE", **common)
 
 
 def _value(text: str) -> Any:
-    """Of an option of vLLM's: JSON, or text."""
+    """The value of an option of vLLM: JSON or a Python constant if the text is valid as such, or else the text."""
     if text in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[text]
     try:
@@ -124,7 +124,7 @@ def _value(text: str) -> Any:
 
 
 def _put(tree: dict[str, Any], path: str, text: str) -> None:
-    """--flag.a.b TEXT: tree["a"]["b"] = TEXT. A key with a plus is a list, to which TEXT is added."""
+    """--flag.a.b TEXT sets tree["a"]["b"] = TEXT. --flag.a.b+ TEXT appends TEXT, split at commas, to the list there."""
     *keys, last = path.split(".")
     for key in keys:
         tree = tree.setdefault(key, {})

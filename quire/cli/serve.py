@@ -9,7 +9,7 @@ from quire.cli.model import add_model
 from quire.config import ServerConfig
 from quire.metrics.logging import logger
 
-HELP = "serve a model behind the OpenAI API"
+HELP = "serve a model with an OpenAI-compatible API"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +27,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_api_key(options: dict[str, Any]) -> dict[str, Any]:
-    """The server's options, with the API key from the environment if they have none.
+    """The server's options, with the API key from the environment if they contain none.
 
-    It is the one option that the environment can give: on a command line, every user of the machine can read it.
+    The API key is the only option that the environment can set: on a command line, every user of the machine can read
+    it.
     """
     if options.get("api_key"):
         return options

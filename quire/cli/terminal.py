@@ -1,4 +1,4 @@
-"""A conversation's terminal: lines with editing and history, messages of several lines, wrapped answers."""
+"""The terminal of a conversation: line editing and history, messages of several lines, wrapped answers."""
 
 import contextlib
 import os
@@ -16,20 +16,20 @@ _HISTORY_LINES = 1000
 
 
 class Wrapper:
-    """Breaks text that arrives in pieces at the borders of words, without holding any of it back.
+    """Wraps streamed text at word boundaries without delaying any of it.
 
-    A word is shown as it comes. When it turns out too long for its line, it is erased there and shown again on the
+    A word is shown as it arrives. When it turns out to be too long for its line, it is erased and written again on the
     next line.
     """
 
     def __init__(self, columns: int) -> None:
-        self.columns = max(columns - 1, 1)  # a terminal breaks the line by itself once its last column is used
+        self.columns = max(columns - 1, 1)  # a terminal breaks the line itself when its last column is used
         self._column = 0
         self._word = ""  # the part of the current word that is on the screen
         self._word_columns = 0
 
     def feed(self, text: str) -> str:
-        """What to write to the terminal for the next piece of text."""
+        """The characters to write to the terminal for the next piece of text."""
         return "".join(map(self._place, text))
 
     def _place(self, character: str) -> str:
@@ -40,17 +40,17 @@ class Wrapper:
         if character == "\t":
             return "".join(map(self._place, " " * (8 - self._column % 8)))
         if unicodedata.category(character) == "Cc":
-            return ""  # no model may move the cursor or change the colours
+            return ""  # a model must not move the cursor or change the colours
         columns = _columns(character)
         written = ""
         if self._column + columns > self.columns:
             if character == " ":
                 return self._place("\n")
-            if columns == 2:  # a line may end in front of it, too
+            if columns == 2:  # a line may also end before a wide character
                 self._word, self._word_columns = "", 0
             written = self._next_line()
         self._column += columns
-        if character == " " or columns == 2:  # a line may end behind either
+        if character == " " or columns == 2:  # a line may end after either
             self._word, self._word_columns = "", 0
         else:
             self._word += character
@@ -58,16 +58,16 @@ class Wrapper:
         return written + character
 
     def _next_line(self) -> str:
-        """Begin a line, with the word that would not end on the last one unless it began there."""
+        """Begin a new line and move the current word to it, unless the word fills the whole old line."""
         if self._word_columns == self._column:
             self._word, self._word_columns = "", 0
-        moved, erase = self._word, f"\x1b[{self._word_columns}D\x1b[K" if self._word else ""
+        erase = f"\x1b[{self._word_columns}D\x1b[K" if self._word else ""
         self._column = self._word_columns
-        return f"{erase}\n{moved}"
+        return f"{erase}\n{self._word}"
 
 
 def _columns(character: str) -> int:
-    """How many columns of a terminal a character takes."""
+    """The number of terminal columns that a character occupies."""
     if character < "\u0300":
         return 1
     if unicodedata.category(character) in ("Mn", "Me", "Cf"):
@@ -76,7 +76,7 @@ def _columns(character: str) -> int:
 
 
 class Terminal:
-    """Reads messages from standard input and writes answers to standard output, of which either may be no terminal."""
+    """Reads messages from standard input and writes answers to standard output. Either may be a file or a pipe."""
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
@@ -84,12 +84,12 @@ class Terminal:
         self._readline = _readline() if self.interactive else None
         self._reading = False
         self._line_was_empty = True
-        self.stopped = False  # Ctrl-C was pressed since `answering` began
+        self.stopped = False  # Ctrl-C was pressed since `answer` began
 
     def message(self) -> str | None:
-        """The next message or command. None at the end of the input.
+        """The next message or command, or None at the end of the input.
 
-        Several lines are one message between triple quotes, after a backslash, and if they are pasted.
+        Several lines form one message if they are between triple quotes, end with backslashes, or are pasted.
         """
         while True:
             try:
@@ -123,7 +123,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def conversation(self) -> Iterator[None]:
-        """Within it, Ctrl-C drops the line that is being typed, or sets `stopped`. The history of lines is kept."""
+        """A context in which Ctrl-C drops the line being typed, or sets `stopped`. Saves the history at its end."""
         if not self.interactive:
             yield
             return
@@ -143,7 +143,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def answer(self) -> Iterator["Answer"]:
-        """Write an answer piece by piece."""
+        """A context in which an answer is written piece by piece."""
         self.stopped = False
         wrapper = Wrapper(os.get_terminal_size(sys.stdout.fileno()).columns or 80) if self._wraps else None
         yield Answer(wrapper)
@@ -151,12 +151,12 @@ class Terminal:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """Tell the user something that is no part of the conversation."""
+        """Show a text that is not part of the conversation."""
         print(text, file=sys.stdout if self.interactive else sys.stderr, flush=True)
 
 
 class Answer:
-    """Writes what is new of a text that grows."""
+    """Writes a growing text: each call of `show` writes only the new part."""
 
     def __init__(self, wrapper: Wrapper | None) -> None:
         self.text = ""
@@ -170,38 +170,38 @@ class Answer:
 
 
 class _History:
-    """The lines that were typed, of this session and those before. Where they cannot be kept, they are not."""
+    """The lines typed in this session and earlier ones, kept in a file. Errors of the file are ignored."""
 
     def __init__(self, readline: ModuleType | None) -> None:
         folder = state_folder()
         self._file = None if folder is None else folder / "chat_history"
-        self._readline, self._before = readline, 0
+        self._readline, self._num_loaded = readline, 0
         if readline is not None and self._file is not None:
             with contextlib.suppress(OSError):
                 readline.read_history_file(self._file)
             readline.set_history_length(_HISTORY_LINES)
-            self._before = readline.get_current_history_length()
+            self._num_loaded = readline.get_current_history_length()
 
     def save(self) -> None:
         if self._readline is None or self._file is None:
             return
-        new = self._readline.get_current_history_length() - self._before
+        num_new = self._readline.get_current_history_length() - self._num_loaded
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            _append(self._readline, new, self._file)
+            _append(self._readline, num_new, self._file)
 
 
-def _append(readline: ModuleType, lines: int, file: Path) -> None:
-    """Append, since other sessions may have written meanwhile. Only this user may read what was said."""
+def _append(readline: ModuleType, num_lines: int, file: Path) -> None:
+    """Append, because other sessions may have written meanwhile. Only the user may read the file."""
     os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
     if hasattr(readline, "append_history_file"):
-        readline.append_history_file(max(lines, 0), file)
-    else:  # a libedit without it
+        readline.append_history_file(max(num_lines, 0), file)
+    else:  # some versions of libedit cannot append
         readline.write_history_file(file)
 
 
 def _readline() -> ModuleType | None:
-    """Line editing for `input`, with pasted lines as one message where the library can. None if Python has none."""
+    """Line editing for `input`, or None if Python lacks it. Pasted lines are one message if the library supports it."""
     try:
         import readline
     except ImportError:
