@@ -1,1 +1,1 @@
-"""What the rooms say to each other: plain msgspec structures, the lowest room of the house."""
+"""The messages that the packages exchange, as plain msgspec structures. Every other package may import this one."""

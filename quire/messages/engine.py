@@ -1,4 +1,4 @@
-"""Between the client side (processor, output processor) and the engine core."""
+"""Messages between the client side (processor, output processor) and the engine core."""
 
 from enum import StrEnum
 
@@ -13,17 +13,17 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"  # the client went away
-    REPETITION = "repetition"  # the output repeats itself, and the request asked to end then
-    ERROR = "error"  # this request could not be run; stop_reason says why
+    REPETITION = "repetition"  # the output repeated itself, and the request has repetition_detection
+    ERROR = "error"  # the request could not be run; stop_reason says why
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A validated, tokenized request. Lengths, ranges and token ids were checked by the processor.
+    """A validated, tokenized request. The processor has checked lengths, ranges and token ids.
 
-    It has either sampling_params or pooling_params. seed: the resolved seed of this one sequence (n > 1 is fanned out
-    before). arrival_time: seconds, orders the queue. max_tokens: resolved, so that prompt and output fit into
-    max_model_len; 0 for a request that pools. eos_token_id: None to ignore it. output_token_ids: what the request
-    generated in a core that was lost; generation goes on behind them.
+    It has either sampling_params or pooling_params. seed: the resolved seed of this one sequence (a request with n > 1
+    becomes n of these). arrival_time: in seconds; orders the queue. max_tokens: resolved, so that prompt and output fit
+    into max_model_len; 0 for a pooling request. eos_token_id: None to ignore end-of-sequence. output_token_ids: tokens
+    that the request generated in a core that was lost; generation continues behind them.
     """
 
     request_id: str
@@ -36,7 +36,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
-    bad_words: list[list[int]] = []  # token ids of each way to write one
+    bad_words: list[list[int]] = []  # token ids of each form of each bad word
     output_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
 
@@ -47,20 +47,20 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step brought one request."""
+    """The output of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token, or what went wrong
+    stop_reason: int | str | None = None  # the stop token, or the error's message
     num_cached_tokens: int = 0
-    logprobs: Logprobs | None = None  # of new_token_ids, at least
-    prompt_logprobs: Logprobs | None = None  # once: of all prompt tokens but the first
-    scheduled_at: float = 0.0  # time.monotonic() when it was first given a row; in its first output
-    num_preemptions: int = 0  # how often it has lost its blocks to another request so far
+    logprobs: Logprobs | None = None  # of new_token_ids, and perhaps of sampled tokens that were cut off behind them
+    prompt_logprobs: Logprobs | None = None  # of all prompt tokens but the first; sent once
+    scheduled_at: float = 0.0  # time.monotonic() when the request first got a row; set in its first output
+    num_preemptions: int = 0  # how often the request has been preempted so far
 
 
-# ---- between processes: what a client says to a core, and what it hears
+# ---- between processes: the orders of a client, and the reports of a core
 
 
 class AddRequests(msgspec.Struct, array_like=True, tag=True):
@@ -76,22 +76,22 @@ class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=True):
-    """End now; what is unfinished ends without a word."""
+    """End now. Unfinished requests get no further output."""
 
 
 CoreOrder = AddRequests | AbortRequests | ResetPrefixCache | Shutdown
 
 
 class CoreStats(msgspec.Struct, array_like=True):
-    """A core's state after a step, and what it counted since it started."""
+    """A core's state after a step, and its counts since it started."""
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_cache_usage: float = 0.0  # share of the blocks that requests hold
+    kv_cache_usage: float = 0.0  # share of the blocks that requests hold, 0 to 1
     preemptions: int = 0
-    prefix_queries: int = 0  # tokens that were looked up
-    prefix_hits: int = 0  # of those, tokens that needed no computing
-    computed_tokens: int = 0  # by the steps whose results are known, of prompts and of outputs
+    prefix_queries: int = 0  # tokens that were looked up in the prefix cache
+    prefix_hits: int = 0  # tokens of these that were found, and so were not computed
+    computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
@@ -106,12 +106,14 @@ class StepOutputs(msgspec.Struct, array_like=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=True):
-    """The core's process runs."""
+    """Sent regularly while the core's process runs."""
 
 
 class CoreDied(msgspec.Struct, array_like=True, tag=True):
-    """Its last words, or what its client says of it. by_user: an option was wrong, so that starting it again is of no
-    use. silent: it may be there still."""
+    """Why a core was lost: its own last report, or what its client found.
+
+    by_user: an option was wrong, so another start would fail too. silent: the process may still exist.
+    """
 
     reason: str
     by_user: bool = False

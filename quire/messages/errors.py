@@ -1,13 +1,13 @@
-"""Exceptions as text, for clients, operators and users."""
+"""The text of exceptions, for clients, operators and users."""
 
 _WRITTEN_FOR_PEOPLE = (ValueError, TypeError, OSError, RuntimeError)
 
 
 def error_text(error: BaseException) -> str:
-    """What an exception says. Never empty: an exception without a text is called by the name of its type.
+    """The text of an exception. Never empty: for an exception without text it is the name of its type.
 
     ValueError("n must be positive") -> "n must be positive"; KeyError("n") -> "KeyError: 'n'"; AssertionError() ->
-    "AssertionError". Every exception that becomes a message goes through here: tests/messages checks it.
+    "AssertionError". Every exception that becomes a message must be converted here; tests/messages checks that.
     """
     name, text = type(error).__name__, str(error).strip()
     if not text:

@@ -1,11 +1,11 @@
-"""What a caller of LLM.generate gets: vLLM's RequestOutput and CompletionOutput."""
+"""The results of LLM.generate: vLLM's RequestOutput and CompletionOutput."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class Logprob:
-    """What a model says of a token at a place. rank: 1 is the likeliest. decoded_token: what it adds to the text."""
+    """The log-probability of a token at a place. rank: 1 is the likeliest. decoded_token: what it adds to the text."""
 
     logprob: float
     rank: int | None = None
@@ -16,11 +16,11 @@ class Logprob:
 class CompletionOutput:
     """One completion of a prompt.
 
-    cumulative_logprob, logprobs: if the request asked for logprobs; logprobs holds {token id: Logprob} for each token,
-    itself first.
+    cumulative_logprob, logprobs: None unless the request asked for logprobs. logprobs has {token id: Logprob} for each
+    token of the completion; that token itself is first.
 
-    finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs; stop_reason: the stop string
-    or the stop token id that ended it, None for end-of-sequence.
+    finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs. stop_reason: the stop string
+    or the stop token id that ended the completion, None for end-of-sequence.
     """
 
     index: int
@@ -37,11 +37,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestStateStats:
-    """When things happened to a request, in seconds, and how many tokens it has brought.
+    """The times of a request's events, in seconds, and the number of its tokens.
 
-    arrival_time: of the wall clock. The others are times of time.monotonic(), 0 for what has not happened: when the
-    request was queued, first scheduled, and brought its first and its latest token. first_token_latency: from arrival.
-    num_generation_tokens: of all n completions.
+    arrival_time: by the wall clock. The other times are by time.monotonic(), and 0 for events that have not happened:
+    when the request was queued, when it was first scheduled, and when its first and its latest token arrived.
+    first_token_latency: from arrival to the first token. num_generation_tokens: of all n completions.
     """
 
     num_generation_tokens: int = 0
@@ -57,8 +57,8 @@ class RequestStateStats:
 class RequestOutput:
     """A prompt and its completions so far.
 
-    num_cached_tokens: prompt tokens that the prefix cache answered. prompt_logprobs: if the request asked for them,
-    None for the first token and {token id: Logprob} for each further one.
+    num_cached_tokens: prompt tokens that were found in the prefix cache. prompt_logprobs: if the request asked for
+    them, None for the first token and {token id: Logprob} for each later one.
     """
 
     request_id: str

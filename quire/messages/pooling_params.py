@@ -1,4 +1,4 @@
-"""PoolingParams: what a request wants instead of sampled tokens. vLLM's names and defaults."""
+"""PoolingParams: the parameters of a request that asks for an embedding or scores. vLLM's names and defaults."""
 
 from typing import Any, Literal, get_args
 
@@ -11,14 +11,13 @@ _OF_EACH_TOKEN = ("token_embed", "token_classify")
 class PoolingParams(msgspec.Struct, omit_defaults=True):
     """Pooling parameters of a request. Raises ValueError or TypeError for a wrong value, naming the field.
 
-    task: what to compute; None is the model's usual task.
-    dimensions: length of the embedding, for models that were trained to have it cut. None keeps all.
-    use_activation: whether scores pass through the model's activation, and embeddings are normalized. None is the
-        model's usual choice.
-    truncate_prompt_tokens: shorten the prompt to this many tokens; -1: to as many as fit max_model_len.
-    skip_reading_prefix_cache: compute the whole prompt, whatever is cached. None does so for tasks that need every
-        token's hidden state.
-    extra_kwargs: for poolers that are plugins.
+    task: what to compute; None is the model's default task.
+    dimensions: length of the embedding, for models whose embeddings may be shortened. None keeps the full length.
+    use_activation: apply the model's activation to scores, and normalize embeddings. None is the model's default.
+    truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it to fit max_model_len.
+    skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached. None does so for tasks that need
+        every token's hidden state.
+    extra_kwargs: arguments for pooler plugins.
     """
 
     task: PoolingTask | None = None

@@ -1,4 +1,4 @@
-"""SamplingParams: how a request wants its tokens drawn. vLLM's names, defaults, ranges and messages."""
+"""SamplingParams: how the tokens of a request are drawn. vLLM's names, defaults, ranges and messages."""
 
 import math
 from enum import Enum
@@ -9,7 +9,7 @@ import msgspec
 MAX_N = 16_384  # completions of a prompt, vLLM's limit
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is arg-max
 MAX_LOGPROB_TOKEN_IDS = 128  # token ids whose logprobs one request may ask for, as in vLLM
-MAX_PATTERN_SIZE = 1000  # tokens; the scheduler compares so many for each token of a request that asks
+MAX_PATTERN_SIZE = 1000  # tokens; for each new token, the scheduler compares as many tokens
 
 _INTEGERS = ("n", "top_k", "min_tokens")
 _OPTIONAL_INTEGERS = """max_tokens seed logprobs prompt_logprobs truncate_prompt_tokens stream_interval""".split()
@@ -19,7 +19,7 @@ _FLAGS = """ignore_eos detokenize skip_special_tokens spaces_between_special_tok
 
 
 class RequestOutputKind(Enum):
-    """What a stream yields: all of the output so far, what is new since the last time, or the finished output alone."""
+    """What a stream yields: the whole output so far, its part since the last time, or only the finished output."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -27,10 +27,10 @@ class RequestOutputKind(Enum):
 
 
 class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """When output that repeats itself ends a request. Raises ValueError for values that contradict each other.
+    """When repeated output ends a request. Raises ValueError for values that contradict each other.
 
-    A request ends when its output ends with min_count equal patterns in a row, each of min_pattern_size (0 is as 1) to
-    max_pattern_size tokens. max_pattern_size=0 looks for none.
+    A request ends when its output ends with min_count equal patterns in a row, each of min_pattern_size (0 means 1) to
+    max_pattern_size tokens. max_pattern_size=0 disables the detection.
     """
 
     max_pattern_size: int = 0
@@ -52,30 +52,31 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     """Sampling parameters of a request. Raises ValueError or TypeError for a wrong value, naming the field.
 
     n: completions to draw for the prompt; completion i uses seed + i.
-    presence_penalty, frequency_penalty: in [-2, 2]; taken from the logit of each token in the output, once or as often
-        as it is there. repetition_penalty: divides positive logits, multiplies negative ones, of each token in prompt
-        or output.
+    presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of each token in the output, once or as
+        often as the token occurs. repetition_penalty: for each token in prompt or output, divides its logit if that is
+        positive and multiplies it if that is negative.
     temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: the usual truncations of the distribution.
-    seed: given equal logits, equal seeds give equal tokens whatever else runs; None or -1 draws a fresh one.
+    seed: given equal logits, equal seeds give equal tokens whatever else runs; None or -1 draws a fresh seed.
     stop, stop_token_ids: end before a string, or at a token. ignore_eos: go on after end-of-sequence.
-    max_tokens: None is "up to max_model_len". min_tokens: no stop before that many.
-    logprobs, prompt_logprobs: log-probabilities of so many of the likeliest tokens at each place (-1: of all), and of
-        the token that is there. A request with prompt_logprobs does not read the prefix cache.
+    max_tokens: None means up to max_model_len. min_tokens: do not stop before this many tokens.
+    logprobs, prompt_logprobs: return log-probabilities of this many of the likeliest tokens at each place (-1: of all),
+        and of the text's own token. A request with prompt_logprobs does not read the prefix cache.
     logprob_token_ids: return log-probabilities of these tokens at each place of the output, instead of the likeliest,
-        and of the token that is there. logprobs is then None, or as many as there are token ids.
+        and of the output's own token. logprobs must then be None or the number of these token ids.
     detokenize: False gives token ids and no text. skip_special_tokens, spaces_between_special_tokens,
-        include_stop_str_in_output: what the text holds.
+        include_stop_str_in_output: what the text contains.
     output_kind: what LLM.stream yields; LLM.generate always returns finished outputs. stream_interval: tokens between
-        two outputs of a stream; the first and the last output come at once. It counts if it is above the engine's.
+        two outputs of a stream; the first and the last output come at once. The larger one of it and of the engine's
+        stream_interval is used.
     repetition_detection: RepetitionDetectionParams, or a dict of its fields. A request that it ends has the finish
         reason "repetition".
-    logit_bias: {token id: what is added to its logit}. allowed_token_ids: no other token. bad_words: the token that
-        would complete one of them is not drawn.
-    truncate_prompt_tokens: shorten the prompt to this many tokens; -1: to as many as leave room for max_tokens.
+    logit_bias: {token id: number that is added to its logit}. allowed_token_ids: draw no other tokens. bad_words: do
+        not draw the token that would complete one of these words.
+    truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit behind it.
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
-    skip_reading_prefix_cache: compute the whole prompt, whatever is cached.
+    skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
     logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
-        [vocab]; only in the process that runs the model. extra_args: for logits processors that are plugins.
+        [vocab]; only where the model runs in the caller's process. extra_args: arguments for logits processor plugins.
     """
 
     n: int = 1
@@ -138,7 +139,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Tokens whose logprobs are returned at each place of the output, besides the one that is there."""
+        """Tokens whose logprobs are returned at each place of the output, besides the output's own token."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
@@ -238,21 +239,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 
 def _check_size(name: str, value: float) -> None:
-    """Raises ValueError for an integer that neither numpy nor another process takes."""
+    """Raises ValueError for an integer of more than 64 bits: neither numpy nor msgpack can hold it."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit in 64 bits, got {value if value.bit_length() < 100 else 'a larger number'}.")
 
 
-def _check(right: bool, rule: str, value: object) -> None:
-    if not right:
+def _check(valid: bool, rule: str, value: object) -> None:
+    if not valid:
         raise ValueError(f"{rule}, got {value}.")
 
 
 class BeamSearchParams(msgspec.Struct, omit_defaults=True):
     """Parameters of LLM.beam_search. Raises ValueError for a value out of range.
 
-    beam_width: beams that are kept, and sequences returned. max_tokens: of output. temperature: above 0, a beam is also
-    continued by a token drawn at that temperature. length_penalty: scores are log-probability / length ** penalty.
+    beam_width: number of beams that are kept, and of sequences that are returned. max_tokens: of the output.
+    temperature: above 0, a beam is also continued by a token drawn at that temperature. length_penalty: the score of a
+    sequence is log-probability / length ** length_penalty.
     """
 
     beam_width: int

@@ -1,7 +1,7 @@
-"""A step is data: what the scheduler decided, and what the model runner answered.
+"""A step as data: the scheduler's decisions, and the model runner's results.
 
-Only deltas travel. A request is sent whole when it is given a row; later steps name it by its row alone. A recorded
-list of SchedulerOutput replays a run.
+The messages contain only changes. A request is sent whole when it gets a row; later steps name it by its row. A run can
+be replayed from its recorded SchedulerOutputs.
 """
 
 import msgspec
@@ -11,9 +11,10 @@ from quire.messages.sampling_params import SamplingParams
 
 
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
-    """A request that enters the batch (for the first time, or again after a preemption), whole.
+    """A whole request that enters the batch, for the first time or again after a preemption.
 
-    num_computed_tokens of token_ids have their keys and values in the cache already (a prefix-cache hit).
+    num_computed_tokens: the first tokens of token_ids whose keys and values are in the cache already (a prefix-cache
+    hit).
     """
 
     request_id: str
@@ -23,8 +24,8 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     num_computed_tokens: int
     sampling_params: SamplingParams | None
     seed: int
-    stop_token_ids: list[int] = []  # all tokens that would end it: held down until min_tokens is reached
-    bad_words: list[list[int]] = []  # token ids of each way to write one
+    stop_token_ids: list[int] = []  # all tokens that would end the request: not drawn before min_tokens
+    bad_words: list[list[int]] = []  # token ids of each form of each bad word
     pooling_params: PoolingParams | None = None
 
     @property
@@ -46,12 +47,12 @@ class BlockTableEdits(msgspec.Struct, array_like=True):
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step: row rows[i] computes its next num_tokens[i] tokens. A step may have no rows at all.
 
-    A row samples when, after this step, the keys and values of all its tokens (those sampled by earlier steps
-    included) are computed; scheduler and model runner both know that without saying it. It samples after its last
-    1 + num_draft_tokens[i] tokens: each of these places gives a token.
+    A row samples if the keys and values of all its tokens, including those sampled by earlier steps, are computed after
+    this step. Scheduler and model runner both derive that from their own counts. The row then samples one token at each
+    of its places, which are behind its last 1 + num_draft_tokens[i] tokens.
 
     epoch: once a request of a step has been refused, the worker skips all later steps of the same epoch.
-    num_draft_tokens: how many of a row's last tokens are guesses, by place in the step; an empty list says none.
+    num_draft_tokens: how many of the last tokens of rows[i] are drafts; an empty list if no row has any.
     """
 
     step_id: int
@@ -64,7 +65,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
 
 class TokenMasks(msgspec.Struct, array_like=True):
-    """Which tokens may be drawn at some places of a step; at its other places, all may.
+    """Which tokens may be drawn at some places of a step. At its other places, all tokens may be drawn.
 
     places: indices into the places of the step, in the order of its rows, and of the tokens within a row.
     bits: int32 [places, ceil(vocab_size / 32)]; token t may be drawn if bit t % 32 of word t // 32 is set.
@@ -75,23 +76,24 @@ class TokenMasks(msgspec.Struct, array_like=True):
 
 
 class Logprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities at consecutive places of a sequence, packed. At each place, the token that is there comes
-    first, then the width - 1 likeliest ones, best first.
+    """Log-probabilities at consecutive places of a sequence, packed. At each place, the sequence's own token is first;
+    the width - 1 likeliest tokens follow, best first.
     """
 
     width: int
     token_ids: bytes  # int32 [places, width]
     logprobs: bytes  # float32 [places, width]
-    ranks: bytes  # int32 [places]: of the token that is there; 1 is the likeliest
+    ranks: bytes  # int32 [places]: the rank of the sequence's own token; 1 is the likeliest
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """The tokens that a step sampled: one list a row, in the step's order, with one token for each of the row's places
-    in the order of the text; empty where the row did not sample.
+    """The results of a step. The dicts are keyed by i, the index of a row in the step's `rows`.
 
-    logprobs: of what was sampled, by the row's place in the step; only of rows that asked.
-    prompt_logprobs: of a whole prompt but its first token, when its row samples for the first time.
-    refusals: why requests cannot be run, by their place in the step. Such a step was not run at all.
+    sampled_token_ids: for each row, in the step's order, one token for each of its places in the order of the text. The
+        list of a row that did not sample is empty.
+    logprobs: of the sampled tokens, for the rows that asked for them.
+    prompt_logprobs: of a whole prompt except its first token, when its row samples for the first time.
+    refusals: why a request cannot be run. A step with refusals was not run at all.
     was_skipped: the step was not run, because of its own refusals or those of an earlier step of its epoch.
     """
 

@@ -1,4 +1,4 @@
-"""What an engine does, as Prometheus metrics with vLLM's names, and as log lines."""
+"""An engine's statistics, as Prometheus metrics with vLLM's names and as log lines."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence on its way. Times are those of time.monotonic(), 0 for what has not happened."""
+    """An unfinished sequence. Times are by time.monotonic(), and 0 for events that have not happened."""
 
     request: _Request
     num_prompt_tokens: int
@@ -42,9 +42,9 @@ class _Sequence:
 
 
 class EngineMetrics:
-    """Counts what requests ask and what steps bring. Times are taken where the client of the core sees them.
+    """Counts requests, and the tokens and other results of steps. Times are taken in the process of the core's client.
 
-    prefix: of the metrics' names. enabled: False keeps no statistics at all, and renders none.
+    prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class EngineMetrics:
         self.preemptions = counter("num_preemptions", "Times that a sequence lost its blocks to another")
         self.queries = counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache")
         self.hits = counter("prefix_cache_hits", "Tokens that were found in the prefix cache")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that began to answer")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences with a first token")
         self.prompt_sources = counters(
-            "prompt_tokens_by_source", "The same tokens, by where their keys and values came from",
+            "prompt_tokens_by_source", "These prompt tokens, by where their keys and values came from",
             "source", ("local_compute", "local_cache_hit"),
         )  # fmt: skip
-        self.cached_tokens = counter("prompt_tokens_cached", "Those of them that came from the prefix cache")
+        self.cached_tokens = counter(
+            "prompt_tokens_cached", "These prompt tokens, as far as they were in the prefix cache"
+        )
         self.generated = counter("generation_tokens", "Tokens generated")
         self.finished = counters(
             "request_success", "Sequences that ended, by reason", "finished_reason", [r.value for r in FinishReason]
@@ -124,7 +126,7 @@ class EngineMetrics:
         self.inference = histogram("request_inference_time_seconds", "From a row to the last token", _LONG)
 
     def set_cache_config(self, config: Mapping[str, object]) -> None:
-        """Options and size of the KV cache, told as labels of a gauge that is 1. The names must always be the same."""
+        """Report options and size of the KV cache as labels of a gauge of value 1. The names must always be the same."""
         labels = {name: str(value) for name, value in config.items()}
         if self._cache_config is None:
             name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
@@ -133,13 +135,13 @@ class EngineMetrics:
         self._cache_config.labels(**labels, engine="0").set(1)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry) if self.enabled else b""
 
     # ---- events
 
     def add(self, sequences: list[EngineCoreRequest]) -> None:
-        """A request arrived, as one core request for each of its n sequences."""
+        """A request arrived. It has one core request for each of its n sequences."""
         if not self.enabled:
             return
         if not self._sequences:
@@ -151,17 +153,17 @@ class EngineMetrics:
             self._sequences[core_request.request_id] = sequence
 
     def abort(self, request_ids: list[str]) -> None:
-        """The client went away."""
+        """The client aborted these core requests."""
         for request_id in request_ids:
             self._finish(request_id, "abort")
 
     def stop(self, request_ids: list[str]) -> None:
-        """A stop string ended them."""
+        """A stop string ended these core requests."""
         for request_id in request_ids:
             self._finish(request_id, "stop")
 
     def step(self, outputs: list[EngineCoreOutput], stats: CoreStats) -> None:
-        """A step is over. stats: the core's state right after it."""
+        """A step has finished. stats: the core's state right after the step."""
         if not self.enabled:
             return
         now, generated, first_tokens = time.monotonic(), 0, 0
@@ -177,7 +179,7 @@ class EngineMetrics:
                 self._finish(output.request_id, output.finish_reason.value)
         self._count(stats, generated, first_tokens)
 
-    # ---- how
+    # ---- counting
 
     def _advance(self, sequence: _Sequence, output: EngineCoreOutput, now: float) -> None:
         if not sequence.first_token_at:
@@ -230,10 +232,10 @@ class EngineMetrics:
         )  # fmt: skip
 
     def _count(self, stats: CoreStats, generated: int, first_tokens: int) -> None:
-        """Add what is new since the last step. A core counts from its own start; the metrics go on over cores."""
+        """Add the changes since the last step. A new core counts from zero, and the metrics continue."""
         before = self._before if stats.computed_tokens >= self._before.computed_tokens else CoreStats()
         queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
-        # A sequence's last token is generated and never computed, so each sequence has one more than was computed.
+        # A sequence's last token is generated but never computed, so a sequence has one token more than were computed.
         step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
         if step_tokens:
             self.iteration.observe(step_tokens)

@@ -1,4 +1,4 @@
-"""A snapshot of metrics as Python objects: what `LLM.get_metrics` returns, in vLLM's classes."""
+"""A snapshot of metrics as Python objects, with vLLM's classes. `LLM.get_metrics` returns it."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from prometheus_client import Metric as Family
 
 @dataclass
 class Metric:
-    """A metric with one set of labels. name: without the suffixes of the text format, such as _total."""
+    """A metric with one set of labels. The name has no suffix of the text format, such as _total."""
 
     name: str
     labels: dict[str, str]
@@ -23,7 +23,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Counters with an order, such as one for each position of a speculated token. No metric of Quire is one yet."""
+    """A list of counters, such as one for each position of a draft token. Quire has no such metric yet."""
 
     values: list[int]
 
@@ -37,8 +37,8 @@ class Gauge(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """How often a value was observed, and the sum of the values. buckets: upper limit, up to "+Inf" → how many values
-    were at most that."""
+    """The number and the sum of the observed values. buckets: upper limit, up to "+Inf" → number of values at most that
+    large."""
 
     count: int
     sum: float
@@ -62,7 +62,7 @@ def _metrics(family: Family) -> list[Metric]:
 
 
 def _histograms(family: Family) -> list[Metric]:
-    """One for each set of labels but `le`, which is a bucket's limit."""
+    """One histogram for each set of labels, without the label `le`, which is a bucket's limit."""
     found: dict[tuple[tuple[str, str], ...], Histogram] = {}
     for sample in family.samples:
         labels = {name: value for name, value in sample.labels.items() if name != "le"}

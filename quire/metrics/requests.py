@@ -1,4 +1,4 @@
-"""The log lines of requests, for --enable-log-requests."""
+"""Log lines about requests, for --enable-log-requests."""
 
 import logging
 
@@ -10,9 +10,10 @@ _DEFAULTS = SamplingParams()
 
 
 class RequestLog:
-    """Logs each request when it arrives, with what is not vLLM's default, and each of its sequences when it ends.
+    """Logs each request when it arrives, with its parameters that are not vLLM's defaults, and each sequence when it
+    ends.
 
-    max_length: characters of a prompt's text, and token ids of it, that are logged at most; None for all. Prompts are
+    max_length: how many characters and how many token ids of a prompt are logged at most; None for all. Prompts are
     logged at level DEBUG only.
     """
 

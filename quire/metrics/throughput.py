@@ -1,4 +1,4 @@
-"""The periodic log line: how much an engine does while it has work."""
+"""The periodic log line: an engine's throughput while it has work."""
 
 import time
 
@@ -20,7 +20,7 @@ class ThroughputLog:
 
     def _reset(self, now: float) -> None:
         self._began_at = now
-        self._work_seconds = 0.0  # of the periods of work that are over
+        self._work_seconds = 0.0  # in periods of work that have ended
         self._prompt_tokens = self._generated = self._queries = self._hits = 0
 
     def begin_work(self) -> None:
@@ -36,7 +36,7 @@ class ThroughputLog:
             self._working_since = None
 
     def step(self, stats: CoreStats, prompt_tokens: int, generated: int, queries: int, hits: int) -> None:
-        """A step is over. The numbers are those of tokens: computed, generated, looked up in the cache, found there."""
+        """A step has finished. The numbers count tokens; queries and hits are those of the prefix cache."""
         self._prompt_tokens += prompt_tokens
         self._generated += generated
         self._queries += queries

@@ -1,4 +1,4 @@
-"""Writable folders, without taking a home, a passwd entry or a writable root for granted."""
+"""Writable folders, also for a user without a home or a passwd entry, and in a container with a read-only root."""
 
 import tempfile
 from collections.abc import Callable
@@ -10,17 +10,20 @@ _SHARED_MEMORY = "/dev/shm"  # a container with a read-only root still has it
 
 
 def cache_folder() -> Path | None:
-    """For what may be computed again: $XDG_CACHE_HOME/quire or ~/.cache/quire. It need not exist.
+    """The folder for files that can be made again: $XDG_CACHE_HOME/quire or ~/.cache/quire. It need not exist.
 
     None for a user without a home.
     """
-    from platformdirs import user_cache_path  # which an engine on a GPU does without
+    from platformdirs import user_cache_path  # imported here: an engine on a GPU does not need the package
 
     return _of_user(user_cache_path)
 
 
 def state_folder() -> Path | None:
-    """For what should be kept, such as a history: $XDG_STATE_HOME/quire or ~/.local/state/quire. Otherwise the same."""
+    """The folder for files to keep, such as a history: $XDG_STATE_HOME/quire or ~/.local/state/quire.
+
+    It need not exist. None for a user without a home.
+    """
     from platformdirs import user_state_path
 
     return _of_user(user_state_path)
@@ -29,13 +32,14 @@ def state_folder() -> Path | None:
 def _of_user(find: Callable[[str], Path]) -> Path | None:
     try:
         folder = find("quire")
-    except RuntimeError:  # of a newer platformdirs for a user without a home; an older one leaves "~" in the path
+    except RuntimeError:  # a user without a home, with a newer platformdirs; an older one leaves "~" in the path
         return None
     return folder if folder.is_absolute() else None
 
 
 def private_folder(prefix: str, longest: int | None = None) -> Path:
-    """A new temporary folder that only this user can enter: in $TMPDIR, /tmp or what Python finds, or in /dev/shm.
+    """A new temporary folder that only this user can enter, in Python's temporary folder ($TMPDIR, /tmp, ...) or, if
+    that fails, in /dev/shm.
 
     longest: characters that the path may have. Raises OSError if no such folder can be made.
     """

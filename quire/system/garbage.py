@@ -5,9 +5,9 @@ import sys
 
 
 def skip_last_collection() -> None:
-    """Let the process end without Python's last search for garbage, which takes half a second over torch's objects.
+    """Let the process end without Python's last garbage collection, which takes half a second for torch's objects.
 
-    Where Triton was imported, the search stays: Triton's bindings would report every object that is left as leaked.
+    If Triton was imported, the collection runs: Triton's bindings would report all remaining objects as leaked.
     """
     if "triton" not in sys.modules:
         gc.freeze()

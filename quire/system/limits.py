@@ -1,14 +1,14 @@
-"""How much memory and how many processors Linux lets this process have: the limits of its cgroup and all above it.
+"""How much memory and how many processors this process may use: the limits of its cgroup and of all cgroups above it.
 
-A process is in a folder of the file system of cgroups (one for each controller with version 1). Each folder up to the
-root of the mount may set limits, and all of them hold:
+A cgroup is a folder in the cgroup file system (version 1 has one file system for each controller). Every folder from
+the process's own up to the root of the mount may set limits, and all of them apply:
 
     version 2                                version 1
     /sys/fs/cgroup                           /sys/fs/cgroup/memory
       machine.slice/cpu.max = 400000 100000    docker/memory.limit_in_bytes = 8589934592
         pod/memory.max = 2147483648              a1b2c3/memory.limit_in_bytes = 2147483648
 
-A container sees its own folder as the root of the mount. `root` is the root of the file system, another one in tests.
+A container sees its own folder as the root of the mount. The argument `root` replaces the file system's root in tests.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # bytes; version 1 has no word for it, but a number of this size
+_NO_LIMIT = 1 << 60  # bytes; where no limit is set, version 1 shows a number of at least this size
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that the cgroups leave: limit - usage + page cache that is given back on demand. None without a limit."""
+    """Bytes that the cgroups leave: limit - usage + page cache that can be reclaimed. None without a limit."""
     free = []
     for folder in _cgroups("memory", root):
         limits = [_number(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
@@ -33,9 +33,9 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 
 def processors(root: Path = Path("/")) -> int:
-    """Processors that may run this process at the same time, by its affinity (cpusets too) and by the cgroups' quotas.
+    """Processors that may run this process at once, by its affinity (which includes cpusets) and the cgroups' quotas.
 
-    A quota of 2.5 processors counts as 2: with 3 threads, all would be stopped in the midst of each step.
+    A quota of 2.5 processors counts as 2: it would stop 3 threads in the middle of each step.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(folder) for folder in _cgroups("cpu", root))
@@ -43,16 +43,16 @@ def processors(root: Path = Path("/")) -> int:
 
 
 def _quota(folder: Path) -> float | None:
-    """In processors."""
+    """A cgroup's quota in processors."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota) / int(period)  # "max" is no number
+        return int(quota) / int(period)  # the quota "max" raises ValueError
     quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota_us / period_us if quota_us is not None and quota_us > 0 and period_us else None
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files that were not read lately, of this cgroup and those below it."""
+    """Bytes of cached files that were not used lately, of this cgroup and the cgroups below it."""
     with contextlib.suppress(OSError, ValueError):
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
@@ -60,7 +60,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None if the file is missing, or says "max"."""
+    """The number in a file. None if the file is missing or contains "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def _number(path: Path) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders whose limits hold for this process, of either version."""
+    """The folders whose limits apply to this process, of cgroups version 1 or 2."""
     try:
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
@@ -83,7 +83,8 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
             continue
         top, mount = (field.encode().decode("unicode_escape") for field in before.split()[3:5])
         path, top = paths[name], top.rstrip("/")
-        below = path[len(top) :].strip("/") if f"{path}/".startswith(f"{top}/") else ""  # else it is not in this mount
+        # A path outside this mount's top counts as the root of the mount.
+        below = path[len(top) :].strip("/") if f"{path}/".startswith(f"{top}/") else ""
         mounted = root / mount.strip("/")
         folder = mounted / below
         if ".." in folder.parts or not folder.is_dir():
