@@ -89,9 +89,7 @@ class EngineMetrics:
             "prompt_tokens_by_source", "These prompt tokens, by where their keys and values came from",
             "source", ("local_compute", "local_cache_hit"),
         )  # fmt: skip
-        self.cached_tokens = counter(
-            "prompt_tokens_cached", "These prompt tokens, as far as they were in the prefix cache"
-        )
+        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens that came from the prefix cache")
         self.generated = counter("generation_tokens", "Tokens generated")
         self.finished = counters(
             "request_success", "Sequences that ended, by reason", "finished_reason", [r.value for r in FinishReason]
@@ -126,7 +124,7 @@ class EngineMetrics:
         self.inference = histogram("request_inference_time_seconds", "From a row to the last token", _LONG)
 
     def set_cache_config(self, config: Mapping[str, object]) -> None:
-        """Report options and size of the KV cache as labels of a gauge of value 1. The names must always be the same."""
+        """Report options and size of the KV cache as labels of a gauge that is 1. The names must always be the same."""
         labels = {name: str(value) for name, value in config.items()}
         if self._cache_config is None:
             name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
