@@ -7,19 +7,20 @@ from quire.layers.build import Builder
 
 
 class AlibiSlopes:
-    """Attention with linear biases (arXiv:2108.12409): a head's scores grow by slope * (position of the key).
+    """Attention with linear biases (arXiv:2108.12409) adds slope * (position of the key) to the scores of a head.
 
-    No backend knows of it: every head gets two more elements, slopes in the query and the position in the key, in two
-    digits so that bfloat16 holds it exactly up to 65,536. The values get zeros.
+    Backends need not support it, since it is part of the dot product. Every head gets two more elements. The query
+    holds the slope twice. The key holds its position in two digits, which are exact in bfloat16 up to 65,536: 1,000
+    becomes 768 and 232. Values get zeros.
     """
 
     def __init__(self, num_heads: int, heads: range, builder: Builder) -> None:
-        """Slopes are a geometric series; beyond a power of two, every other one of the next finer series."""
+        """Slopes are a geometric series. Heads beyond a power of two use every other slope of the next finer one."""
         power = 1 << (num_heads.bit_length() - 1)
         slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
         slopes += [2.0 ** (-4 * (i + 1) / power) for i in range(0, 2 * (num_heads - power), 2)]
-        mine = torch.tensor(slopes[heads.start : heads.stop], dtype=builder.dtype, device=builder.device)
-        self.slopes = mine[None, :, None].expand(1, -1, 2)  # [1, heads, 2]
+        local = torch.tensor(slopes[heads.start : heads.stop], dtype=builder.dtype, device=builder.device)
+        self.slopes = local[None, :, None].expand(1, -1, 2)  # [1, heads, 2]
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v: [tokens, heads, head_dim], positions: [tokens] -> [tokens, heads, head_dim + 2] each"""

@@ -14,9 +14,9 @@ from quire.layers.qk_norm import make_qk_norm
 
 
 class CachedAttention:
-    """What all kinds of attention have in common: a layer's place in the cache."""
+    """The base of all kinds of attention: a layer's backend and its part of the cache."""
 
-    backend: AttentionBackend | None = None  # set with the cache, when its size is known
+    backend: AttentionBackend | None = None  # set together with the cache, once its size is known
     cache: Tensor | None = None
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
@@ -47,7 +47,7 @@ class Attention(CachedAttention):
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
             builder.part(names["sinks"], self.sinks, (spec.num_heads,), slice(share.heads.start, share.heads.stop))
 
-        self.preparing: PreparingBackend | None = None  # where norms, rotation and storing can be one pass
+        self.preparing: PreparingBackend | None = None  # set if norms, rotation and storing can be one pass
 
     def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
         super().bind(backend, cache)
@@ -58,8 +58,8 @@ class Attention(CachedAttention):
         if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
             self.preparing = backend
 
-    def __call__(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], or of `rows` alone; all tokens are stored"""
+    def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens or len(wanted), hidden]. The keys and values of all tokens are stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         tokens, heads, kv_heads, place = x.shape[0], self.num_heads, self.num_kv_heads, self.place
@@ -79,7 +79,7 @@ class Attention(CachedAttention):
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
-        return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), rows))
+        return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted))
 
     def _preparation(self, state: ForwardState) -> Preparation:
         cos, sin = (None, None) if self.place.rotary is None else state.rotary[self.place.rotary]

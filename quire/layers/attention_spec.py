@@ -1,4 +1,4 @@
-"""Attention as data: what a model has, what one rank computes and keeps of it, and where a layer stands."""
+"""Attention as data: the model's attention, the share of it on one rank, and what differs from layer to layer."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one rank keeps of a token in one layer; value_dim: see AttentionShape.
+    """What one rank caches of a token in one layer. value_dim: see AttentionShape.
 
-    holds_positions: keys hold positions, which one byte cannot tell apart (see AlibiSlopes).
+    holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes).
     """
 
     num_heads: int
@@ -26,12 +26,13 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention as a model has it.
+    """The grouped-query attention of a model.
 
-    qkv_layout: q, k, v as three tensors, as one after the other in the tensor "qkv", or in "qkv" by KV head (the query
-    heads of a KV head, then its key, then its value). qk_norm: of queries and keys, over each head with one weight for
-    all ("head") or one for each ("heads"), or over all heads as one vector ("all"). sinks: a learned logit a head that
-    takes part in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out].
+    qkv_layout: q, k and v are three tensors ("separate"), follow each other in the tensor "qkv" ("concatenated"), or
+    are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"). qk_norm: of queries and keys.
+    qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with a weight
+    of its own ("heads"), or over all heads as one vector ("all"). sinks: each head has a learned logit that takes part
+    in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out].
     """
 
     hidden_size: int
@@ -61,14 +62,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of one rank. Where there are fewer KV heads than ranks, several ranks keep the same one."""
+    """The heads of one rank. If there are fewer KV heads than ranks, several ranks hold the same KV head."""
 
     heads: range
     kv_heads: range
 
     @classmethod
     def of(cls, spec: AttentionSpec, group: "Communicator") -> Self:
-        """Raises ValueError if the heads cannot be shared evenly."""
+        """The share of the group's rank. Raises ValueError if the heads cannot be shared evenly."""
         rank, size = group.rank, group.size
         if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
             raise ValueError(
@@ -80,32 +81,32 @@ class HeadShare:
         return cls(range(start, start + heads), range(kv_start, kv_start + kv_heads))
 
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
-        """Where the checkpoint has this rank's query, key and value heads, in that order."""
+        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order."""
         dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
         q, k = self.heads, self.kv_heads
 
-        def rows(name: str, total: int, first: int, count: int) -> OutputPart:
+        def part(name: str, total: int, first: int, count: int) -> OutputPart:
             return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
 
         if spec.qkv_layout == "separate":
             return [
-                rows(key, total, r.start, len(r))
+                part(key, total, r.start, len(r))
                 for key, total, r in (("q", heads, q), ("k", kv_heads, k), ("v", kv_heads, k))
             ]
         total = heads + 2 * kv_heads
         if spec.qkv_layout == "concatenated":
             starts = (q.start, heads + k.start, heads + kv_heads + k.start)
-            return [rows("qkv", total, start, len(r)) for start, r in zip(starts, (q, k, k), strict=True)]
+            return [part("qkv", total, start, len(r)) for start, r in zip(starts, (q, k, k), strict=True)]
         group = heads // kv_heads
-        queries = [rows("qkv", total, h // group * (group + 2) + h % group, 1) for h in q]
-        return queries + [rows("qkv", total, h * (group + 2) + group + which, 1) for which in (0, 1) for h in k]
+        queries = [part("qkv", total, h // group * (group + 2) + h % group, 1) for h in q]
+        return queries + [part("qkv", total, h * (group + 2) + group + which, 1) for which in (0, 1) for h in k]
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """Multi-head latent attention as a model has it.
+    """The multi-head latent attention of a model.
 
-    q_rank: None where queries are not compressed. nope_dim, rope_dim: parts of a query without and with rotation.
+    q_rank: None if queries are not compressed. nope_dim, rope_dim: elements of a query without and with rotation.
     """
 
     hidden_size: int
@@ -121,7 +122,7 @@ class LatentAttentionSpec:
     interleaved_rotary: bool = True
 
     def heads(self, group: "Communicator") -> range:
-        """This rank's. Raises ValueError if they cannot be shared evenly."""
+        """This rank's heads. Raises ValueError if they cannot be shared evenly."""
         if self.num_heads % group.size:
             raise ValueError(f"tensor_parallel_size={group.size} does not divide {self.num_heads} attention heads")
         count = self.num_heads // group.size
@@ -136,10 +137,10 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """In what a layer's attention differs from the other layers'.
+    """What distinguishes the attention of one layer from that of the other layers.
 
-    window: tokens a query sees, None for all. rotary: index of its tables in ForwardState.rotary, None for a layer
-    without. scale: a factor of its own for the scores.
+    window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
+    ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
     """
 
     kv_group: int

@@ -1,4 +1,4 @@
-"""What layers are built with, and how they say which part of which checkpoint tensor each of their parameters is."""
+"""Builder: what layers are built with, and where they note which part of a checkpoint tensor fills a parameter."""
 
 import math
 from collections.abc import Callable
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """A place for a checkpoint tensor: `target` takes source[pick], its last two dimensions exchanged if `transposed`.
+    """`target` is filled with source[pick] of a checkpoint tensor, its last two dimensions exchanged if `transposed`.
 
-    shape: what the whole tensor has in the checkpoint. pick: one slice a leading dimension; () is all of it.
-    A shape () fits any tensor of one number.
+    shape: of the whole tensor in the checkpoint; () fits any tensor with one element. pick: a slice for each leading
+    dimension; () picks the whole tensor.
     """
 
     name: str
@@ -32,10 +32,10 @@ class WeightSlot:
 
 
 class Builder:
-    """Device, types, kernels and process group for the layers of one model; collects their weight slots.
+    """Device, types, kernels and process group for the layers of one model. It collects their weight slots.
 
-    method_of: the format in which the checkpoint keeps the linear layer of a given name. quantizer_of: what brings a
-    layer that it keeps dense into another form when it is loaded, if anything.
+    method_of: the linear method for the format in which the checkpoint keeps the layer of a given name. quantizer_of:
+    the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense.
     """
 
     def __init__(
@@ -48,43 +48,43 @@ class Builder:
         self.tensor_group = tensor_group
         self.method_of, self.quantizer_of = method_of, quantizer_of
         self.slots: list[WeightSlot] = []
-        self._sizes: dict[str, int] = {}  # parameters in each of the checkpoint's tensors, or in what one stands for
-        self._actions: list[tuple[int, Callable[[], None]]] = []  # and how many slots must be filled before
+        self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
+        self._actions: list[tuple[int, Callable[[], None]]] = []  # with how many slots must be filled before
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return empty(*shape, dtype=dtype or self.dtype, device=self.device)
 
     def whole(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter that every rank keeps whole, such as a norm's weight."""
+        """A parameter that every rank holds whole, such as a norm's weight."""
         target = self.parameter(*shape, dtype=dtype)
         self.part(name, target, shape)
         return target
 
     def part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice, transposed: bool = False) -> None:
-        """Note that `target` is the part [pick] of the tensor called `name`."""
+        """Note that `target` is filled with the part [pick] of the checkpoint tensor called `name`."""
         self.count(name, math.prod(shape))
         self.slots.append(WeightSlot(name, target, shape, pick, transposed))
 
     def quantized_part(self, name: str, target: Tensor, shape: tuple[int, ...], *pick: slice) -> None:
-        """The same of a tensor that holds codes or scales: `count` says how many parameters they stand for."""
+        """Like `part`, for a tensor of codes or scales, whose parameters are counted by a separate call of `count`."""
         self.slots.append(WeightSlot(name, target, shape, pick))
 
     def count(self, name: str, num_parameters: int) -> None:
-        """Count the parameters of the weight `name`, of all ranks together; once, however often it is named."""
+        """Count the parameters of the weight `name`, of all ranks together. Repeated calls count once."""
         self._sizes.setdefault(name, num_parameters)
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, on all ranks."""
+        """The number of parameters of the whole model, on all ranks."""
         return sum(self._sizes.values())
 
     def when_loaded(self, action: Callable[[], None]) -> None:
-        """Have `action` called as soon as the slots noted so far are filled."""
+        """Call `action` as soon as the slots noted so far are filled."""
         self._actions.append((len(self.slots), action))
 
     def fill(self, fill: Callable[[WeightSlot], None]) -> None:
-        """Fill the slots in order. Layers bring their weights into the form they compute from one by one on the way, so
-        that there are never two forms of the whole model."""
+        """Fill the slots in order. Each layer's actions (packing, quantizing) run as soon as its own slots are filled,
+        so the whole model is never in memory in two forms."""
         slots, actions = self.slots, self._actions
         self.slots, self._actions = [], []
         slots.reverse()

@@ -9,10 +9,10 @@ from quire.layers.specs import OutputPart
 
 
 class VocabParallelEmbedding:
-    """Rows of the table for token ids; each rank holds a share of the vocabulary."""
+    """A table with a vector for each token id. Each rank holds a share of the vocabulary."""
 
     def __init__(self, builder: Builder, name: str, vocab_size: int, hidden_size: int, is_head: bool) -> None:
-        """is_head: the language-model head has the same table, which is then kept as one for products."""
+        """is_head: the language-model head uses the same table, which is then stored in the form for products."""
         self.group = builder.tensor_group
         self.start, self.stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, self.start, self.stop),), hidden_size, 0, hidden_size)
@@ -23,13 +23,13 @@ class VocabParallelEmbedding:
         """ids: [tokens] -> [tokens, hidden]"""
         if self.group.size == 1:
             return self.table.rows(ids)
-        mine = (ids >= self.start) & (ids < self.stop)
-        rows = self.table.rows((ids - self.start).masked_fill_(~mine, 0))
-        return self.group.all_reduce(rows.masked_fill_(~mine[:, None], 0))
+        local = (ids >= self.start) & (ids < self.stop)
+        vectors = self.table.rows((ids - self.start).masked_fill_(~local, 0))
+        return self.group.all_reduce(vectors.masked_fill_(~local[:, None], 0))
 
 
 class LearnedPositions:
-    """A vector for each position, added to the tokens' embeddings. offset: rows of the table before position 0's."""
+    """A vector for each position, added to the token embeddings. offset: rows of the table before position 0."""
 
     def __init__(self, builder: Builder, name: str, max_positions: int, hidden_size: int, offset: int) -> None:
         self.weight = builder.whole(f"{name}.weight", max_positions + offset, hidden_size)
@@ -41,7 +41,7 @@ class LearnedPositions:
 
 
 class LMHead:
-    """Logits over the vocabulary; the table is the embedding's own where the model ties them."""
+    """Logits over the vocabulary. If the model ties them, head and embedding share one table."""
 
     def __init__(
         self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None,

@@ -1,4 +1,4 @@
-"""What the layers of a forward share: the state of the step, and the rows that are still wanted."""
+"""What the layers of a forward share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,17 @@ from quire.layers.step_inputs import StepInputs
 
 @dataclass
 class ForwardState:
-    """What every layer of a step shares. rotary: cos and sin [tokens, rotary_dim / 2], float32, of each of the model's
-    variants; plans: one a KV group."""
+    """What all layers of a step share.
+
+    rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
+    group.
+    """
 
     inputs: StepInputs
     rotary: list[tuple[Tensor, Tensor]]
     plans: list[Any]
 
 
-def pick(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x[rows]; x itself for None."""
-    return x if rows is None else x.index_select(0, rows)
+def pick(x: Tensor, wanted: Tensor | None) -> Tensor:
+    """x[wanted], or x itself for None."""
+    return x if wanted is None else x.index_select(0, wanted)

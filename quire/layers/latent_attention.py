@@ -1,11 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache keeps one compressed vector a token.
 
-A head's keys and values are linear maps of that latent vector. They are never made: the map of the keys is applied to
-the queries, and that of the values to the result ("absorbed"), so that attention runs over the latents themselves.
+A head's keys and values are linear maps of that latent vector, and are never computed. Instead, the map of the keys is
+applied to the queries, and the map of the values to the result ("absorbed"), so attention runs over the latent vectors.
 
-  cached a token   [ latent, normed | rotary key ]       latent: kv_rank, rotary key: rope_dim, shared by all heads
-  query of a head  [ q_nope W_UK    | rotary query ]
-  result of a head ( sum of p * latent ) W_UV
+  cached of a token [ latent, normed | rotary key ]       latent: kv_rank, rotary key: rope_dim, shared by all heads
+  query of a head   [ q_nope W_UK    | rotary query ]
+  result of a head  ( sum of p * latent ) W_UV
 """
 
 import torch
@@ -21,7 +21,7 @@ from quire.layers.specs import OutputPart
 
 
 class LatentAttention(CachedAttention):
-    """names: q, or q_a, q_a_norm and q_b; kv_a, kv_a_norm, kv_b; o."""
+    """The attention of one layer. names: of q, or q_a, q_a_norm and q_b; of kv_a, kv_a_norm, kv_b and o."""
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec, self.place = spec, place
@@ -30,19 +30,19 @@ class LatentAttention(CachedAttention):
         query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
         self.num_heads = len(heads)
 
-        def rows(name: str, dim: int) -> list[OutputPart]:
+        def parts(name: str, dim: int) -> list[OutputPart]:
             return [OutputPart(names[name], total * dim, heads.start * dim, heads.stop * dim)]
 
         self.q_a = self.q_a_norm = None
         if spec.q_rank is None:
-            self.q = ColumnParallelLinear(builder, hidden, rows("q", query_dim))
+            self.q = ColumnParallelLinear(builder, hidden, parts("q", query_dim))
         else:
             self.q_a = ReplicatedLinear(builder, names["q_a"], hidden, spec.q_rank, spec.bias)
             self.q_a_norm = make_norm(builder, names["q_a_norm"], spec.q_rank, spec.norm)
-            self.q = ColumnParallelLinear(builder, spec.q_rank, rows("q_b", query_dim))
+            self.q = ColumnParallelLinear(builder, spec.q_rank, parts("q_b", query_dim))
         self.kv_a = ReplicatedLinear(builder, names["kv_a"], hidden, spec.kv_rank + spec.rope_dim, spec.bias)
         self.kv_a_norm = make_norm(builder, names["kv_a_norm"], spec.kv_rank, spec.norm)
-        shape = LinearShape(tuple(rows("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
+        shape = LinearShape(tuple(parts("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
         self.kv_b = make_weight(builder, shape)
         builder.when_loaded(self._absorb)
         self.out = RowParallelLinear(builder, names["o"], total * spec.value_dim, hidden, spec.bias, spec.value_dim)
@@ -54,8 +54,8 @@ class LatentAttention(CachedAttention):
         self.from_latent = maps[:, spec.nope_dim :].contiguous()  # [heads, value_dim, kv_rank]
         del self.kv_b
 
-    def __call__(self, x: Tensor, state: ForwardState, rows: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden], or of `rows` alone; all tokens are stored"""
+    def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens or len(wanted), hidden]. The latents of all tokens are stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         assert self.place.rotary is not None
@@ -74,6 +74,6 @@ class LatentAttention(CachedAttention):
         out, _ = self.backend.attend(
             torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
-        out = pick(out, rows)
+        out = pick(out, wanted)
         values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]
         return self.out(values.reshape(len(out), self.num_heads * spec.value_dim))

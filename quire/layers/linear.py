@@ -1,7 +1,7 @@
 """Linear layers, split over a tensor group by rows (column parallel) or by columns (row parallel) of the weight.
 
 The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one all-reduce a pair.
-How the weight itself is kept (dense, or in some quantized format) is the business of the method it is built with.
+The linear method with which a layer is built decides how its weight is stored: dense, or in a quantized format.
 """
 
 from abc import ABC, abstractmethod
@@ -17,9 +17,9 @@ from quire.layers.specs import OutputPart
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One rank's share of a linear layer: the outputs of `parts`, one after the other, from inputs [start, stop).
+    """One rank's share of a linear layer: it computes the outputs of `parts`, in order, from inputs [start, stop).
 
-    in_features: inputs in the checkpoint. transposed: the checkpoint keeps [in, out], as GPT-2 does.
+    in_features: inputs of the whole layer in the checkpoint. transposed: the checkpoint keeps [in, out], as GPT-2 does.
     """
 
     parts: tuple[OutputPart, ...]
@@ -34,7 +34,7 @@ class LinearShape:
 
 
 class LinearWeight(ABC):
-    """The weight of one linear layer on one rank, in one format. Made with the slots that fill it."""
+    """The weight of one linear layer on one rank, in one format. Its constructor notes the slots that fill it."""
 
     @abstractmethod
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,20 +42,20 @@ class LinearWeight(ABC):
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
-        """The weights of the outputs `ids`, for a head that is the embedding's table too: [len(ids), in]"""
+        """The weights of the outputs `ids`, for a table that is both embedding and head: [len(ids), in]"""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The weight as [out, in] in the model's type; for layers that compute with it in another way."""
+        """The weight as [out, in] in the model's type, for layers that use it in another way."""
 
 
 LinearMethod = Callable[[Builder, LinearShape], LinearWeight]
-# Makes a weight of a dense one, which the function returns, and lets go of, when it is loaded.
+# Makes a quantized weight. Once the dense weight is loaded, the function returns it and drops its own reference to it.
 Quantizer = Callable[[Builder, Callable[[], Tensor]], LinearWeight]
 
 
 class DenseWeight(LinearWeight):
-    """A plain matrix in the model's type, packed when it is loaded if the kernel wants that."""
+    """A plain matrix in the model's type. It is packed once it is loaded, if the kernel has a packed form."""
 
     def __init__(self, builder: Builder, shape: LinearShape, pack: bool = True) -> None:
         self.linear = builder.kernels.linear
@@ -83,7 +83,7 @@ class DenseWeight(LinearWeight):
 
 
 def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
-    """Note where in the checkpoint the dense weight [out, in] of `shape` is."""
+    """Note which parts of the checkpoint's tensors fill the dense weight [out, in] of `shape`."""
     offset = 0
     for p in shape.parts:
         end = offset + p.stop - p.start
@@ -95,7 +95,7 @@ def dense_slots(builder: Builder, shape: LinearShape, weight: Tensor) -> None:
 
 
 def dense_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
-    """A weight that the checkpoint keeps dense, in the form that it is to have here."""
+    """A weight that the checkpoint keeps dense, quantized if the engine's options say so."""
     quantizer = builder.quantizer_of(shape.parts[0].name)
     if quantizer is None:
         return DenseWeight(builder, shape)
@@ -119,7 +119,7 @@ def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
 
 
 class ColumnParallelLinear:
-    """y = x W^T + b with the outputs split over ranks; several checkpoint tensors may be fused into one product."""
+    """y = x W^T + b with the outputs split over ranks. Several checkpoint tensors may be fused into one product."""
 
     def __init__(
         self, builder: Builder, in_features: int, parts: Sequence[OutputPart], bias: bool = False,
@@ -141,13 +141,13 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b with the inputs split over ranks: each computes a summand of the whole output."""
+    """y = x W^T + b with the inputs split over ranks. Each rank computes one summand of the whole output."""
 
     def __init__(
         self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = False, unit: int = 1,
         transposed: bool = False,
     ) -> None:  # fmt: skip
-        """unit: inputs that stay together (a head's size)."""
+        """unit: how many inputs stay together on a rank, such as the size of a head."""
         self.group = builder.tensor_group
         start, stop = (bound * unit for bound in self.group.share(in_features // unit))
         parts = (OutputPart(name, out_features, 0, out_features),)

@@ -28,9 +28,9 @@ _SAME = {
 
 
 def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, float] = (1.702, 7.0)) -> Activation:
-    """The function of that name; a gated one takes [tokens, 2 * half] and gives act(first half) * second half.
+    """The activation function called `name`. If gated, [tokens, 2 * half] -> act(first half) * second half.
 
-    Raises ValueError for a name that is not known.
+    Raises ValueError for an unknown name.
     """
     name = _SAME.get(name, name)
     if gated:
@@ -42,7 +42,7 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
         }
         if name in fused:
             return fused[name]
-    # torch's own silu and gelu_tanh are no functions of an element alone: the last ones of a tensor differ in a bit.
+    # torch's own silu and gelu_tanh depend on an element's place: at the end of a tensor, results may differ by a bit.
     by_name: dict[str, Activation] = {
         **_PLAIN,
         **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu_tanh")},
@@ -62,7 +62,7 @@ def _gated(plain: Activation) -> Activation:
 
 
 class MLP:
-    """names: of gate, up (or both in one, gate_up) and down."""
+    """The dense feed-forward layer. names: of gate and up, or of gate_up, which holds both; and of down."""
 
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router chooses experts for each token, and the tokens of an expert are computed together."""
+"""Mixture of experts: a router chooses experts for each token, and each expert computes all its tokens at once."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 
 class GroupedExperts:
-    """One projection of all experts, dense: a grouped product over tokens in the order of their experts."""
+    """One projection of all experts with dense weights: a grouped product over tokens sorted by expert."""
 
     def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
         self.grouped_linear = builder.kernels.grouped_linear
@@ -24,39 +24,41 @@ class GroupedExperts:
         self.bias = None
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x: [rows, in], those of expert e in offsets[e]:offsets[e + 1] -> [rows, out]"""
+        """x: [rows, in], where expert e has the rows offsets[e] : offsets[e + 1] -> [rows, out]"""
         out: Tensor = self.grouped_linear(x, self.weight, self.bias, offsets)
         return out
 
 
 class SeparateExperts:
-    """One projection of all experts where each has a (quantized) weight of its own; one product for all of them, where
-    there is a kernel and the weights are of one form."""
+    """One projection of all experts, each with a (quantized) weight of its own.
+
+    If there is a kernel for it and all weights have the same form, they are concatenated, for one product of all.
+    """
 
     def __init__(
         self, builder: Builder, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None
     ) -> None:
         """bias: [experts, out]"""
         self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
-        self.together: QuantizedMatrix | None = None
+        self.concatenated: QuantizedMatrix | None = None
         if self.kernels.chosen["grouped_quantized_linear"] != "reference":
-            builder.when_loaded(self._put_together)
+            builder.when_loaded(self._concatenate)
 
-    def _put_together(self) -> None:
+    def _concatenate(self) -> None:
         pieces = [piece for weight in self.weights for piece in getattr(weight, "pieces", ())]
         matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
         if len(matrices) == len(pieces) == len(self.weights):
-            together = concatenate(matrices)
-            if len(together) == 1:
-                self.together, self.weights = together[0], []
+            merged = concatenate(matrices)
+            if len(merged) == 1:
+                self.concatenated, self.weights = merged[0], []
 
     def drop_bias(self) -> None:
         self.bias = None
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if self.together is not None:
-            made: Tensor = self.kernels.grouped_quantized_linear(x, self.together, self.bias, offsets)
-            return made
+        if self.concatenated is not None:
+            product: Tensor = self.kernels.grouped_quantized_linear(x, self.concatenated, self.bias, offsets)
+            return product
         ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
         for e, (start, stop) in enumerate(pairwise(ends)):
             if stop > start:
@@ -68,8 +70,10 @@ Experts = GroupedExperts | SeparateExperts
 
 
 def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Experts:
-    """Those that the checkpoint keeps dense, in the form that they are to have here. To be called after their slots are
-    noted; name: of their tensors, or of one."""
+    """Experts that the checkpoint keeps dense, quantized if the engine's options say so.
+
+    To be called after their slots are noted. name: of their tensors, or of one of them.
+    """
     quantizer = builder.quantizer_of(name)
     if quantizer is None:
         return experts
@@ -78,7 +82,7 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
 
 
 def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
-    """From a tensor for each expert and projection. shapes: one an expert."""
+    """The experts of a checkpoint with a tensor for each expert and projection. shapes: one for each expert."""
     if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
         return SeparateExperts(builder, [make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
     first = shapes[0]
@@ -89,35 +93,38 @@ def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
 
 
 def _fused(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> tuple[Experts, Experts]:
-    """From a tensor for all experts, [experts, in, out], in which gate and up take turns: (gate_up, down)."""
+    """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up alternate."""
     count, size = spec.num_experts, spec.intermediate_size
     start, stop = builder.tensor_group.share(size)
-    mine, all_of = stop - start, slice(None)
-    gate_up = GroupedExperts(builder, count, 2 * mine, hidden, spec.bias)
-    down = GroupedExperts(builder, count, hidden, mine, spec.bias)
+    share, everything = stop - start, slice(None)
+    gate_up = GroupedExperts(builder, count, 2 * share, hidden, spec.bias)
+    down = GroupedExperts(builder, count, hidden, share, spec.bias)
     for which in (0, 1):
-        rows, columns = slice(which * mine, (which + 1) * mine), slice(2 * start + which, 2 * stop, 2)
-        target, shape = gate_up.weight[:, rows], (count, hidden, 2 * size)
-        builder.part(names["experts_gate_up"], target, shape, all_of, all_of, columns, transposed=True)
+        outputs, columns = slice(which * share, (which + 1) * share), slice(2 * start + which, 2 * stop, 2)
+        target, shape = gate_up.weight[:, outputs], (count, hidden, 2 * size)
+        builder.part(names["experts_gate_up"], target, shape, everything, everything, columns, transposed=True)
         if gate_up.bias is not None:
             name = f"{names['experts_gate_up']}_bias"
-            builder.part(name, gate_up.bias[:, rows], (count, 2 * size), all_of, columns)
+            builder.part(name, gate_up.bias[:, outputs], (count, 2 * size), everything, columns)
     shape = (count, size, hidden)
-    builder.part(names["experts_down"], down.weight, shape, all_of, slice(start, stop), transposed=True)
+    builder.part(names["experts_down"], down.weight, shape, everything, slice(start, stop), transposed=True)
     if down.bias is not None:
         builder.part(f"{names['experts_down']}_bias", down.bias, (count, hidden))
-    made = [
+    projections = [
         _dense_experts(builder, names[key], experts)
         for key, experts in (("experts_gate_up", gate_up), ("experts_down", down))
     ]
-    if builder.tensor_group.rank > 0:  # the ranks' results are added up
-        builder.when_loaded(made[1].drop_bias)
-    return made[0], made[1]
+    if builder.tensor_group.rank > 0:  # the ranks' results are added up, so only one may add the bias
+        builder.when_loaded(projections[1].drop_bias)
+    return projections[0], projections[1]
 
 
 class MoE:
-    """names: router, correction_bias; expert_gate, expert_up, expert_down with {e} for the expert, or experts_gate_up,
-    experts_down for all; shared_gate, shared_up, shared_down, shared_expert_gate."""
+    """A mixture of experts.
+
+    names: of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert, or of
+    experts_gate_up and experts_down for all; of shared_gate, shared_up, shared_down and shared_expert_gate.
+    """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
         self.spec, self.group, self.kernels = spec, builder.tensor_group, builder.kernels
@@ -153,8 +160,8 @@ class MoE:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""
         weights, experts = self.route(x)  # [tokens, top_k]
-        chosen, order = experts.flatten().sort(stable=True)
-        offsets = torch.searchsorted(chosen, self.bounds)
+        sorted_experts, order = experts.flatten().sort(stable=True)
+        offsets = torch.searchsorted(sorted_experts, self.bounds)
         out = self.down(self.activation(self.gate_up(x[order // self.spec.top_k], offsets)), offsets)
         routed = self.group.all_reduce(self.kernels.combine_experts(out, order, weights))
         if self.shared is None:
@@ -173,10 +180,10 @@ class MoE:
         if spec.groups > 1:
             grouped = choice.view(len(x), spec.groups, choice.shape[1] // spec.groups)
             best = grouped.topk(1 if spec.group_score == "best" else 2, dim=-1).values.sum(-1)
-            lost = torch.ones_like(best, dtype=torch.bool).scatter_(
+            excluded = torch.ones_like(best, dtype=torch.bool).scatter_(
                 1, best.topk(spec.topk_groups, dim=-1).indices, False
             )
-            choice = grouped.masked_fill(lost[:, :, None], float("-inf")).flatten(1)
+            choice = grouped.masked_fill(excluded[:, :, None], float("-inf")).flatten(1)
         experts = choice.topk(spec.top_k, dim=-1).indices
         weights = scores.gather(1, experts)
         if spec.normalize:

@@ -1,4 +1,4 @@
-"""Norm layers. All of them compute in float32 and answer in the type of their input."""
+"""Norm layers. All of them compute in float32 and return the type of their input."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from quire.layers.specs import NormSpec
 
 
 class Norm:
-    """Norm over the last dimension; this one is the identity, for places where a model has no norm."""
+    """Norm over the last dimension. The base class is the identity, used where a model has no norm."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), overwriting both; without a residual stream yet, x starts it."""
+        """(norm(x + residual), x + residual). Both may be overwritten. If residual is None, x starts the stream."""
         residual = x if residual is None else residual.add_(x)
         return self(residual), residual
 
@@ -41,7 +41,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """Norm of mean and variance (arXiv:1607.06450)."""
+    """Layer norm, by mean and variance (arXiv:1607.06450)."""
 
     def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
         self.eps, self.size = spec.eps, (size,)

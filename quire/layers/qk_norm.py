@@ -15,24 +15,24 @@ QKNorm = Callable[[Tensor], Tensor]  # [tokens, heads, head_dim] -> the same
 def make_qk_norm(
     builder: Builder, name: str, spec: NormSpec, over: str, head_dim: int, num_heads: int, heads: range
 ) -> QKNorm:
-    """over: see AttentionSpec. heads: those of this rank, of num_heads in all."""
+    """over: see AttentionSpec.qk_norm_over. heads: the heads of this rank, of num_heads in all."""
     if over == "head":
         return make_norm(builder, name, head_dim, spec)
     return (NormOfEachHead if over == "heads" else RMSNormOfAllHeads)(builder, name, spec, head_dim, num_heads, heads)
 
 
 class NormOfEachHead:
-    """A layer norm for each head with a weight of its own, no bias (Cohere). The checkpoint's weight: [heads, dim]."""
+    """A layer norm without bias whose weight differs by head (Cohere). The checkpoint's weight: [heads, dim]."""
 
     def __init__(
         self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
     ) -> None:
         self.eps = spec.eps
         self.weight = builder.parameter(len(heads), head_dim)
-        if "{h}" in name:  # StableLM: a tensor a head, of which this rank takes nothing if the head is another's
+        if "{h}" in name:  # StableLM: one tensor for each head. Tensors of other ranks' heads fill empty slots.
             for head in range(num_heads):
-                rows = self.weight[head - heads.start] if head in heads else self.weight.new_empty(0)
-                builder.part(f"{name.replace('{h}', str(head))}.weight", rows, (head_dim,), slice(len(rows)))
+                target = self.weight[head - heads.start] if head in heads else self.weight.new_empty(0)
+                builder.part(f"{name.replace('{h}', str(head))}.weight", target, (head_dim,), slice(len(target)))
         else:
             builder.part(f"{name}.weight", self.weight, (num_heads, head_dim), slice(heads.start, heads.stop))
 
@@ -49,9 +49,9 @@ class RMSNormOfAllHeads:
     ) -> None:
         self.eps, self.group, self.size = spec.eps, builder.tensor_group, num_heads * head_dim
         self.weight = builder.parameter(len(heads), head_dim, dtype=torch.float32)
-        rows = slice(heads.start * head_dim, heads.stop * head_dim)
-        builder.part(f"{name}.weight", self.weight.view(-1), (self.size,), rows)
-        # With fewer KV heads than ranks, several ranks hold the same ones, which must be counted once.
+        share = slice(heads.start * head_dim, heads.stop * head_dim)
+        builder.part(f"{name}.weight", self.weight.view(-1), (self.size,), share)
+        # With fewer KV heads than ranks, several ranks hold the same head, which the sum must count once.
         self.copies = self.group.size * (len(heads)) // num_heads
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864) in each of the variants that checkpoints ask for."""
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) in all variants that checkpoints use."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quire.layers.rotary_spec import ORIGINAL, RotarySpec, sharpening
 
-Frequencies = tuple[Tensor, float]  # radians a position of each pair: [rotary_dim / 2], float32; the attention factor
+Frequencies = tuple[Tensor, float]  # radians a position by pair, float32 [rotary_dim / 2]; attention factor
 
 
 def _powers(theta: float, dim: int) -> Tensor:
-    """theta^(2i / dim), the positions in which pair i turns by one radian: [dim / 2]. Rounded as transformers does."""
+    """theta^(2i / dim), the positions in which pair i turns by one radian: [dim / 2]. Rounded as in transformers."""
     return torch.pow(theta, torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
@@ -29,14 +29,14 @@ def _linear(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 def _dynamic(spec: RotarySpec, max_positions: int) -> Frequencies:
     """NTK-aware scaling (in arXiv:2309.00071): beyond the trained length the base grows with the text. Cached keys keep
-    their rotation, so the base is that of the longest text the engine takes, not of the text at hand."""
+    their rotation, so the base is always that of the longest text that the engine accepts."""
     factor, dim = spec.scaling["factor"], spec.rotary_dim
     stretch = (factor * max(max_positions, spec.max_positions) / spec.max_positions) - (factor - 1)
     return 1.0 / _powers(spec.theta * stretch ** (dim / (dim - 2)), dim), 1.0
 
 
 def _llama3(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """Llama 3.1's code: slow frequencies are divided by `factor`, fast ones kept, those between interpolated."""
+    """Llama 3.1: slow frequencies are divided by `factor`, fast ones are kept, those between are interpolated."""
     factor, low, high = (spec.scaling[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
     frequencies = 1.0 / _powers(spec.theta, spec.rotary_dim)
     smooth = ((spec.scaling[ORIGINAL] / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
@@ -45,10 +45,11 @@ def _llama3(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 def _yarn(spec: RotarySpec, max_positions: int) -> Frequencies:
     """YaRN, arXiv:2309.00071: frequencies that turn less than beta_slow times in the original length are divided by
-    `factor`, those that turn more than beta_fast times kept. mscale: DeepSeek-V2's addition (arXiv:2405.04434)."""
+    `factor`, and those that turn more than beta_fast times are kept. mscale comes from DeepSeek-V2 (arXiv:2405.04434).
+    """
     get, dim, factor = spec.scaling.get, spec.rotary_dim, spec.scaling["factor"]
     lengths = [spec.scaling[ORIGINAL] / (turns * 2 * math.pi) for turns in (get("beta_fast", 32), get("beta_slow", 1))]
-    low, high = [dim * math.log(length) / (2 * math.log(spec.theta)) for length in lengths]  # which pairs turn so often
+    low, high = [dim * math.log(length) / (2 * math.log(spec.theta)) for length in lengths]  # pairs with these turns
     if get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -61,8 +62,8 @@ def _yarn(spec: RotarySpec, max_positions: int) -> Frequencies:
 
 
 def _longrope(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """LongRoPE, arXiv:2402.13753: a list of divisors up to the original length, another one beyond. Cached keys keep
-    their rotation, so the longest text the engine takes decides between them, as in vLLM."""
+    """LongRoPE, arXiv:2402.13753: one list of divisors for texts up to the original length, another for longer ones.
+    Cached keys keep their rotation, so the longest text that the engine accepts decides between them, as in vLLM."""
     original = spec.scaling[ORIGINAL]
     divisors = spec.scaling["long_factor" if max_positions > original else "short_factor"]
     frequencies = 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _powers(spec.theta, spec.rotary_dim))
@@ -83,20 +84,22 @@ _FREQUENCIES: dict[str, Callable[[RotarySpec, int], Frequencies]] = {  # by vari
 
 
 def inverse_frequencies(spec: RotarySpec, max_positions: int) -> Frequencies:
-    """For texts of at most max_positions tokens. The attention factor is what cos and sin are multiplied by."""
+    """Frequencies for texts of at most max_positions tokens. cos and sin are multiplied by the attention factor."""
     return _FREQUENCIES[spec.kind](spec, max_positions)
 
 
 class RotaryEmbedding:
-    """cos and sin for every position, made once. In multi-section models (Qwen2-VL, arXiv:2409.12191) a token has three
-    positions, time, height, width, and a pair follows one: in sections, ttthhhww, or interleaved, thwthwth (Qwen3-VL).
+    """Tables of cos and sin for every position.
+
+    In multi-section models (Qwen2-VL, arXiv:2409.12191) a token has three positions: time, height and width. Each pair
+    uses one of them, in sections (ttthhhww) or interleaved (thwthwth, Qwen3-VL).
     """
 
     def __init__(self, spec: RotarySpec, max_positions: int, device: torch.device) -> None:
         frequencies, attention_factor = inverse_frequencies(spec, max_positions)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
         self.cos = angles.cos().mul_(attention_factor).to(device)  # [max_positions, rotary_dim / 2]
-        self.sin = angles.sin_().mul_(attention_factor).to(device)  # in place: each copy takes time to start
+        self.sin = angles.sin_().mul_(attention_factor).to(device)  # in place: a copy would prolong the start
         pairs = torch.arange(spec.rotary_dim // 2)
         sections = torch.tensor(spec.scaling.get("mrope_section", [len(pairs)]))
         axes = torch.arange(len(sections)).repeat_interleave(sections)
@@ -106,7 +109,7 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [tokens], or [3, tokens] for multi-section -> cos, sin: [tokens, rotary_dim / 2], float32"""
-        if positions.ndim == 1:  # by index_select: on a CPU, indexing would wake torch's threads for a few rows
+        if positions.ndim == 1:  # index_select, since x[positions] wakes torch's threads even for few tokens
             return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        of_pairs = positions[self.axes].T  # [tokens, rotary_dim / 2]
-        return self.cos[of_pairs, self.pairs], self.sin[of_pairs, self.pairs]
+        pair_positions = positions[self.axes].T  # [tokens, rotary_dim / 2]
+        return self.cos[pair_positions, self.pairs], self.sin[pair_positions, self.pairs]

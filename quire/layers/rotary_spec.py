@@ -1,11 +1,11 @@
-"""Rotary position embedding as data: what a config.json says of it, checked, without torch."""
+"""Rotary position embedding as data: read from a config.json and validated, without torch."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ORIGINAL = "original_max_position_embeddings"  # how long texts were before a variant stretched them
+ORIGINAL = "original_max_position_embeddings"  # the trained context length, before a variant extended it
 ALIASES = {"su": "longrope", "deepseek_yarn": "yarn", "mrope": "default"}
 NEEDED_NUMBERS: dict[str, tuple[str, ...]] = {  # by variant
     "default": (),
@@ -20,9 +20,11 @@ NEEDED_NUMBERS: dict[str, tuple[str, ...]] = {  # by variant
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """theta: the base; rotary_dim: how many elements of a head are rotated; max_positions: the config's
-    max_position_embeddings, 0 if it has none; scaling: the checkpoint's parameters, "rope_type" and its numbers.
-    Raises ValueError for an unknown variant, and for a number of it that is missing or cannot be."""
+    """theta: the base. rotary_dim: how many elements of a head are rotated. max_positions: the config's
+    max_position_embeddings, 0 if it has none. scaling: the checkpoint's parameters, "rope_type" and its numbers.
+
+    Raises ValueError for an unknown variant, and for a parameter of the variant that is missing or impossible.
+    """
 
     theta: float
     rotary_dim: int
@@ -52,8 +54,9 @@ class RotarySpec:
 
 
 def _parameters(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The new form, `rope_parameters` (flat or by layer type), under the old one, `rope_scaling`; null is not there.
-    Where layer types differ (Gemma 3, OLMo 3), the old one is about those that see all of the text."""
+    """The parameters in `rope_parameters` (the new form, flat or by layer type), overridden by `rope_scaling` (the old
+    form). A parameter that is null counts as missing. If layer types differ (Gemma 3, OLMo 3), the old form is about
+    the layers with full attention."""
     new = config.get("rope_parameters") or {}
     if any(isinstance(value, Mapping) for value in new.values()):
         if not new.get(layer_type or ""):
@@ -71,34 +74,36 @@ def _parameters(config: Mapping[str, Any], layer_type: str | None) -> dict[str, 
 def rotary_spec(
     config: Mapping[str, Any], head_dim: int, layer_type: str | None = None, rotary_dim: int | None = None
 ) -> RotarySpec:
-    """From a config.json of either form. Where it says nothing, theta is 10,000 and all of a head is rotated.
-    layer_type: "full_attention" or "sliding_attention" where an architecture rotates these differently, else None.
-    rotary_dim: if the architecture knows better than the config. Raises ValueError as RotarySpec does."""
+    """The rotary spec of a config.json in either form. By default theta is 10,000 and all of a head is rotated.
+
+    layer_type: "full_attention" or "sliding_attention" if the architecture rotates these differently, else None.
+    rotary_dim: overrides the config. Raises ValueError as RotarySpec does.
+    """
     scaling, max_positions = _parameters(config, layer_type), int(config.get("max_position_embeddings") or 0)
     local = config.get("rope_local_base_freq") if layer_type == "sliding_attention" else None
     theta = scaling.pop("rope_theta", None) or local or config.get("rope_theta") or config.get("rotary_emb_base")
-    if scaling["rope_type"] in ("llama3", "yarn", "longrope"):  # Phi-3 says it outside, and there it counts
+    if scaling["rope_type"] in ("llama3", "yarn", "longrope"):  # Phi-3 has it at the top level, which takes precedence
         scaling[ORIGINAL] = config.get(ORIGINAL) or scaling.get(ORIGINAL) or max_positions or None
-    if scaling["rope_type"] != "proportional":  # there the fraction is a parameter of the frequencies
+    if scaling["rope_type"] != "proportional":  # where the fraction changes the frequencies instead
         fraction = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
         rotary_dim = rotary_dim or (config.get("rotary_dim") if fraction is None else int(head_dim * fraction))
     return RotarySpec(float(theta or 10_000), head_dim if rotary_dim is None else rotary_dim, max_positions, scaling)
 
 
 def max_model_positions(config: Mapping[str, Any], spec: RotarySpec) -> int:
-    """How long a text the variant was made for, by vLLM's rule; 0 if the config does not say."""
-    if spec.kind not in ("linear", "dynamic", "yarn") or "gemma3" in config.get("model_type", ""):  # stretched already
+    """The longest text that the variant is meant for, by vLLM's rule. 0 if the config does not say."""
+    if spec.kind not in ("linear", "dynamic", "yarn") or "gemma3" in config.get("model_type", ""):  # scaled already
         return spec.max_positions
     original = spec.scaling[ORIGINAL] if spec.kind == "yarn" else spec.max_positions
     return max(spec.max_positions, int(original * spec.scaling["factor"]))
 
 
 def sharpening(factor: float, weight: float = 1.0) -> float:
-    """The root of how much sharper attention is to be in texts `factor` times as long (arXiv:2309.00071)."""
+    """YaRN's mscale (arXiv:2309.00071): the factor of queries and of keys in texts `factor` times as long."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def softmax_scale_factor(spec: RotarySpec) -> float:
-    """What DeepSeek's attention multiplies its softmax scale by under YaRN: the square of mscale_all_dim's mscale."""
+    """DeepSeek's factor of the softmax scale under YaRN: the square of the mscale with weight mscale_all_dim."""
     weight = spec.scaling.get("mscale_all_dim") if spec.kind == "yarn" else None
     return sharpening(spec.scaling["factor"], weight) ** 2 if weight else 1.0

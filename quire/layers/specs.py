@@ -16,10 +16,11 @@ class OutputPart:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What a model norms with.
+    """The kind of norm that a model has.
 
-    bias: of a layer norm. affine: it has a weight. wide: the product with the weight is taken in float32, too (an RMS
-    norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma keeps weight - 1).
+    bias: whether a layer norm has one. affine: whether the norm has a weight. wide: the product with the weight is in
+    float32, too (the RMS norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma keeps
+    weight - 1).
     """
 
     kind: Literal["rms", "layer"]
@@ -32,7 +33,7 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) where it is not gated. transposed: see LinearShape."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -43,14 +44,15 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """num_experts feed-forward layers, of which each token takes top_k.
+    """num_experts feed-forward layers, of which each token uses top_k.
 
-    swiglu: alpha and limit of the activation "swiglu_oai". scoring: of the router's logits. normalize: chosen scores
-    are made to sum to 1. scale: factor of the result. groups: only experts of the topk_groups best groups may be
-    chosen; group_score: a group's score is its best expert's, or the sum of its two best. correction_bias: added to the
-    scores for the choice alone (DeepSeek-V3, arXiv:2412.19437). shared: an expert that every token takes, times
-    sigmoid(gate(x)) if shared_gate. layout: the experts' projections as tensors of their own, or of all experts in one,
-    [experts, in, out], gate and up taking turns (gpt-oss).
+    swiglu: alpha and limit of the activation "swiglu_oai". scoring: the function from the router's logits to scores.
+    normalize: the scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only
+    experts of the topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of
+    its two best. correction_bias: a bias is added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437).
+    shared: an expert that every token uses. shared_gate: its result is multiplied by sigmoid(gate(x)). layout: every
+    expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
+    which gate and up alternate ("fused", gpt-oss).
     """
 
     num_experts: int

@@ -1,11 +1,11 @@
-"""The one declaration of what a forward reads of a step.
+"""The only declaration of the inputs that a forward reads.
 
-Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For layers to read one
-more number for each token, as `state.inputs.adapters`, this line in StepInputs is enough:
+Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, this line
+in StepInputs gives layers one more number for each token, as `state.inputs.adapters`:
 
     adapters: Tensor = per_token(padding=-1)
 
-The host provides its values in `FlatBatch.extra_inputs`, by name.
+The host provides the values in `FlatBatch.extra_inputs`, by name.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 
 class StepSize(NamedTuple):
-    """What recorded steps and CUDA graphs are kept by. tokens_per_request: the same for all requests, or 0."""
+    """The key of recorded steps and CUDA graphs. tokens_per_request: 0 if it is not the same for all requests."""
 
     tokens: int
     requests: int
@@ -32,8 +32,11 @@ class StepSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """shape: names of dimensions. padding: None where the last value is repeated. reader: who reads the input; what
-    layers read is copied for recorded steps, the others prepare their own copies."""
+    """One input of a step. shape: names of dimensions. padding: the value, None to repeat the last value of the array.
+
+    reader: which part of the forward reads the input. Recorded steps have copies of the inputs that layers read; the
+    embedding and the attention prepare their own.
+    """
 
     shape: tuple[str, ...]
     dtype: npt.DTypeLike
@@ -44,11 +47,11 @@ class Declaration:
         return tuple(dimensions[name] for name in self.shape)
 
     def blank(self, dimensions: Mapping[str, int]) -> Array:
-        """An array of nothing but padding."""
+        """An array that holds only padding."""
         return np.full(self.size(dimensions), self.padding or 0, self.dtype)
 
     def padded(self, array: Array, dimensions: Mapping[str, int]) -> Array:
-        """The array, with padding behind it in each dimension that is too short."""
+        """The array, padded at the end of each dimension that is too short."""
         missing = [(0, want - have) for want, have in zip(self.size(dimensions), array.shape, strict=True)]
         if not any(behind for _, behind in missing):
             return array
@@ -71,7 +74,7 @@ def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str =
 
 @dataclass(kw_only=True)
 class StepInputs:
-    """A step's inputs on the device. Padded tokens are not kept in the cache; padded requests have no tokens.
+    """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
     longest_prompt: see StepLayout.
     """
@@ -91,13 +94,13 @@ class StepInputs:
         return {f.name: f.metadata["declaration"] for f in fields(cls) if "declaration" in f.metadata}
 
     def copy_for_layers(self, other: Self) -> None:
-        """Overwrite what layers read with another step's, of the same size."""
+        """Overwrite the inputs that layers read with those of another step of the same size."""
         for name, declaration in self.declarations().items():
             if declaration.reader == "layers":
                 getattr(self, name).copy_(getattr(other, name))
 
     def layouts(self) -> list[StepLayout]:
-        """One for each KV group."""
+        """The layout of each KV group."""
         return [
             StepLayout(
                 self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt, self.size.tokens_per_request
@@ -107,7 +110,7 @@ class StepInputs:
 
 
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
-    """The lengths that the names in declarations stand for."""
+    """The length of each dimension that declarations name."""
     tokens, requests, _ = size
     return {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
 
@@ -115,7 +118,7 @@ def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
 def dummy_arrays(
     declarations: Mapping[str, Declaration], lengths: Mapping[str, int], counts: Array
 ) -> dict[str, Array]:
-    """A dummy step of requests with counts[i] tokens, of which nothing is kept in the cache."""
+    """A dummy step whose request i has counts[i] tokens. None of its tokens is cached."""
     ends = counts.cumsum()
     arrays = {name: declaration.blank(lengths) for name, declaration in declarations.items()}
     arrays["positions"][:] = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
