@@ -1,4 +1,4 @@
-"""The running requests as tensors: what the sampler and the logits processors may read of them."""
+"""The running requests as tensors, for the sampler and the logits processors to read."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,20 @@ from torch import Tensor
 class BatchState:
     """Tokens, counters and block tables of the running requests, on the device that samples. A request has one row.
 
-    A device may work late: the host cannot know these values without waiting, but what it launches reads them in the
-    order of the launches. In that order, for the rows of a step:
+    A device may work late. Then the host cannot know these values without waiting, but the kernels that it launches
+    read and write them in the order of the launches. In that order, for the rows of a step:
 
-    - when the step's tokens are sampled, `token_ids[row, :num_tokens[row]]` are the prompt, all tokens that earlier
-      steps sampled, and drafts, if the row has any; `num_computed[row]` counts the step's own tokens already;
-    - afterwards the token that was sampled at a place is written behind the token of that place, and
-      `token_ids[row, num_tokens[row] - 1]` is what was sampled at the row's last place;
-    - cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
+    - When the step samples, `token_ids[row, :num_tokens[row]]` are the prompt, all tokens that earlier steps sampled,
+      and the row's drafts, if any. `num_computed[row]` already includes the step's own tokens.
+    - Then the token that was sampled at a place is written behind the token of that place, and
+      `token_ids[row, num_tokens[row] - 1]` is the token that was sampled at the row's last place.
+    - Cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
 
-    Only the worker writes here. On a CPU the tensors are views of the arrays of InputBatch.
+    Only the worker writes these tensors. On a CPU they are views of the arrays of InputBatch.
     """
 
     token_ids: Tensor  # [rows, max_model_len + 1], int32
-    num_tokens: Tensor  # [rows], int64: known tokens, prompt and output
+    num_tokens: Tensor  # [rows], int64: known tokens of prompt and output
     num_computed: Tensor  # [rows], int64: tokens whose keys and values are in the cache, or will be after this step
     num_prompt: Tensor  # [rows], int64
     block_tables: Tensor  # [KV groups, rows, blocks], int32; entries past a request's last block are arbitrary

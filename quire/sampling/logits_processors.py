@@ -1,8 +1,8 @@
-"""The interface of whatever changes logits before tokens are drawn, for all of a step at once; built-ins and plugins
-alike.
+"""The interface of logits processors, which change the logits of a whole step before tokens are sampled. Built-in
+processors and plugins use it alike.
 
     class Hurry(LogitsProcessor):
-        '''extra_args={"hurry": 0.5}: with each token of output, end-of-sequence gains so much.'''
+        '''extra_args={"hurry": 0.5}: each token of output adds 0.5 to the logit of end-of-sequence.'''
 
         def __init__(self, config: EngineConfig, device: torch.device) -> None:
             super().__init__(config, device)
@@ -18,9 +18,8 @@ alike.
 
     LLM(logits_processors=["my_package.hurry:Hurry"])
 
-vLLM's plugins differ in two points: they are told of rows that move, which never happens here, and they get the logits
-of the whole batch, whereas a step here samples at some places: not in every row, and in some rows after each of several
-tokens.
+vLLM's plugins differ in two points. They are told of rows that move, but Quire's rows never move. They get one line of
+logits for each row of the batch, but a step of Quire samples at places: some rows have none, others have several.
 """
 
 import importlib
@@ -46,19 +45,19 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SamplingPlaces:
-    """Places where a token is about to be drawn: after the first lengths[i] tokens of row rows[i] of the batch, from
-    logits[index[i]]. A row may have several places, one after the other.
+    """Places at which tokens are about to be sampled. Place i comes after the first lengths[i] tokens of row rows[i] of
+    the batch, and its logits are logits[index[i]]. A row may have several places, one after the other.
 
-    What tokens come before a place may be known to the device alone, which works late: `state` and `lengths` are right
-    there, and reading them on the host would wait. num_tokens and all_token_ids are the host's. They are right for a
-    processor that needs_host_tokens; for others, num_tokens is an upper bound of `lengths`.
+    On a device that works late, only the device may know the tokens before a place. `state` and `lengths` are exact
+    there, and reading them on the host would wait. num_tokens and all_token_ids are on the host. They are exact for a
+    processor with needs_host_tokens; for others, num_tokens is an upper bound of `lengths`.
     """
 
     index: Ints  # [places]
     rows: Ints  # [places]
     num_prompt: Ints  # [places]
-    num_tokens: Ints  # [places]: prompt and output before the place
-    all_token_ids: npt.NDArray[np.int32]  # [all rows, longest]; a row's tokens behind a place have no meaning there
+    num_tokens: Ints  # [places]: tokens of prompt and output before the place
+    all_token_ids: npt.NDArray[np.int32]  # [all rows, longest]; for a place, ignore the tokens after its position
     state: BatchState  # of all rows, on the device
     lengths: Tensor  # [places], int64, on the device
 
@@ -67,7 +66,7 @@ class SamplingPlaces:
         return self.num_tokens - self.num_prompt
 
     def token_ids(self, place: int) -> tuple[list[int], list[int]]:
-        """Prompt and output before one place."""
+        """The token ids of the prompt, and those of the output before one place."""
         known = self.all_token_ids[self.rows[place], : self.num_tokens[place]].tolist()
         return known[: self.num_prompt[place]], known[self.num_prompt[place] :]
 
@@ -80,10 +79,10 @@ class SamplingPlaces:
 
 
 class LogitsProcessor:
-    """Changes logits of the requests that ask for it. Made once for each process that holds a part of the model.
+    """Changes logits for the requests that ask for it. Each process that holds a part of the model makes one instance.
 
-    needs_host_tokens: whether `apply` looks at tokens or lengths on the host. A device that works late is then waited
-    for in each step of a request that asks. False promises that `apply` reads nothing but `state` and `lengths`.
+    needs_host_tokens: whether `apply` reads tokens or lengths on the host. If so, each step with a request that asks
+    for the processor waits for a device that works late. False promises that `apply` reads only `state` and `lengths`.
     """
 
     needs_host_tokens: ClassVar[bool] = True
@@ -92,7 +91,7 @@ class LogitsProcessor:
         self.device = device
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """The array on the device. Unlike `Tensor.to`, it does not wait for what a GPU is doing."""
+        """The array on the device. Unlike `Tensor.to`, it does not wait for the work of a GPU."""
         return upload(array, self.device)
 
     @classmethod
@@ -100,20 +99,21 @@ class LogitsProcessor:
         """Raise ValueError for parameters that are wrong, before the request is queued."""
 
     def add(self, row: int, request: NewRequest) -> bool:
-        """Row `row` (< max_num_seqs) got a request; what it held before is over. True if the row asks for anything.
+        """Take note of a new request in row `row` (< max_num_seqs), which replaces the row's earlier request. Returns
+        whether the request asks for this processor.
 
-        A request that was preempted comes again, with its output behind its prompt in token_ids.
+        A preempted request is added again. Its token_ids are then its prompt followed by its output so far.
         """
         raise NotImplementedError
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
-        """Change `logits` [all places, vocab], float32, in place, at the places `at`: at least one, and all of them of
-        requests that asked."""
+        """Change `logits` [all places, vocab], float32, in place, at the places `at`. There is at least one place, and
+        all places belong to requests that asked for this processor."""
         raise NotImplementedError
 
 
 class LogitsProcessors:
-    """Several, in their order. A step whose rows ask for nothing costs one look into a table."""
+    """All logits processors, in their order. A step whose rows ask for none costs one lookup in a table."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], max_rows: int) -> None:
         self.processors = processors
@@ -124,15 +124,15 @@ class LogitsProcessors:
         self._asks[:, row] = [processor.add(row, request) for processor in self.processors]
 
     def ask(self, rows: Ints) -> bool:
-        """Whether any of the rows asks for anything."""
-        return bool(self._asks.any() and self._asks[:, rows].any())  # hardly ever does any
+        """Whether any of the rows asks for a processor."""
+        return bool(self._asks.any() and self._asks[:, rows].any())  # first the common case: no request asks
 
     def need_host_tokens(self, rows: Ints) -> bool:
-        """Whether any of the rows asks a processor that looks at its tokens on the host."""
+        """Whether any of the rows asks for a processor with needs_host_tokens."""
         return bool(self._asks[self._host_readers][:, rows].any())
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> Tensor:
-        """The logits as they were, or changed in place, or changed in float32."""
+        """Apply the processors. Returns `logits` itself, unchanged or changed in place, or a changed float32 copy."""
         asks = self._asks[:, at.rows]
         if asks.any():
             logits = logits.float()
@@ -143,7 +143,8 @@ class LogitsProcessors:
 
 
 def load_plugins(plugins: Iterable[str | type]) -> list[type[LogitsProcessor]]:
-    """The classes that "package.module:Class" names, or that are given as such. Raises ConfigError."""
+    """The classes of the plugins, which are given as classes or as "package.module:Class". Raises ConfigError for one
+    that cannot be imported or is not a LogitsProcessor."""
     return [_load(plugin) for plugin in plugins]
 
 

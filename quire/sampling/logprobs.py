@@ -1,4 +1,4 @@
-"""The likeliest tokens at each place, and the rank of the one that is there."""
+"""Logprobs: for each place, the chosen token with its rank, and the likeliest tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,27 @@ from quire.messages.step import Logprobs
 
 @dataclass
 class TopLogprobs:
-    """At each place: the token that is there, then the likeliest, best first, or those that the request named."""
+    """Logprobs at some places. The first column is the place's own token: the sampled token, or that of the prompt. The
+    others are the likeliest tokens, best first, or those that the request named."""
 
     token_ids: Tensor  # int32 [places, 1 + count]
     logprobs: Tensor  # float32 [places, 1 + count]
-    ranks: Tensor  # int32 [places]: of the token that is there, 1 for the likeliest
+    ranks: Tensor  # int32 [places]: rank of the place's own token; 1 is the likeliest
 
     @classmethod
     def of(cls, scores: Tensor, tokens: Tensor, count: int, named: Tensor | None = None) -> Self:
-        """scores: [places, vocab], float32; tokens: [places], int64, what is there; named: [places, at most count],
-        int64, token ids that are wanted instead of the likeliest, -1 for those"""
+        """Pick `count` logprobs at each place, besides that of its own token.
+
+        scores: float32 [places, vocab]. tokens: int64 [places], the places' own tokens. named: int64 [places, at most
+        count], token ids to report instead of the likeliest ones; -1 stands for a likeliest one.
+        """
         own = scores.gather(1, tokens[:, None])
         best, ids = scores.topk(count, dim=-1)
         if named is not None:
             named = torch.nn.functional.pad(named, (0, count - named.shape[1]), value=-1)
             ids = torch.where(named < 0, ids, named)
             best = scores.gather(1, ids)
-        above = torch.gt(scores, own, out=torch.empty_like(scores))  # as floats, which are added up three times as fast
+        above = torch.gt(scores, own, out=torch.empty_like(scores))  # floats are summed three times as fast as booleans
         ranks = above.sum(-1) + 1
         return cls(torch.cat((tokens[:, None], ids), 1).int(), torch.cat((own, best), 1), ranks.int())
 
@@ -38,7 +42,7 @@ class TopLogprobs:
         return cls(*(torch.cat(column) for column in columns))
 
     def slice(self, start: int, stop: int, width: int) -> Self:
-        """The first `width` tokens of some places."""
+        """The first `width` columns of the places from `start` to `stop` - 1."""
         places = slice(start, stop)
         return type(self)(self.token_ids[places, :width], self.logprobs[places, :width], self.ranks[places])
 

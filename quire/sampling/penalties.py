@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties, of the tokens that occur and of no others."""
+"""Presence, frequency and repetition penalties. Only the logits of tokens that occur in the text are touched."""
 
 import numpy as np
 import torch
@@ -10,10 +10,13 @@ from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 
 
 class Penalties(LogitsProcessor):
-    """logit > 0 ? logit / repetition : logit * repetition, where the token is in prompt or output; then minus
-    frequency * (how often it is in the output) and minus presence * (whether it is).
+    """Applies the penalties of SamplingParams, in this order:
 
-    Works on the tokens of each place, [places, longest], on the device, which has them. The cost grows with the text,
+    - repetition, for tokens of prompt or output: logit / repetition if logit > 0, else logit * repetition;
+    - frequency: logit - frequency * (how often the token occurs in the output);
+    - presence: logit - presence, if the token occurs in the output.
+
+    Reads the tokens before each place, [places, longest], on the device. The cost grows with the length of the text,
     not with the vocabulary.
     """
 
@@ -21,8 +24,8 @@ class Penalties(LogitsProcessor):
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self._penalties = torch.zeros(config.scheduler.max_num_seqs, 3, device=device)  # of rows that ask
-        self._counts = torch.empty(0, 0, device=device)  # [places, vocab], made on first use; rubbish between two calls
+        self._penalties = torch.zeros(config.scheduler.max_num_seqs, 3, device=device)  # valid for rows that ask
+        self._counts = torch.empty(0, 0, device=device)  # [places, vocab], scratch memory, allocated on first use
 
     def add(self, row: int, request: NewRequest) -> bool:
         p = request.sampling
@@ -37,7 +40,7 @@ class Penalties(LogitsProcessor):
         token_ids = at.state.token_ids[:, : at.num_tokens.max()].index_select(0, rows)
         position = torch.arange(token_ids.shape[1], device=self.device)
         known = position < at.lengths[:, None]
-        # Behind its end, a text repeats its first token: every cell is then one that occurs.
+        # Cells past the end of a text repeat its first token, so that every cell has a token that occurs.
         token_ids = torch.where(known, token_ids, token_ids[:, :1]).long()
         is_output = known & (position >= at.state.num_prompt[rows][:, None])
         if len(self._counts) < len(rows):

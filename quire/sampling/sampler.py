@@ -1,4 +1,4 @@
-"""From logits to token ids, for all places of a step at once. Requests that ask for nothing pay nothing."""
+"""Samples token ids from logits, for all places of a step at once. Options that no request uses cost nothing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,32 +19,37 @@ from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, Min
 
 @dataclass
 class SamplingBatch:
-    """The parameters of the places of a step, as tensors over those that are not greedy; None where none asks for it.
+    """The sampling parameters of a step. The tensors have one element for each place that is not greedy. A parameter
+    that no place uses is None.
 
-    num_logprobs, named_tokens and places are about all places.
+    num_logprobs, named_tokens and places describe all places.
     """
 
-    random: Tensor | None = None  # int64: which places are not greedy, None for all (if there is a temperature)
+    random: Tensor | None = None  # int64: indices of the places that are not greedy; None if all are not
     temperature: Tensor | None = None  # None: every place is greedy
     seeds: Tensor | None = None  # int64
-    output_positions: Tensor | None = None  # int64: how many tokens of output come before
+    output_positions: Tensor | None = None  # int64: number of output tokens before the place
     top_k: Tensor | None = None  # int64, vocab_size where a place has none
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     num_logprobs: Ints | None = None  # -1 where a place has none
-    named_tokens: Ints | None = None  # [places with logprobs, most]: the tokens they are of, -1 for the likeliest
+    named_tokens: Ints | None = None  # [places with logprobs, most]: token ids to report, -1 for the likeliest
     places: SamplingPlaces | None = None  # for logits processors
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """tensors: of these names"""
+        """tensors: the parameters by name"""
         return cls(**tensors)  # type: ignore[arg-type]
 
 
 class Sampler:
-    """In this order, vLLM's: logprobs of the logits as they are; allowed tokens, bad words, min_tokens, logit_bias,
-    functions of the request, plugins, penalties; then arg-max, or temperature, min-p, top-k, top-p and a draw that
-    depends on (seed, position) alone.
+    """Samples in the same order as vLLM:
+
+    1. logprobs of the unchanged logits (unless logprobs_mode says processed);
+    2. logits processors: allowed tokens, bad words, min_tokens, logit_bias, functions of the request, plugins,
+       penalties;
+    3. arg-max for greedy places; for others temperature, min-p, top-k, top-p, and a draw whose noise depends only on
+       (seed, position).
     """
 
     def __init__(self, kernels: Kernels, config: EngineConfig, device: torch.device) -> None:
@@ -58,8 +63,10 @@ class Sampler:
         self.processors = LogitsProcessors([kind(config, device) for kind in kinds], config.scheduler.max_num_seqs)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, TopLogprobs | None]:
-        """logits: [places, vocab], any float type, may be overwritten -> token ids [places], int64, and logprobs of the
-        places that ask for some, in their order."""
+        """Returns token ids [places], int64, and the logprobs of the places that ask for some, in their order.
+
+        logits: [places, vocab], of any float type. They may be overwritten.
+        """
         asks, scores = None, None
         if batch.num_logprobs is not None:
             asks = upload(np.flatnonzero(batch.num_logprobs >= 0), logits.device)
@@ -78,11 +85,12 @@ class Sampler:
         return tokens, TopLogprobs.of(scores, tokens[asks], int(batch.num_logprobs.max()), named)
 
     def score(self, logits: Tensor) -> Tensor:
-        """What is reported of logits [places, vocab], as a copy: log-probabilities, or what logprobs_mode says."""
+        """The scores to report for logits [places, vocab], as a copy: log-probabilities, or the logits themselves if
+        logprobs_mode says so."""
         return logits.to(torch.float32, copy=True) if self._scores_are_logits else logits.log_softmax(-1, torch.float32)
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens, and what they were drawn from (if anybody wants to know that)."""
+        """The sampled tokens, and the logits they were drawn from, for processed logprobs."""
         random = batch.random
         scaled = (logits if random is None else logits[random]).float() / temperature[:, None]
         if batch.min_p is not None:

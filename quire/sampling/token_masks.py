@@ -1,4 +1,4 @@
-"""Bit masks of the tokens that may be drawn, as a grammar makes them."""
+"""Bit masks of the tokens that may be sampled; a grammar makes them."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from quire.ops.memory import upload
 
 
 def forbid_masked(logits: Tensor, masks: TokenMasks) -> None:
-    """Set the logits [places, vocab] of the tokens that the masks do not allow to minus infinity, in place."""
+    """Set the logits [places, vocab] of tokens that the masks do not allow to minus infinity, in place."""
     words = np.frombuffer(masks.bits, np.int32).reshape(len(masks.places), -1).copy()
     places = upload(np.asarray(masks.places, np.int64), logits.device)
     bits = upload(words, logits.device)[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
