@@ -1,4 +1,4 @@
-"""What a request may have to wait for before it can be scheduled."""
+"""Gates: the interface for things that a request may have to wait for before it can be scheduled."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,9 +16,9 @@ class Gate(Protocol):
     def ready(self, request: EngineCoreRequest) -> bool:
         """Whether the request may be scheduled. Must not block.
 
-        Asked when the request arrives, when it has been preempted, and after each wake-up, until it has passed. Raises
-        ValueError if the request can never run: it fails with that message.
+        Called when the request arrives or has been preempted, and after each wake-up, until the request has passed.
+        Raises ValueError if the request can never run; the request then fails with that message.
         """
 
     def connect(self, wake: Callable[[], None]) -> None:
-        """wake: to be called, from any thread, when a request that had to wait may be ready. It does not block."""
+        """wake: call it, from any thread, when a request that had to wait may be ready. It does not block."""

@@ -7,7 +7,7 @@ from quire.scheduler.request import Request, Status
 
 
 class RequestQueue:
-    """A heap by `Request.key`. A preempted request keeps its key, so it comes back in front of later arrivals."""
+    """A heap ordered by `Request.key`. A preempted request keeps its key, so it is served before later arrivals."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, float, int], Request]] = []
@@ -30,7 +30,7 @@ class RequestQueue:
         return request
 
     def discard(self, request: Request) -> None:
-        """Take note that `request`, whose status is no longer WAITING, has left; the heap drops it when it surfaces."""
+        """Remove `request`, whose status is no longer WAITING. The heap drops it when it reaches the top."""
         self._removed += 1
 
     def __len__(self) -> int:

@@ -11,8 +11,8 @@ class Status(Enum):
     GATED = auto()  # waits at a gate, outside the queue
     WAITING = auto()  # in the queue
     RUNNING = auto()  # has a row
-    PREEMPTED = auto()  # has to leave its row; is back in the queue when nothing holds its blocks
-    FINISHED = auto()  # its row and its blocks are given back when nothing holds them
+    PREEMPTED = auto()  # leaves its row; returns to the queue when nothing holds its blocks
+    FINISHED = auto()  # gives back its row and its blocks when nothing holds them
 
 
 class Request:
@@ -21,10 +21,9 @@ class Request:
         token_ids     |---- prompt ----|---- sampled ----|
         in flight                                        |- num_in_flight_samples: submitted, not known yet
         computed      |--------------- num_computed_tokens ---|   submitted steps included
-        retired       |------- num_retired_tokens ------|         of steps that are over
+        retired       |------- num_retired_tokens ------|         retired steps only
 
-    A step hands out tokens until num_computed_tokens has caught up with the tokens that are
-    known or in flight.
+    Steps hand out tokens until num_computed_tokens has caught up with the tokens that are known or in flight.
     """
 
     __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
@@ -50,14 +49,14 @@ class Request:
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
         self.num_in_flight_samples = 0
-        self.holds = 0  # what needs its row and its blocks to stay: submitted steps that name it
+        self.holds = 0  # number of submitted steps that name it; its row and blocks stay until this is 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         # Owned by the KV cache manager.
         self.extra_keys = extra_keys
-        self.block_tables: list[list[Block]] = []  # one a KV group
+        self.block_tables: list[list[Block]] = []  # one for each KV group
         self.capacity = 0  # tokens that the block tables have slots for
-        self.num_tokens_at_last_free = 0  # retired tokens when blocks that nobody needs were given back last
+        self.num_tokens_at_last_free = 0  # retired tokens when unneeded blocks were last given back
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
-        self.next_hash_at = 0  # when this many tokens are computed, another block is full
+        self.next_hash_at = 0  # number of computed tokens at which the next block is full

@@ -1,4 +1,4 @@
-"""Which tokens run now. Pure Python over integers: no torch, no clock, no phase."""
+"""The scheduler decides which tokens each step computes. Pure Python over integers: no torch, no clock, no phases."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -21,10 +21,10 @@ _by_key = attrgetter("key")
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What bounds a step.
+    """The limits of a step.
 
-    depth: how many steps may be submitted and not retired. long_prefill_token_threshold: tokens that one request may
-    have in a step, 0 for no limit of its own.
+    depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
+    in a step; 0 for no limit besides max_num_batched_tokens.
     """
 
     max_num_seqs: int
@@ -36,7 +36,7 @@ class SchedulerLimits:
 
     @property
     def longest_chunk(self) -> int:
-        """Tokens that one request may have in a step."""
+        """The most tokens of one request in a step."""
         return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     def validate(self) -> None:
@@ -50,20 +50,21 @@ class SchedulerLimits:
 
 @dataclass
 class SchedulerStats:
-    """Counted since the start."""
+    """Counters since the start."""
 
     preemptions: int = 0
-    prefix_queries: int = 0  # tokens of requests that were looked up, at their first admission
-    prefix_hits: int = 0  # of those, tokens that needed no computing
-    computed_tokens: int = 0  # by the steps that were retired
+    prefix_queries: int = 0  # tokens that were looked up in the prefix cache, at the first admission of their request
+    prefix_hits: int = 0  # tokens among them that were found
+    computed_tokens: int = 0  # tokens of retired steps
 
 
 class Scheduler:
     """Each step hands out a budget of tokens until every request's computed tokens have caught up with its known ones.
 
-    Chunked prefill, prefix caching (start with computed > 0), preemption (computed back to 0) and resumption are this
-    one rule. Running requests come first, each with at least one token; then waiting ones while there is room. When
-    a running request finds no block, the last one in the order of service loses its row and its blocks.
+    This one rule covers chunked prefill, prefix caching (a request starts with computed > 0), preemption (computed goes
+    back to 0) and resumption. Running requests come first, each with at least one token. Waiting requests follow while
+    there is room. When a running request finds no free block, the last request in the order of service loses its row
+    and its blocks.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Scheduler:
         fingerprint: str = "",
         gates: Sequence[Gate] = (),
     ) -> None:
-        """fingerprint: of the KV blocks, see `hash_root`. gates: all of them have to let a request pass."""
+        """fingerprint: of the KV blocks, see `hash_root`. gates: a request has to pass all of them."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -88,18 +89,18 @@ class Scheduler:
                 f"{self.kv.max_blocks(limits.max_model_len)} KV blocks, but there are {self.kv.pool.num_usable}; "
                 "lower max_model_len or raise kv_cache_memory_bytes"
             )
-        self.requests: dict[str, Request] = {}  # all that are not finished
+        self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
         self.gates = gates
         self._gated: dict[str, Request] = {}  # requests that wait at a gate
-        self._gates_may_open = False  # whether the gates are to be asked again
-        self._is_exhausted = False  # whether the last step was empty, and nothing has changed since
+        self._gates_may_open = False  # whether to ask the gates again
+        self._is_exhausted = False  # whether the last step was empty and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
         self.stats = SchedulerStats()
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
         self._submitted: deque[tuple[SchedulerOutput, list[Request]]] = deque()
-        self._num_leaving = 0  # requests that lost their place, whose blocks wait for a submitted step to retire
-        self._num_preempted = 0  # of those, requests that will be back in the queue
+        self._num_leaving = 0  # requests that no longer run, but keep their blocks until submitted steps retire
+        self._num_preempted = 0  # requests among them that will return to the queue
         self._num_arrived = 0
         self._num_steps = 0
         self.epoch = 0  # how often the worker has skipped steps; see `update`
@@ -124,7 +125,7 @@ class Scheduler:
         self._enqueue(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request from outside, in whatever state it is. False if it is not known (any more)."""
+        """End a request in any state, from outside. Returns False if there is no unfinished request with this id."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -137,19 +138,19 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could change anything. If not, unfinished requests wait at gates."""
+        """Whether another step may make progress. If not, all unfinished requests wait at gates."""
         runnable = bool(self.requests) and not self._is_exhausted
         return runnable or bool(self._submitted) or self._gates_may_open
 
     def wake(self) -> None:
-        """Have the gates asked again. May be called from any thread."""
+        """Make `open_gates` ask the gates again. May be called from any thread."""
         self._gates_may_open = True
 
     def open_gates(self) -> list[EngineCoreOutput]:
-        """Move the requests that all gates let pass into the queue. The ends of those that can never run."""
+        """Move the requests that pass all gates into the queue. Returns the outputs of requests that can never run."""
         if not self._gates_may_open:
             return []
-        self._gates_may_open = False  # before the gates are asked: they may call `wake` meanwhile
+        self._gates_may_open = False  # cleared before the gates are asked, since they may call `wake` meanwhile
         failed = []
         for request in list(self._gated.values()):
             try:
@@ -177,7 +178,8 @@ class Scheduler:
     # ---- a step
 
     def schedule(self) -> SchedulerOutput:
-        """The next step. Counters advance at once: the step is taken as submitted until `update` or `withdraw`."""
+        """Schedule the next step. Counters advance at once: the step counts as submitted until `update` retires it or
+        `withdraw` takes it back."""
         self._num_steps += 1
         self.kv.begin_step()
         step = SchedulerOutput(self._num_steps, epoch=self.epoch)
@@ -190,11 +192,11 @@ class Scheduler:
         return step
 
     def needs_masks(self, step: SchedulerOutput) -> bool:
-        """Whether some of its places may draw only certain tokens, which are known when the step before has retired."""
+        """Whether the step needs token masks. They are known when the step before it has retired."""
         return False
 
     def token_masks(self, step: SchedulerOutput) -> TokenMasks | None:
-        """The masks of such a step. Asked when all steps before it have retired."""
+        """The masks of a step that needs some. Called when all steps before it have retired."""
         return None
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
@@ -203,7 +205,7 @@ class Scheduler:
         while position < len(running):
             request = running[position]
             position += 1
-            room = budget - (len(running) - position)  # leaves one for each of the others
+            room = budget - (len(running) - position)  # keeps one token for each request that follows
             while (count := take(request, room, step, requests)) is None and not self._num_leaving:
                 self._preempt(running[-1])
                 if request.status is not Status.RUNNING:
@@ -212,22 +214,23 @@ class Scheduler:
                 all_have_room = False
             else:
                 budget -= count
-        return budget if all_have_room else 0  # requests that wait for blocks come before requests that wait for a row
+        return budget if all_have_room else 0  # a running request that lacks blocks goes before requests without a row
 
     def _schedule_waiting(self, step: SchedulerOutput, requests: list[Request], budget: int) -> None:
-        # A preempted request that is not back in the queue yet has its place before those that are.
+        # No request is admitted before a preempted request that has yet to return to the queue.
         while budget > 0 and self._free_rows and not self._num_preempted:
             request = self.waiting.peek()
             if request is None or not self._admit(request, step):
                 return
             count = self._take(request, budget, step, requests)
-            assert count, "there was room for all its tokens"
+            assert count, "the cache had room for all tokens of the request"
             budget -= count
 
     def _admit(self, request: Request, step: SchedulerOutput) -> bool:
-        """Give a waiting request a row and its cached blocks. False if the cache has no room for all its tokens."""
+        """Give a waiting request a row and its cached blocks. Returns False, without any change, if the KV cache has no
+        room for all its tokens."""
         known, source = len(request.token_ids), request.source
-        # Once the first token is out, the logprobs of the prompt have been reported, and its cached blocks will do.
+        # Once the first token is out, prompt logprobs have been reported, so the prefix cache may be used again.
         read_cache = source.reads_prefix_cache or known > request.num_prompt_tokens
         num_cached = self.kv.admit(request, read_cache)
         if num_cached is None:
@@ -236,7 +239,7 @@ class Scheduler:
         if self.kv.enable_prefix_caching and not request.num_preemptions:
             self.stats.prefix_queries += known * read_cache
             self.stats.prefix_hits += num_cached
-        if not request.num_retired_tokens:  # else it was preempted: what it finds now are its own blocks
+        if not request.num_retired_tokens:  # a preempted request finds its own blocks, which are not cache hits
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = request.num_retired_tokens = num_cached
         request.row = self._free_rows.pop()
@@ -262,8 +265,8 @@ class Scheduler:
     def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
 
-        The number of tokens that it got: 0 if it has no more to compute until tokens in flight are known. None, and
-        nothing is changed, if the cache has too few free blocks.
+        Returns the number of tokens: 0 if the request has nothing to compute until tokens in flight are known. Returns
+        None, without any change, if the cache has too few free blocks.
         """
         in_flight, computed = request.num_in_flight_samples, request.num_computed_tokens
         known = len(request.token_ids) + in_flight
@@ -291,17 +294,17 @@ class Scheduler:
         return count
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Retire the oldest submitted step: advance its requests by what they sampled, finish, free.
+        """Retire the oldest submitted step: append the sampled tokens to its requests, and finish and free requests.
 
-        If the worker skipped that step, it skips all later ones of the same epoch too. Then all submitted steps are
-        withdrawn, the requests that were refused fail, and a new epoch begins. The results of the withdrawn steps must
-        not be given to this method.
+        If the worker skipped that step, it also skips all later steps of the same epoch. Then all submitted steps are
+        withdrawn, the refused requests fail, and a new epoch begins. Do not pass the results of withdrawn steps to this
+        method.
         """
         step, requests = self._submitted[0]
         if step.step_id != output.step_id or len(output.sampled_token_ids) != len(requests) * (not output.was_skipped):
             raise ValueError(f"expected the results of step {step.step_id}, got those of step {output.step_id}")
         if output.was_skipped:
-            return self._end_epoch({requests[place]: reason for place, reason in output.refusals.items()})
+            return self._end_epoch({requests[index]: reason for index, reason in output.refusals.items()})
         self._submitted.popleft()
         self._is_exhausted = False
         self.stats.computed_tokens += sum(step.num_tokens)
@@ -317,15 +320,15 @@ class Scheduler:
             if status is not Status.RUNNING and not request.holds:  # it was leaving already
                 self._release(request)
         if output.logprobs or output.prompt_logprobs:
-            made = {made.request_id: made for made in outputs}
-            for place, request in enumerate(requests):
-                if request.request_id in made:
-                    made[request.request_id].logprobs = output.logprobs.get(place)
-                    made[request.request_id].prompt_logprobs = output.prompt_logprobs.get(place)
+            by_id = {request_output.request_id: request_output for request_output in outputs}
+            for index, request in enumerate(requests):
+                if request.request_id in by_id:
+                    by_id[request.request_id].logprobs = output.logprobs.get(index)
+                    by_id[request.request_id].prompt_logprobs = output.prompt_logprobs.get(index)
         return outputs
 
     def _advance(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
-        """Append tokens up to the first that ends the request."""
+        """Append the sampled tokens, up to the first one that ends the request."""
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
         output.num_preemptions = request.num_preemptions
@@ -349,13 +352,13 @@ class Scheduler:
         return output
 
     def _end_epoch(self, refusals: dict[Request, str]) -> list[EngineCoreOutput]:
-        """Withdraw all submitted steps, and fail requests for the given reasons."""
+        """Withdraw all submitted steps, and fail the refused requests with the given reasons."""
         while self._submitted:
             self.withdraw(self._submitted[-1][0])
         self.epoch += 1
         outputs = []
         for request, reason in refusals.items():
-            if request.status is not Status.FINISHED:  # it may have been aborted since
+            if request.status is not Status.FINISHED:  # the request may have been aborted since
                 self._finish(request)
                 outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, reason))
         return outputs
@@ -363,7 +366,7 @@ class Scheduler:
     def withdraw(self, step: SchedulerOutput) -> None:
         """Take back the step that was scheduled last and was not run. Its requests are preempted.
 
-        What they computed in retired steps stays findable in the prefix cache, so little is computed again.
+        Their full blocks of retired steps stay in the prefix cache, so little is computed again.
         """
         last, requests = self._submitted.pop()
         assert last is step, "only the last step can be withdrawn"
@@ -374,7 +377,7 @@ class Scheduler:
             request.holds -= 1
             self.kv.withdraw_hashes(request, start)
             request.num_computed_tokens = start
-            if start == request.num_cached_tokens:  # it was the first step: the next one counts its hits afresh
+            if start == request.num_cached_tokens:  # it was the first step, so the next admission counts hits anew
                 request.num_retired_tokens = 0
         for request in requests:
             if request.status is Status.RUNNING:
@@ -394,14 +397,15 @@ class Scheduler:
         self._leave(request, Status.FINISHED)
 
     def _leave(self, request: Request, status: Status) -> None:
-        """Give up the place in the queue or in the batch; row and blocks once no submitted step names them."""
+        """Take a request out of the queue or the batch. Its row and blocks are released when no submitted step names
+        it."""
         previous, request.status = request.status, status
         self._is_exhausted = False
         if previous is Status.WAITING:
             self.waiting.discard(request)
         elif previous is Status.GATED:
             del self._gated[request.request_id]
-        elif previous is Status.PREEMPTED:  # it is leaving already, and will not be back
+        elif previous is Status.PREEMPTED:  # it is leaving already; now it will not return to the queue
             self._num_preempted -= 1
         elif previous is Status.RUNNING:
             del self.running[bisect_left(self.running, request.key, key=_by_key)]
