@@ -1,1 +1,1 @@
-"""Text in and out: tokenizers, chat templates, the way back from token ids. Imports neither torch nor transformers."""
+"""Tokenizers, chat templates, and detokenization. Imports neither torch nor transformers."""

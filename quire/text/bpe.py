@@ -1,6 +1,6 @@
-"""Byte-level BPE: how a text is split before anything is merged, and vocab.json with merges.txt.
+"""Byte-level BPE: the expressions that split a text before merging, and readers of vocab.json with merges.txt.
 
-Tokens are spelled in GPT-2's alphabet, one printable character per byte, as in tokenizer.json.
+Tokens are spelled in GPT-2's alphabet, with one printable character per byte, as in tokenizer.json.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
 )
-# DeepSeek-LLM's letters are those with case, less some scripts.
+# The letters of DeepSeek-LLM: letters with case, except those of some scripts.
 _WITH_CASE = (
     "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
     "\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001df1e]]"
@@ -24,13 +24,13 @@ _WITH_CASE = (
 
 
 def _gpt_4(numbers: str, mark: str = "") -> str:
-    """mark: the class of combining marks, where they belong to a word."""
+    """mark: the class of combining marks, for models that count them as part of a word."""
     word, other = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{mark}]+", rf" ?[^\s\p{{L}}{mark}\p{{N}}]+[\r\n]*"
     return f"{_CONTRACTION}|{word}|{numbers}|{other}|{_SPACES}"
 
 
 def _gpt_4o(numbers: str, ending: str = "", excluded: str = "", line_ends: str = r"[\r\n/]*") -> str:
-    """A word goes up to the capital that follows a small letter."""
+    """A word ends before a capital that follows a small letter."""
     capitals = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     smalls = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     first, second = (
@@ -39,7 +39,7 @@ def _gpt_4o(numbers: str, ending: str = "", excluded: str = "", line_ends: str =
     return rf"{first}|{second}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{line_ends}|{_SPACES}"
 
 
-# By the names that GGUF files use. Each expression splits what those before it left whole.
+# Expressions by the names that GGUF files use. Each one splits the pieces of the earlier ones further.
 SPLITS = {
     name: splits
     for names, splits in {
@@ -73,14 +73,14 @@ def byte_level(
     ignore_merges: bool = False,
     add_prefix_space: bool = False,
 ) -> Backend:
-    """splits: a name in SPLITS, or the expressions themselves
-    ignore_merges: a word that is a token as a whole becomes that token, even if no merges lead to it
-    add_prefix_space: a text gets a space in front; only with GPT-2's way of splitting
+    """A byte-level BPE tokenizer. Raises ValueError for a merge whose result is not a token.
 
-    Raises ValueError for a merge that leads to no token.
+    splits: a name in SPLITS, or the expressions themselves
+    ignore_merges: a word that is itself a token becomes that token, even if no sequence of merges leads to it
+    add_prefix_space: put a space in front of the text; works only with GPT-2's expression
     """
     for left, right in merges:
-        if left + right not in vocab:  # the library panics, which is no Exception
+        if left + right not in vocab:  # the library would panic, which is not an Exception
             raise ValueError(f"{left} and {right} are to be merged, but {left}{right} is no token")
     backend = Backend(models.BPE(dict(vocab), list(merges), ignore_merges=ignore_merges))
     if splits in _COMPOSED:
@@ -97,10 +97,11 @@ def byte_level(
 
 
 def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
-    """Merges that do what tiktoken and SentencePiece do without any: join the neighbours whose union comes first.
+    """The merges of a vocabulary that lists only tokens in order of rank, as those of tiktoken and SentencePiece.
 
-    A token gets a merge for each way to cut it into two tokens. Which of them comes first cannot matter: where a span
-    of a text becomes a token, it does so in the same steps, and with the same last cut, as if it stood alone.
+    These libraries join the two neighbours whose union has the lowest rank. To reproduce this, a token gets one merge
+    for each way to cut it into two tokens. The order of these merges does not matter: wherever a span of a text becomes
+    a token, the same steps with the same last cut produce it as if the span stood alone.
     """
     tokens = dict.fromkeys(tokens)
     return [
@@ -112,7 +113,7 @@ def merges_of(tokens: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def read_vocab_and_merges(merges: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """vocab.json and merges.txt beside each other, as of GPT-2, OPT, Qwen 2. Completes the configuration."""
+    """Reads vocab.json and merges.txt from one directory (GPT-2, OPT, Qwen 2), and completes the configuration."""
     if not (vocabulary := merges.with_name("vocab.json")).is_file():
         raise ValueError("there is no vocab.json beside it")
     vocab, pairs = models.BPE.read_file(str(vocabulary), str(merges))
@@ -125,7 +126,7 @@ def read_vocab_and_merges(merges: Path, config: dict[str, Any]) -> tuple[Backend
 
 
 def family(config: Mapping[str, Any]) -> str | None:
-    """The name in SPLITS of the models that state their way of splitting nowhere but in the name of their class."""
+    """The name in SPLITS for models that reveal their expressions only by the name of their tokenizer class."""
     name = str(config.get("tokenizer_class")).lower()
     if name.startswith("qwen"):
         return "qwen2"
@@ -133,5 +134,5 @@ def family(config: Mapping[str, Any]) -> str | None:
 
 
 def added_ids(config: Mapping[str, Any]) -> dict[str, int]:
-    """What tokenizer_config.json adds to a vocabulary."""
+    """The tokens that tokenizer_config.json adds to the vocabulary: content → id."""
     return {token["content"]: int(token_id) for token_id, token in (config.get("added_tokens_decoder") or {}).items()}

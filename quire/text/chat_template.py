@@ -1,4 +1,4 @@
-"""Chat messages to a prompt, by the Jinja template of a checkpoint, in the dialect of Hugging Face's transformers."""
+"""Renders chat messages to a prompt with a checkpoint's Jinja template, in the dialect of transformers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from quire.messages.errors import error_text
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NOTHING_TO_CONTINUE = "continue_final_message is set, but the last message has no text to go on with"
-# The types of parts that are text, and the field of a part that holds it.
+# The types of content parts that are text, and for each the field that holds the text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
 class ChatTemplateError(ValueError):
-    """The template refused the messages, or is itself wrong; the text says why."""
+    """The template refused the messages, or is itself invalid. The message says why."""
 
 
 def render(
@@ -36,12 +36,12 @@ def render(
     content_format: str = "auto",
     **variables: Any,
 ) -> str:
-    """The prompt for a chat; raises ChatTemplateError.
+    """The prompt for a chat. Raises ChatTemplateError.
 
-    continue_final_message: the prompt ends within the last message, for the model to go on with it
-    content_format: what the template gets as a message's content: "string", a list of parts ("openai"), or what it
-        takes ("auto")
-    variables: the template's own: special tokens (bos_token="<s>") and switches (enable_thinking=False)
+    continue_final_message: the prompt ends within the last message, and the model continues that message
+    content_format: the form of a message's content for the template: "string", a list of parts ("openai"), or the
+        form that the template expects ("auto")
+    variables: variables of the template: special tokens (bos_token="<s>") and switches (enable_thinking=False)
     """
     if not messages:
         raise ChatTemplateError("messages is empty: a chat has at least one message")
@@ -61,13 +61,13 @@ def render(
     values = {"messages": chat, "tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
     try:
         prompt = compiled.template.render(**{**variables, **values})
-    except Exception as error:  # a template is foreign code: None + "", 1 / 0, ... are its failures, not ours
+    except Exception as error:  # the template is foreign code, and may raise anything: None + "", 1 / 0, ...
         raise ChatTemplateError(f"the chat template failed: {error or type(error).__name__}") from error
     return _cut_at_tag(prompt, final) if continue_final_message else prompt
 
 
 class _Compiled(NamedTuple):
-    """A template, and which forms of a message's content it knows."""
+    """A template, and the forms of a message's content that it accepts."""
 
     template: jinja2.Template
     takes_strings: bool
@@ -75,7 +75,7 @@ class _Compiled(NamedTuple):
 
 
 class _GenerationTag(Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's words, for training: here they just pass through."""
+    """{% generation %}...{% endgeneration %} marks the assistant's text for training. Here the mark has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -105,7 +105,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML, which no model was trained on."""
+    """Replaces Jinja's own filter, which escapes HTML: no model was trained on that."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -118,8 +118,8 @@ def _strftime_now(format: str) -> str:
 
 
 def _content_forms(tree: nodes.Template) -> tuple[bool, bool]:
-    """(takes strings, takes lists): a template that takes lists of parts loops over a message's content, directly or
-    by a variable; one that takes strings as well asks which it has got."""
+    """(accepts strings, accepts lists). A template that accepts lists of parts loops over a message's content, directly
+    or through a variable. A template that accepts both forms tests the type of the content."""
     names = {"content"}  # the usual name for a macro's parameter, too
 
     def is_content(node: nodes.Node | None) -> bool:
@@ -133,10 +133,10 @@ def _content_forms(tree: nodes.Template) -> tuple[bool, bool]:
         if (name := _name(assignment.target)) and is_content(assignment.node):
             names.add(name)
     takes_lists = any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
-    asks = any(
+    tests_type = any(
         test.name in ("string", "iterable", "sequence") and is_content(test.node) for test in tree.find_all(nodes.Test)
     )
-    return asks or not takes_lists, takes_lists
+    return tests_type or not takes_lists, takes_lists
 
 
 def _name(node: nodes.Node | None) -> str | None:
@@ -144,8 +144,8 @@ def _name(node: nodes.Node | None) -> str | None:
 
 
 def _prepare(message: dict[str, Any], where: str, compiled: _Compiled) -> dict[str, Any]:
-    """A copy in the form that templates are written for: no nulls, content as this template takes it, arguments of
-    tools as objects, reasoning under each name that models use for it."""
+    """A copy of the message in the form that templates expect: without nulls, content in a form that this template
+    accepts, arguments of tool calls as objects, and the reasoning under each name that templates use for it."""
     prepared = {key: value for key, value in message.items() if value is not None}
     for field in _REASONING_FIELDS:
         if field in prepared:
@@ -159,8 +159,8 @@ def _prepare(message: dict[str, Any], where: str, compiled: _Compiled) -> dict[s
 
 
 def _prepare_content(message: dict[str, Any], where: str, compiled: _Compiled) -> Any:
-    """The content as this template takes it. As in vLLM, a message without content has an empty one, and texts of a
-    tool's message are joined, since most templates that take lists expect a string there."""
+    """The content in a form that this template accepts. As in vLLM, missing content becomes empty content, and the text
+    parts of a tool's message are joined, because most templates that accept lists expect a string there."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or "" if compiled.takes_strings else [_text_part(content or "")]
@@ -173,7 +173,7 @@ def _prepare_content(message: dict[str, Any], where: str, compiled: _Compiled) -
 
 
 def _objects(values: Any, where: str) -> list[dict[str, Any]]:
-    """A copy of what should be a list of JSON objects."""
+    """A copy of a list of JSON objects. Raises ChatTemplateError if `values` is something else."""
     if not isinstance(values, list | tuple):
         raise ChatTemplateError(f"{where} is of type {type(values).__name__}: expected a list of objects")
     for index, value in enumerate(values):
@@ -187,7 +187,7 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
-    """Parts of all types that hold text become parts of the one type that templates know."""
+    """Converts a part of any type that holds text to type "text", which templates know."""
     kind = part.get("type")
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if kind == "text" or field is None or not isinstance(part.get(field), str):
@@ -205,7 +205,7 @@ def _join(parts: list[dict[str, Any]], where: str) -> str:
 
 
 def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """OpenAI's protocol has a call's arguments as JSON text; templates iterate over them or write them with tojson."""
+    """Parses a tool call's arguments. OpenAI's protocol has them as JSON text, but templates expect an object."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -217,7 +217,7 @@ def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tag(message: dict[str, Any]) -> str:
-    """Marks the end of the message's content and returns that content."""
+    """Appends the tag to the message's content, and returns the content without it."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _CONTINUE_TAG
@@ -237,5 +237,5 @@ def _cut_at_tag(prompt: str, final: str) -> str:
         )
     cut = prompt.rindex(tag)
     prompt, rest = prompt[:cut], prompt[cut:]
-    # The tag ends with a space: where the template has stripped it, it has stripped the content as well.
+    # The tag ends with a space. If the template has stripped that space, it strips the content as well.
     return prompt if rest.startswith(_CONTINUE_TAG) else prompt.rstrip()

@@ -1,4 +1,4 @@
-"""From token ids back to text while they are generated: whole characters only, and never beyond a stop string."""
+"""Incremental detokenization: text in whole characters while tokens are generated, cut at stop strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -8,19 +8,20 @@ from quire.text.tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
-    """The text of one request, grown token by token at a constant cost per token.
+    """The text of one request. Each appended token has a constant cost.
 
                           ┌ shown ──────────────┬ held back ────────┐
         text              │ already in a delta  │ may begin a stop  │ + partial: bytes of an unfinished character
                           └─────────────────────┴───────────────────┘
 
-    The text is what follows the prompt in `tokenizer.decode(prompt + output)`, with one exception: the decoder of
-    SentencePiece's byte tokens spoils valid characters next to invalid ones, which a stream cannot take back; here each
-    invalid sequence alone becomes U+FFFD. How the output is cut into `append` calls changes neither text nor stop.
+    The text equals the part of `tokenizer.decode(prompt + output)` after the prompt, with one exception: the decoder
+    of SentencePiece's byte tokens destroys valid characters next to invalid ones. A stream cannot withdraw characters,
+    so here only the invalid sequence becomes U+FFFD. Text and stop do not depend on how the output is divided among
+    calls of `append`.
 
-    stop: non-empty strings. The one that ends first counts; of those that end together, the longest.
+    stop: non-empty strings. The one that ends first in the text takes effect; if several end together, the longest.
     include_stop_str_in_output: keep the stop string, or the token that ended the request, in the text
-    min_tokens: a stop string must end after the text of this many tokens
+    min_tokens: a stop string takes effect only if it ends after the text of this many tokens
     spaces_between_special_tokens: False drops the space that some decoders put between neighbouring added tokens
     """
 
@@ -41,13 +42,13 @@ class IncrementalDetokenizer:
         self._unspaced = tokenizer.added_tokens if unspaced else {}
         self._after_unspaced = False
         self._stop = tuple(stop)
-        self._reach = max(map(len, stop), default=1) - 1  # so many characters may precede new text in a stop string
+        self._reach = max(map(len, stop), default=1) - 1  # characters of a stop string that may lie before the new text
         self._include_stop = include_stop_str_in_output
         self._held_back = 0 if include_stop_str_in_output else self._reach
-        self._exempt = min_tokens  # so many tokens to come cannot end the text
-        self._shown = ""  # as much of its end as a stop string may begin in
+        self._exempt = min_tokens  # number of coming tokens that cannot complete a stop string
+        self._shown = ""  # the end of the shown text, in which a stop string may begin
         self._unshown = ""
-        # A character takes at most four tokens: they tell whether the prompt ends within one, or is empty.
+        # A character has at most four tokens, so the prompt's last four tell whether it ends within a character.
         tail: list[int] = []
         for token_id in reversed(prompt_token_ids):
             if token_id not in self._skipped and self._token_bytes[token_id]:
@@ -61,13 +62,13 @@ class IncrementalDetokenizer:
 
     @property
     def partial(self) -> bytes:
-        """The bytes of a character that is not yet complete."""
+        """The bytes of a character that is not complete yet."""
         return self._partial
 
     def append(self, token_ids: Sequence[int], finished_by_token: bool = False) -> str | None:
-        """Adds tokens; returns the stop string that they complete, if any: the text then ends there.
+        """Adds tokens. If they complete a stop string, the text ends there, and the stop string is returned.
 
-        finished_by_token: the last of them ended the request (EOS or a stop token), so it is not text.
+        finished_by_token: the last token ended the request (EOS or a stop token), so it is not part of the text.
         """
         if finished_by_token and not self._include_stop:
             token_ids = token_ids[:-1]
@@ -82,7 +83,7 @@ class IncrementalDetokenizer:
         return None
 
     def next_delta(self, finished: bool) -> str:
-        """The text that may be shown now and has not been; all of the rest when the request has finished."""
+        """The new text that can be shown now. When the request has finished, this is all remaining text."""
         if finished and self._partial:
             self._unshown += self._decode(self._partial, True)
         if self._held_back and not finished:
@@ -95,7 +96,7 @@ class IncrementalDetokenizer:
         return delta
 
     def flush(self) -> str:
-        """Ends the text: an unfinished character becomes U+FFFD. Returns what had been held back."""
+        """Ends the text; an unfinished character becomes U+FFFD. Returns the text that was held back."""
         return self.next_delta(finished=True)
 
     def _read(self, token_ids: Sequence[int]) -> str:
@@ -107,7 +108,7 @@ class IncrementalDetokenizer:
         return self._decode(data, False)
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token whose spacing depends on what is before it."""
+        """The bytes of a token whose spacing depends on the token before it."""
         added = self._unspaced.get(token_id)
         if added is not None and self._after_unspaced:
             return added.encode()
@@ -120,25 +121,26 @@ class IncrementalDetokenizer:
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._partial = data[used:]
         if used and self._partial_of_prompt:
-            # Completed, the character that the prompt began is output; spoilt, its U+FFFD is the prompt's.
+            # If the output completes the prompt's last character, the character is output. If the output makes it
+            # invalid, its U+FFFD belongs to the prompt.
             text = text.removeprefix(REPLACEMENT)
             self._partial_of_prompt = False
         return text
 
     def _add_until_stop(self, text: str) -> str | None:
-        """Adds text up to the first stop string that ends in it, and returns that."""
+        """Adds text up to the first stop string that ends in it, and returns that stop string."""
         before = (self._shown + self._unshown)[-self._reach :] if self._reach else ""
         window = before + text
-        hits = []
+        matches = []
         for stop in self._stop:
             start = window.find(stop, max(len(before) - len(stop) + 1, 0))
             if start >= 0:
-                hits.append((start + len(stop), start, stop))
+                matches.append((start + len(stop), start, stop))
         self._unshown += text
-        if not hits:
+        if not matches:
             return None
-        end, start, stop = min(hits)
-        too_much = len(window) - (end if self._include_stop else start)
-        self._unshown = self._unshown[: len(self._unshown) - too_much]
+        end, start, stop = min(matches)
+        excess = len(window) - (end if self._include_stop else start)
+        self._unshown = self._unshown[: len(self._unshown) - excess]
         self._partial = b""
         return stop

@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF file describes in its metadata.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what it leaves open is as llama.cpp does it.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What it leaves open follows llama.cpp.
 """
 
 import re
@@ -20,9 +20,9 @@ _OTHER_NAMES = {"unknown": "unk", "padding": "pad", "seperator": "sep"}
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """A backend, and settings in the terms of tokenizer_config.json, chat templates by name among them.
+    """A backend, and a configuration as in tokenizer_config.json, with the chat templates by name.
 
-    metadata: a file's keys and values, arrays as lists or numpy arrays. Raises ValueError, which names the key.
+    metadata: the file's keys and values, with arrays as lists or numpy arrays. Raises ValueError, which names the key.
     """
     prefix = "tokenizer.ggml."
     ggml = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -42,7 +42,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]
         unknown_id = int(ggml.get("unknown_token_id", 0))
         model = SentencePieceModel(pieces, unknown_id, dummy_prefix=bool(ggml.get("add_space_prefix", True)))
         backend, added = model.backend({})
-        if metadata.get("general.architecture") == "phi3":  # GGUF cannot say that they eat the spaces after them
+        if (
+            metadata.get("general.architecture") == "phi3"
+        ):  # GGUF cannot express that a token includes the spaces after it
             for token in added.values():
                 token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
     elif ggml["model"] == "gpt2":
@@ -50,16 +52,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]
         pre = str(ggml.get("pre"))
         add_bos = pre in _ADD_BOS
         if pre not in SPLITS:
-            logger.warning(
-                "The GGUF file's tokenizer.ggml.pre is %s: texts are split in the default way, perhaps wrongly", pre
-            )
+            logger.warning("The GGUF file's tokenizer.ggml.pre is %s, unknown to Quire; tokenization may be wrong", pre)
             pre = "default"
         vocab = {token: token_id for token_id, token in enumerate(tokens)}
         merges = [tuple(merge.split(" ", 1)) for merge in ggml.get("merges", ())]
         backend = byte_level(vocab, merges, pre, ignore_merges=pre in _IGNORE_MERGES)
         added = added_tokens(zip(tokens, kinds, strict=True))
     else:
-        raise ValueError(f"tokenizer.ggml.model is {ggml['model']!r}: Quire knows 'llama' and 'gpt2'")
+        raise ValueError(f"tokenizer.ggml.model is {ggml['model']!r}; Quire supports 'llama' and 'gpt2'")
     ids |= {match[1]: int(ggml[key]) for key in ggml if (match := re.fullmatch(r"(\w+)_token_id", key))}
     named = {f"{_OTHER_NAMES.get(name, name)}_token": tokens[i] for name, i in ids.items() if i < len(tokens)}
     return backend, {

@@ -1,4 +1,4 @@
-"""What `LLM.get_tokenizer` returns: the tokenizer with the interface of Hugging Face's transformers, version 5."""
+"""The tokenizer with the interface of Hugging Face's transformers 5. `LLM.get_tokenizer` returns it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from quire.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 
-# Arguments of transformers that change nothing here at these values.
+# Arguments of transformers that are accepted at the listed values, where they have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text_pair": (None,),
     "padding": (False, None, "do_not_pad"),
@@ -31,7 +31,7 @@ _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class BatchEncoding(dict[str, Any]):
-    """A dict whose entries are attributes, too: {"input_ids": ..., "attention_mask": ...}."""
+    """A dict whose entries are also attributes: {"input_ids": ..., "attention_mask": ...}."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -43,8 +43,8 @@ class BatchEncoding(dict[str, Any]):
 class HFTokenizer:
     """Encodes, decodes and applies the chat template as transformers does with the same files.
 
-    bos_token, bos_token_id, eos_token, eos_token_id, and likewise unk, sep, pad, cls and mask: None where the
-    checkpoint has no such token.
+    bos_token, bos_token_id, eos_token, eos_token_id, and likewise unk, sep, pad, cls and mask: None if the checkpoint
+    has no such token.
 
     Arguments of transformers that Quire does not have (padding, truncation, return_tensors) raise a ValueError.
     """
@@ -60,7 +60,7 @@ class HFTokenizer:
     pad_token_id: int | None
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, name_or_path: str = "") -> None:
-        """chat_template: replaces the checkpoint's."""
+        """chat_template: replaces the checkpoint's template."""
         self._tokenizer = tokenizer
         self.chat_template = chat_template or tokenizer.chat_template
         self.name_or_path = name_or_path
@@ -76,7 +76,7 @@ class HFTokenizer:
     # ---- text to token ids
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any) -> BatchEncoding:
-        """{"input_ids", "attention_mask"}: a list for a text, a list of lists for several."""
+        """{"input_ids", "attention_mask"}: each is a list for one text, and a list of lists for several texts."""
         with_mask = options.pop("return_attention_mask", None) is not False
         _check(options)
         input_ids: Any
@@ -84,7 +84,7 @@ class HFTokenizer:
             input_ids = self._tokenizer.encode(text, add_special_tokens)
             mask: Any = [1] * len(input_ids)
         else:
-            input_ids = [self._tokenizer.encode(one, add_special_tokens) for one in text]
+            input_ids = [self._tokenizer.encode(item, add_special_tokens) for item in text]
             mask = [[1] * len(ids) for ids in input_ids]
         return BatchEncoding(input_ids=input_ids, **({"attention_mask": mask} if with_mask else {}))
 
@@ -93,18 +93,18 @@ class HFTokenizer:
         return self._tokenizer.encode(text, add_special_tokens)
 
     def tokenize(self, text: str, add_special_tokens: bool = False, **options: Any) -> list[str]:
-        """The pieces that the text is split into; what the vocabulary does not have stands for itself."""
+        """The tokens of the text as strings. Parts without a token are spelled as in the text."""
         _check(options)
         return self._tokenizer.pieces(text, add_special_tokens)
 
     # ---- token ids to text
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of a list of ids; a list of texts for a list of lists. Arrays and tensors are taken, too."""
+        """The text of a list of ids, or a list of texts for a list of lists. Also accepts arrays and tensors."""
         _check(options)
         ids = _as_list(token_ids)
         if ids and isinstance(ids[0], list | tuple):
-            return [self._tokenizer.decode(one, skip_special_tokens) for one in ids]
+            return [self._tokenizer.decode(sequence, skip_special_tokens) for sequence in ids]
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     def batch_decode(
@@ -116,14 +116,14 @@ class HFTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Without added tokens; `len(tokenizer)` counts these as well."""
+        """The number of tokens without added tokens; `len(tokenizer)` includes them."""
         return self._tokenizer.count(with_added_tokens=False)
 
     def __len__(self) -> int:
         return self._tokenizer.count(with_added_tokens=True)
 
     def get_vocab(self) -> dict[str, int]:
-        """Token → id, added tokens included."""
+        """Token → id, including added tokens."""
         return self._tokenizer.get_vocab()
 
     @property
@@ -134,14 +134,14 @@ class HFTokenizer:
         return {token: token_id for token_id, token in sorted(self._tokenizer.added_tokens.items())}
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """A token for an id, a list for several; None for an id that the vocabulary does not have."""
+        """The token of an id, or a list of tokens for several ids. None stands for an id without a token."""
         if isinstance(ids, int):
             return self._tokenizer.id_to_token(ids)
         skipped = set(self.all_special_ids) if skip_special_tokens else set[int]()
         return [self._tokenizer.id_to_token(int(token_id)) for token_id in ids if int(token_id) not in skipped]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """A token that the vocabulary does not have becomes unk_token_id."""
+        """The id of a token, or a list of ids for several tokens. An unknown token becomes unk_token_id."""
         if isinstance(tokens, str):
             token_id = self._tokenizer.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
@@ -150,7 +150,7 @@ class HFTokenizer:
     # ---- chats
 
     def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
-        """The template that is used, given itself or by its name. Raises ValueError if there is none."""
+        """The template to use: chat_template is a template or the name of one. Raises ValueError if there is none."""
         templates = self._tokenizer.chat_templates
         named = templates.get("tool_use") if tools and chat_template is None else None
         template = templates.get(chat_template, chat_template) if chat_template is not None else named
@@ -171,10 +171,10 @@ class HFTokenizer:
         return_dict: bool = True,
         **variables: Any,
     ) -> Any:
-        """The prompt for a conversation, or a list for several.
+        """The prompt for a conversation, or a list of prompts for several. Raises ValueError if the template fails.
 
-        tokenize=False: its text. Otherwise {"input_ids", "attention_mask"}; with return_dict=False, the ids alone.
-        variables: the template's own, such as enable_thinking. Raises ValueError if the template refuses.
+        tokenize=False returns text. Otherwise the result is {"input_ids", "attention_mask"}; with return_dict=False,
+        it is only the ids. variables: variables of the template, such as enable_thinking.
         """
         _check({name: variables.pop(name) for name in [*variables] if name in _NEUTRAL})
         if any(callable(tool) for tool in tools or ()):
@@ -202,7 +202,7 @@ class HFTokenizer:
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for what Quire does not have, TypeError for what transformers does not have either."""
+    """Raises ValueError for arguments that only transformers supports, TypeError for unknown arguments."""
     for name, value in options.items():
         if name not in _NEUTRAL:
             raise TypeError(f"unexpected argument {name!r}")
@@ -212,7 +212,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def _as_list(ids: Any) -> Any:
-    """Token ids as Python's integers. A single one becomes a list."""
+    """Token ids as a list of Python integers. A single id becomes a list of one."""
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, Mapping):
         ids = ids["input_ids"]

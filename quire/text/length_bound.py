@@ -1,4 +1,4 @@
-"""How few tokens a text can become, known without tokenizing it: long texts are refused in microseconds."""
+"""A lower bound of a text's number of tokens, without tokenizing it: long texts are refused in microseconds."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 
 from quire.text.token_bytes import BYTE_OF_CHARACTER
 
-# Normal forms replace characters by shorter ones: NFC makes 2 bytes of 7 (iota, diaeresis, acute), NFKC makes 1 of 4.
+# Normal forms replace characters with shorter ones: NFC turns 7 bytes into 2 (iota, diaeresis, acute), NFKC 4 into 1.
 _NORMAL_FORM_FACTOR = 4
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
 
@@ -16,7 +16,7 @@ _LONGEST_CHARACTER = 4  # bytes in UTF-8
 class LengthBound(NamedTuple):
     """A text of n bytes becomes at least n / bytes_per_token tokens.
 
-    counts_spaces: False if the tokenizer may drop white space, which is then not counted in n
+    counts_spaces: False if the tokenizer may drop white space. White space is then not counted in n.
     """
 
     bytes_per_token: int
@@ -29,7 +29,8 @@ class LengthBound(NamedTuple):
 
     @classmethod
     def of(cls, backend: Backend) -> Self | None:
-        """None where a tokenizer may drop text or make one token of any length of it, or where that is not known."""
+        """The bound of a tokenizer. None if the tokenizer may drop text or make one token of a text of any length, or
+        if that is not known."""
         normalizer, splitter = _state(backend.normalizer), _state(backend.pre_tokenizer)
         shortening, splitting = _normalizer_effect(normalizer), _splitter_effect(splitter)
         if shortening is None or splitting is None:
@@ -45,12 +46,12 @@ class LengthBound(NamedTuple):
 
 
 def _state(component: Any) -> Mapping[str, Any] | None:
-    """A normalizer or pre-tokenizer as tokenizer.json describes it."""
+    """The description of a normalizer or pre-tokenizer, as in tokenizer.json."""
     return None if component is None else json.loads(component.__getstate__())
 
 
 def _steps(state: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The component and, of a sequence, its parts."""
+    """The component and, if it is a sequence, its parts."""
     if state is None:
         return []
     parts = state.get("normalizers") or state.get("pretokenizers") or []
@@ -62,7 +63,7 @@ def _kinds(state: Mapping[str, Any] | None) -> set[str]:
 
 
 def _normalizer_effect(state: Mapping[str, Any] | None) -> tuple[int, bool] | None:
-    """(by which factor bytes can become fewer, whether white space is kept), or None if text can be lost."""
+    """(the factor by which the number of bytes can shrink, whether white space is kept). None if text can be lost."""
     factor, keeps_spaces = 1, True
     for step in _steps(state):
         kind = step["type"]
@@ -96,7 +97,8 @@ def _splitter_effect(state: Mapping[str, Any] | None) -> bool | None:
 
 
 def _longest_token(backend: Backend, is_byte_level: bool) -> int | None:
-    """In bytes; None if the model lacks tokens for some text, which it then drops or merges into one unknown token."""
+    """The length of the longest token in bytes. None if the model has no tokens for some text: it then drops that text
+    or merges it into one unknown token."""
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
     has_all_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     if type(model).__name__ == "BPE":
@@ -111,7 +113,7 @@ def _longest_token(backend: Backend, is_byte_level: bool) -> int | None:
             return None
     else:
         return None
-    # In GPT-2's alphabet, each character of a token is a byte.
+    # In GPT-2's alphabet, each character of a token stands for one byte.
     longest = max((len(token) if is_byte_level else len(token.encode()) for token in vocab), default=1)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     if (normalizer := backend.normalizer) is not None:

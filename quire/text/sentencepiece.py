@@ -1,4 +1,4 @@
-"""SentencePiece's tokenizer.model, read without the library, and such vocabularies from elsewhere.
+"""SentencePiece models, and a reader of tokenizer.model that does not need SentencePiece's library.
 
 Format: sentencepiece_model.proto of https://github.com/google/sentencepiece.
 """
@@ -32,9 +32,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """dummy_prefix: a text gets a space in front. In legacy mode so does the text after each added token
-    strip_spaces: spaces at the ends of a text are dropped, several in a row become one
-    charsmap: the normalization of characters, as the library compiles it
+    """A vocabulary of SentencePiece, and how it treats text.
+
+    dummy_prefix: put a space in front of a text; in legacy mode, also in front of the text after each added token
+    strip_spaces: drop spaces at both ends of a text, and reduce several spaces in a row to one
+    charsmap: the normalization of characters, in the compiled form of SentencePiece's library
     """
 
     pieces: list[Piece]
@@ -47,12 +49,13 @@ class SentencePieceModel:
     charsmap: bytes = b""
 
     def backend(self, listed: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]]:
-        """A backend, and all tokens to add to it. listed: those of tokenizer_config.json, which may rename pieces"""
+        """A backend, and all its added tokens. listed: the added tokens of tokenizer_config.json; they may rename
+        pieces."""
         added = added_tokens((piece.text, piece.kind) for piece in self.pieces)
         added |= {token_id: dict(token) for token_id, token in listed.items()}
         texts = dict(enumerate(piece.text for piece in self.pieces))
         for token_id, token in added.items():
-            if not token["content"].strip("▁"):  # added tokens are looked for in the text as it is
+            if not token["content"].strip("▁"):  # added tokens are matched before normalization
                 token["content"] = " " * len(token["content"])
             texts[int(token_id)] = token["content"]
         backend = Backend(self._unigram(texts) if self.is_unigram else self._bpe(texts))
@@ -75,7 +78,7 @@ class SentencePieceModel:
         return models.Unigram(scored, self.unknown_id, self.byte_fallback)
 
     def _bpe(self, texts: Mapping[int, str]) -> models.Model:
-        """Neighbours are joined if that gives a piece, the one with the highest score first."""
+        """BPE that joins the neighbours whose union is the piece with the highest score."""
         joinable = (Kind.NORMAL, Kind.UNUSED)
         ranked = [p for i, p in enumerate(self.pieces) if p.kind in joinable and p.text == texts[i]]
         ranked.sort(key=lambda piece: -piece.score)
@@ -89,7 +92,7 @@ class SentencePieceModel:
 
 
 def added_tokens(texts_and_kinds: Iterable[tuple[str, int]]) -> dict[str, dict[str, Any]]:
-    """What is matched in a text before it is split, by id as tokenizer_config.json lists it."""
+    """The tokens that are matched in a text before it is split: id → entry, as in tokenizer_config.json."""
     return {
         str(token_id): {"content": text, "special": kind != Kind.USER_DEFINED, "normalized": False}
         for token_id, (text, kind) in enumerate(texts_and_kinds)
@@ -98,7 +101,7 @@ def added_tokens(texts_and_kinds: Iterable[tuple[str, int]]) -> dict[str, dict[s
 
 
 def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """With Llama's habits: BOS in front, no EOS. Completes the configuration."""
+    """Reads tokenizer.model, and completes the configuration. By default BOS is added but not EOS, as for Llama."""
     pieces: list[Piece] = []
     trainer, normalizer = dict[int, Any](), dict[int, Any]()
     for number, value in _fields(data):
@@ -110,7 +113,7 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         elif number == 3:
             normalizer = fields
     if (kind := trainer.get(3, 1)) not in (1, 2):
-        raise ValueError("its model is of words or characters: Quire knows SentencePiece's Unigram and BPE")
+        raise ValueError("its model is of words or characters; Quire supports SentencePiece's Unigram and BPE")
     if trainer.get(24, 0):
         raise ValueError("treat_whitespace_as_suffix is not supported")
     prefix = config.get("add_prefix_space")
@@ -120,7 +123,7 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         is_unigram=kind == 1,
         byte_fallback=bool(trainer.get(35, 0)),
         dummy_prefix=bool(normalizer.get(3, 1) if prefix is None else prefix),
-        legacy=config.get("legacy") is not False,  # what did not say so was made when there was nothing else
+        legacy=config.get("legacy") is not False,  # older checkpoints do not state it, and are legacy
         strip_spaces=bool(normalizer.get(4, 1)),
         charsmap=normalizer.get(2, b""),
     ).backend(config.get("added_tokens_decoder") or {})
@@ -141,7 +144,8 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a Protocol Buffers message: integers, floats of 32 bits, bytes; messages within as bytes."""
+    """The (number, value) pairs of a Protocol Buffers message: integers, 32-bit floats, bytes, and nested messages as
+    bytes."""
     position = 0
 
     def varint() -> int:

@@ -1,4 +1,4 @@
-"""Vocabularies as ranks, which are ids and the order of merging at once: tiktoken's files and Mistral's tekken.json."""
+"""Vocabularies whose ranks are both ids and the order of merging: tiktoken's files and Mistral's tekken.json."""
 
 import binascii
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from quire.text.bpe import added_ids, byte_level, family, merges_of
 from quire.text.token_bytes import BYTE_OF_CHARACTER
 
 _CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
-# What tekken.json means where it does not name its special tokens, as until 2024.
+# The special tokens of the files until 2024, which do not list them.
 _EARLY_TEKKEN = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
     "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
@@ -19,9 +19,9 @@ _EARLY_TEKKEN = (
 
 
 def read_tiktoken(data: bytes, config: Mapping[str, Any]) -> Backend:
-    """Lines of a token in base64 and its rank, as of Llama 3's first release, GLM-4, Qwen 1, Kimi K2.
+    """Reads lines of a token in base64 and its rank (Llama 3's first release, GLM-4, Qwen 1, Kimi K2).
 
-    Special tokens stand in tokenizer_config.json only.
+    Only tokenizer_config.json lists the special tokens.
     """
     vocab: dict[str, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
@@ -56,7 +56,8 @@ class _Tekken(msgspec.Struct):
 
 
 def read_tekken(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """Special tokens have the first ids, the others follow by rank; BOS in front. Completes the configuration."""
+    """Reads tekken.json, and completes the configuration. The special tokens have the first ids, and the others follow
+    by rank. BOS is added by default."""
     file = msgspec.json.decode(data, type=_Tekken)
     size, count = file.config.default_vocab_size, file.config.default_num_special_tokens
     ranked = sorted(file.special_tokens or (), key=lambda token: token.rank)

@@ -1,4 +1,4 @@
-"""What each token adds to a text, as bytes: what streams, logprobs and grammars need to know of a vocabulary."""
+"""The bytes that each token adds to a text. Streams, logprobs and grammars use them."""
 
 import re
 
@@ -9,23 +9,23 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte, reversed: printable bytes stand for themselves, the others follow U+00FF."""
+    """Character → byte in GPT-2's alphabet. Printable bytes stand for themselves; the others follow U+00FF."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(unprintable)}
 
 
 BYTE_OF_CHARACTER = _byte_level_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """`token_bytes[token_id]`: the bytes that the token adds after other text, b"" for an id the vocabulary lacks.
+    """`token_bytes[token_id]`: the bytes that the token adds after other text; b"" for an id without a token.
 
-    What a token means depends on its neighbours in two ways only: some decoders drop the space before a text's first
-    token, and a character's bytes may be spread over tokens. So a text is `at_start(first)` and the bytes of each
-    further token, read as UTF-8 at the end. (The </w> suffix of the first GPT and CTC decoders are not like that.)
-    Entries are made on first use: the tokenizer itself decodes the token behind a plain letter; where that gives no
-    whole characters, the token's spelling tells the bytes.
+    The text of a token depends on its neighbours in only two ways: some decoders drop the space before the first token
+    of a text, and the bytes of a character may be spread over several tokens. So a text is `at_start(first)` plus the
+    bytes of all later tokens, decoded as UTF-8 at the end. (This does not hold for CTC decoders and the </w> suffix of
+    the first GPT.) Entries are computed on first use: the tokenizer decodes the token after an alphanumeric token (the
+    anchor). If the result is not whole characters, the bytes follow from the token's spelling.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -50,7 +50,7 @@ class TokenBytes(dict[int, bytes]):
         return piece
 
     def at_start(self, token_id: int) -> bytes:
-        """The bytes of the token as the first of a text."""
+        """The bytes of the token as the first token of a text."""
         text = self._backend.decode([token_id], skip_special_tokens=False)
         return self[token_id] if REPLACEMENT in text else text.encode()
 

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer in any of its formats, and what the files beside it say of special tokens and templates."""
+"""A checkpoint's tokenizer in any of its formats, with the special tokens and chat templates of its other files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,25 +17,26 @@ from quire.text.sentencepiece import read_sentencepiece
 from quire.text.tiktoken import read_tekken, read_tiktoken
 from quire.text.token_bytes import TokenBytes
 
-# The first that is there counts. merges.txt needs a vocab.json beside it; tokenizer.model is of two kinds.
+# In order of precedence. merges.txt needs vocab.json beside it. tokenizer.model may be of SentencePiece or tiktoken.
 _FILES = ("tokenizer.json", "tekken.json", "merges.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
-    """Text to token ids and back, as transformers 5 does it with the same directory; but a BOS or EOS that
-    tokenizer_config.json asks for is added even where tokenizer.json forgets it, as transformers 4 did, and a
-    tokenizer.model means what it means to SentencePiece.
+    """Converts text to token ids and back, as transformers 5 does with the same directory.
 
-    special_tokens: the named ones, {"bos_token": "<s>", ...}: variables of the chat template
-    extra_special_tokens: special ones without a name
+    There are two differences. A BOS or EOS token that tokenizer_config.json asks for is added even if tokenizer.json
+    does not add it, as in transformers 4. And a tokenizer.model is read as SentencePiece reads it.
+
+    special_tokens: the named special tokens, {"bos_token": "<s>", ...}; they are variables of the chat template
+    extra_special_tokens: the special tokens without a name
     all_special_ids: the ids that `decode(skip_special_tokens=True)` leaves out
-    added_tokens: id → content of the tokens matched in the text before the model splits it
-    chat_templates: name → template; most checkpoints have "default" alone, some "tool_use" too
+    added_tokens: id → content of the tokens that are matched in a text before the model splits it
+    chat_templates: name → template; most checkpoints have only "default", some also "tool_use"
     """
 
     def __init__(self, backend: Backend, config: dict[str, Any], chat_templates: dict[str, str]) -> None:
-        # Serving neither cuts nor pads; a checkpoint may have been saved in a training set-up that does.
+        # A checkpoint may have been saved with a training set-up that truncates or pads.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = _special_tokens(config)
@@ -48,7 +49,7 @@ class Tokenizer:
         self.all_special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
-        # The clean-up was made for WordPiece; transformers 5 applies it to no BPE, whatever the configuration says.
+        # The clean-up is meant for WordPiece. Whatever the configuration says, transformers 5 does not apply it to BPE.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
         plain, framed = backend.encode("a", add_special_tokens=False).ids, backend.encode("a").ids
         has_bos = framed != plain and framed[:1] == [self.bos_token_id]
@@ -59,10 +60,10 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
-        """Raises FileNotFoundError without a tokenizer's file, ValueError where a file cannot be understood."""
+        """Raises FileNotFoundError if there is no tokenizer file, ValueError if a file cannot be read."""
         path = Path(path)
         config = _read_json(path / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # written since 2023, and then it has the last word
+        if "added_tokens_decoder" not in config:  # written since 2023, and takes precedence
             config |= _read_json(path / "special_tokens_map.json")
         file = next((file for name in _FILES for file in sorted(path.glob(name))), None)
         if file is None:
@@ -79,7 +80,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
-        """The tokenizer and the chat templates of a GGUF file, by its keys and values. Raises ValueError."""
+        """The tokenizer and the chat templates of a GGUF file, from its keys and values. Raises ValueError."""
         try:
             backend, config = gguf_tokenizer(metadata)
         except Exception as error:
@@ -87,20 +88,20 @@ class Tokenizer:
         return cls(backend, config, config["chat_template"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError for a text that is not Unicode (a lone surrogate, from JSON's backslash-u escapes)."""
+        """Raises ValueError for invalid Unicode: a lone surrogate, which JSON's backslash-u escapes can produce."""
         try:
-            # Batches, of one too, let other threads run meanwhile; without offsets they are faster.
+            # The batch method lets other threads run meanwhile, even for one text. Without offsets it is faster.
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:
             raise ValueError(_why_not_text(text)) from error
         return [*self._prefix, *encoding.ids, *self._suffix] if add_special_tokens else encoding.ids
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the number of tokens, known without tokenizing; 0 where the tokenizer allows no bound."""
+        """A lower bound of the number of tokens, without tokenizing. 0 if the tokenizer allows no bound."""
         return 0 if self.length_bound is None else self.length_bound.fewest_tokens(text)
 
     def pieces(self, text: str, add_special_tokens: bool) -> list[str]:
-        """What the ids of a text stand for, as the vocabulary spells it, or as the text does where it has no token."""
+        """The tokens of a text as the vocabulary spells them. Parts without a token are spelled as in the text."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).tokens
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -111,7 +112,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it ("Ġthe", "▁the"); `token_bytes` has what it means."""
+        """The token as the vocabulary spells it ("Ġthe", "▁the"). `token_bytes` has the text that it stands for."""
         return self._backend.id_to_token(token_id)
 
     @property
@@ -119,20 +120,21 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def get_vocab(self) -> dict[str, int]:
-        """Token → id, as the vocabulary spells them, added tokens included."""
+        """Token, as the vocabulary spells it → id. Includes the added tokens."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     def count(self, with_added_tokens: bool) -> int:
-        """Tokens in the vocabulary. Ids may have holes: see `vocab_size`."""
+        """The number of tokens in the vocabulary. It may be less than `vocab_size`."""
         return self._backend.get_vocab_size(with_added_tokens)
 
     @cached_property
     def vocab_size(self) -> int:
-        return max(self.get_vocab().values()) + 1  # ids may have holes
+        """The largest id plus one. Not every id below it needs to have a token."""
+        return max(self.get_vocab().values()) + 1
 
     @cached_property
     def length_bound(self) -> LengthBound | None:
-        """Takes a tenth of a second for a large vocabulary."""
+        """None if the tokenizer allows no bound. The first use takes a tenth of a second for a large vocabulary."""
         return LengthBound.of(self._backend)
 
     @cached_property
@@ -157,7 +159,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path, config: dict[str, Any]) -> tuple[Backend, dict[str, Any]]:
-    """A backend, and the configuration completed by what the format implies."""
+    """A backend, and the configuration with the settings that the file's format implies."""
     if file.name == "tokenizer.json":
         return Backend.from_file(str(file)), config
     if file.name == "merges.txt":
@@ -178,7 +180,8 @@ def _content(token: Any) -> str | None:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     named = {name: config[name] for name in _NAMED_TOKENS if name in config}
-    named |= {name: token for name, token in config.items() if name.endswith("_token")}  # a model's own: image_token
+    # Some models have tokens of their own, such as image_token.
+    named |= {name: token for name, token in config.items() if name.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         named |= extra
     return {name: content for name, token in named.items() if (content := _content(token)) is not None}
@@ -191,8 +194,11 @@ def _extra_special_tokens(config: dict[str, Any]) -> list[str]:
 
 
 def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
-    """Tokens that only tokenizer_config.json knows get ids in transformers' order. What tokenizer.json calls ordinary
-    stays so even if listed as special: decoding would lose the <tool_call> that a parser waits for."""
+    """Adds the tokens that only tokenizer_config.json lists; they get ids in transformers' order.
+
+    A token that is not special in tokenizer.json stays so even if it is listed as special. Otherwise decoding would
+    lose the <tool_call> that a parser waits for.
+    """
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     special = [content for content in (*_special_tokens(config).values(), *_extra_special_tokens(config)) if content]
     tokens = [AddedToken(**{"special": token["content"] in special, **token}) for _, token in listed]
@@ -206,7 +212,7 @@ def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Own files come before tokenizer_config.json; the newest format first."""
+    """Name → template. Files of templates take precedence over tokenizer_config.json; the newest format is first."""
     files = {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
     if (file := path / "chat_template.jinja").is_file():
         files["default"] = file
