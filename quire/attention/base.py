@@ -1,4 +1,4 @@
-"""What an attention backend is: the owner of the cache's layout and of everything that touches it."""
+"""The interface of attention backends. A backend owns the layout of the cache and all code that accesses it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,12 +13,12 @@ ENTRY_ALIGNMENT = 64  # bytes: a cache line, and more than any GPU's load needs
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of one model on one device: what a backend is chosen and built for.
+    """The attention of one model on one device. A backend is chosen and built for it.
 
-    value_dim: None where a token has a key and a value of head_dim each. An integer makes it a latent cache (MLA in its
-    absorbed form, arXiv:2405.04434): one KV head, a token's value is the first value_dim elements of its key, and
-    nothing else is stored. cell: torch.int8 or torch.float8_e4m3fn where the cache keeps cells of one byte (cells.py),
-    None where it keeps elements of dtype.
+    value_dim: None if a token has a key and a value of head_dim each. An integer means a latent cache (MLA in its
+    absorbed form, arXiv:2405.04434): there is one KV head, only keys are stored, and the first value_dim elements of a
+    key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache keeps cells of one byte (cells.py), None if
+    it keeps elements of dtype.
     """
 
     num_heads: int
@@ -38,9 +38,10 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What becomes of queries and keys before they are used: they are normed by head, then rotated.
+    """How queries and keys are prepared before attention: each head is normed, then rotated.
 
-    q_weight, k_weight: of the RMS norms, None for none. cos, sin: [tokens, rotary_dim / 2], float32, None for none.
+    q_weight, k_weight: of the RMS norms, None without norms. cos, sin: [tokens, rotary_dim / 2], float32, None without
+    rotation.
     """
 
     q_weight: Tensor | None
@@ -62,12 +63,12 @@ class StepLayout:
     seq_lens: Tensor  # [requests], int32: cached tokens and this step's tokens together
     slot_mapping: Tensor  # [tokens], int64, contiguous
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
-    longest_prompt: int = 0  # tokens of the longest request if nothing is cached of any of them, else 0
-    tokens_per_request: int = 0  # of every request that has tokens; 0 where their numbers differ
+    longest_prompt: int = 0  # tokens of the longest request if no request has cached tokens, else 0
+    tokens_per_request: int = 0  # of every request that has tokens; 0 if the numbers differ
 
 
 class AttentionBackend(ABC):
-    """Causal attention over a paged cache. Chosen whole, so that no two halves can disagree about the layout.
+    """Causal attention over a paged cache. One backend does everything, so its parts agree on the layout.
 
     Each layer's keys and values of a step are stored before any of its queries attends, so that requests of the
     same step may share blocks.
@@ -79,7 +80,7 @@ class AttentionBackend(ABC):
     name: str
     cache_dtype: torch.dtype
     block_shape: tuple[int, ...]
-    capturable = False  # whether a CUDA graph of it is right for every step of its size
+    capturable = False  # whether a CUDA graph that contains it is valid for all steps of the same size
 
     def __init__(self, shape: AttentionShape) -> None:
         self.shape = shape
@@ -90,7 +91,7 @@ class AttentionBackend(ABC):
         """Why this backend cannot serve the shape, or None if it can."""
 
     def entry_bytes(self) -> int:
-        """Bytes of a block's entry: what one layer keeps in one block, padded so that all entries are aligned."""
+        """Bytes of an entry, the part of one layer in one block, padded so that all entries are aligned."""
         size = math.prod(self.block_shape) * self.cache_dtype.itemsize
         return -(-size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
@@ -100,16 +101,16 @@ class AttentionBackend(ABC):
         return memory[:, start : start + size].view(self.cache_dtype).view(len(memory), *self.block_shape)
 
     @abstractmethod
-    def plan(self, layout: StepLayout, over: Any = None) -> Any:
-        """Whatever `store` and `attend` need to know of a step, made once and used by every layer of the group.
+    def plan(self, layout: StepLayout, previous: Any = None) -> Any:
+        """What `store` and `attend` need to know about a step. It is computed once, for all layers of the group.
 
-        over: a plan of another step with as many tokens and requests, to be overwritten: what was recorded with it is
-        then repeated for this step.
+        previous: the plan of another step with as many tokens and requests. It is overwritten and returned, so calls
+        that were recorded with it can be replayed for this step.
         """
 
     @abstractmethod
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
-        """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None where the cache is latent."""
+        """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None if the cache is latent."""
 
     @abstractmethod
     def attend(
@@ -126,21 +127,21 @@ class AttentionBackend(ABC):
         """q: [tokens, heads, head_dim] -> out: [tokens, heads, out_dim], lse: [tokens, heads] in float32.
 
         A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes
-        soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; each head's softmax has one
-        logit more, with no value behind it (gpt-oss; arXiv:2309.17453). lse is the natural logarithm of the sum of the
-        exponentiated scores, the sink's among them. By it, partial results over disjoint keys can be merged (of which
-        one at most may have been given the sinks).
+        soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; one more logit in the
+        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). lse is the natural logarithm of the sum of
+        the exponentiated scores, including the sink's. It allows merging partial results over disjoint keys, of which
+        at most one may include the sinks.
         """
 
 
 class PreparingBackend(AttentionBackend):
-    """One that can norm, rotate and store in one pass over a step's queries, keys and values.
+    """A backend that can norm, rotate and store in one pass over a step's queries, keys and values.
 
-    kernels: the implementation of norms and rotation by whose results this pass goes.
+    kernels: the implementation of norms and rotation with which this pass agrees bit by bit.
     """
 
     kernels: str
 
     @abstractmethod
-    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Any, how: Preparation) -> None:
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: Any, prep: Preparation) -> None:
         """Norm and rotate q, k: [tokens, heads, head_dim] in place, then store k, v."""

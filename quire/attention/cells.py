@@ -1,9 +1,9 @@
-"""What a cache of one byte an element holds: the definition, which every backend follows bit by bit.
+"""The format of a cache with one byte per element. Every backend follows this definition bit by bit.
 
-A token's key in one head becomes as many cells and one scale in float32, so that key = cells * scale; its value
-likewise. The scale makes the largest element the largest number that a cell can hold. It is a function of the token
-alone: whatever else is stored, and whenever, equal tokens are equal bytes. fp8 has scales too, unlike vLLM's: with them
-no element is out of range or lost below the smallest number, whatever the model.
+The key of a token in one head becomes one cell for each element and one scale in float32, with key = cells * scale. So
+does the value. The scale maps the largest element to the largest number that a cell can hold. It depends on the token
+alone, so equal tokens are stored as equal bytes, whatever else is stored. Unlike in vLLM, fp8 has scales too: with them
+no element overflows or underflows, whatever the model.
 """
 
 import torch
@@ -29,7 +29,7 @@ def to_bytes(x: Tensor, cell: torch.dtype) -> Tensor:
 
 
 def from_bytes(stored: Tensor, cell: torch.dtype) -> Tensor:
-    """What `to_bytes` made: [..., dim + SCALE_BYTES] -> [..., dim] in float32"""
+    """The inverse of `to_bytes`: [..., dim + SCALE_BYTES] -> [..., dim] in float32"""
     cells, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
     scale = scale.clone(memory_format=torch.contiguous_format)  # aligned
     return cells.view(cell).float() * scale.view(torch.float32)

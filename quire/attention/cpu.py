@@ -10,8 +10,8 @@ from quire.attention.base import AttentionShape, Preparation, PreparingBackend, 
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
 
-_TASK_INTS, _MERGE_INTS = 8, 4  # the sizes of attention.h's Task and Merge
-_TASKS_PER_THREAD = 4  # at least attention.h's
+_TASK_INTS, _MERGE_INTS = 8, 4  # int32s in Task and Merge of attention.h
+_TASKS_PER_THREAD = 4  # no fewer than in attention.h
 _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
@@ -30,7 +30,7 @@ class _Step(ctypes.Structure):
 
 @dataclass
 class CpuPlan:
-    """A step cut into tasks. `step` points into the tensors, which must live as long."""
+    """A step divided into tasks. `step` points into the tensors, so they must live as long as it does."""
 
     step: _Step
     slots: Tensor
@@ -42,7 +42,7 @@ class CpuPlan:
 class CpuAttention(PreparingBackend):
     """float32 and bfloat16, any sizes. Cache: [blocks, kv_heads, 2 (keys, values), block_size * padded dim].
 
-    A latent cache has the keys only. Where it keeps cells, it is made of bytes, block_size scales behind the cells.
+    A latent cache has only keys. A cache of cells has bytes: the cells of a block, followed by block_size scales.
     """
 
     name = kernels = "cpu"
@@ -65,50 +65,50 @@ class CpuAttention(PreparingBackend):
         if shape.device.type != "cpu":
             return f"the cpu backend does not run on {shape.device.type}"
         if shape.dtype not in (torch.float32, torch.bfloat16):
-            return f"the cpu backend has float32 and bfloat16, not {shape.dtype}"
+            return f"the cpu backend supports float32 and bfloat16, not {shape.dtype}"
         if shape.block_size % 16 or shape.block_size <= 0:
             return f"the cpu backend needs a block size that is a multiple of 16, not {shape.block_size}"
         if library() is None:
             return "the CPU kernels could not be compiled"
         return None
 
-    def plan(self, layout: StepLayout, over: CpuPlan | None = None) -> CpuPlan:
+    def plan(self, layout: StepLayout, previous: CpuPlan | None = None) -> CpuPlan:
         starts, lengths = layout.query_start_loc.contiguous(), layout.seq_lens.contiguous()
         slots, block_table = layout.slot_mapping.contiguous(), layout.block_table
         if block_table.stride(1) != 1:
             block_table = block_table.contiguous()
         threads, requests = torch.get_num_threads(), len(lengths)
-        if over is None:
+        if previous is None:
             splits = _TASKS_PER_THREAD * threads
             tasks = torch.empty(len(slots) + requests + splits, _TASK_INTS, dtype=torch.int32)
-            over = CpuPlan(_Step(), slots, block_table, tasks, torch.empty(splits, _MERGE_INTS, dtype=torch.int32))
+            previous = CpuPlan(_Step(), slots, block_table, tasks, torch.empty(splits, _MERGE_INTS, dtype=torch.int32))
         else:
-            over.slots.copy_(slots)
-            over.block_table = block_table
-        over.step.block_table, over.step.table_stride = block_table.data_ptr(), block_table.stride(0)
+            previous.slots.copy_(slots)
+            previous.block_table = block_table
+        previous.step.block_table, previous.step.table_stride = block_table.data_ptr(), block_table.stride(0)
         kernel("quire_attention_plan", "pppiippp")(
-            self._geometry_address, starts.data_ptr(), lengths.data_ptr(), requests, threads, over.tasks.data_ptr(),
-            over.merges.data_ptr(), ctypes.addressof(over.step),
+            self._geometry_address, starts.data_ptr(), lengths.data_ptr(), requests, threads, previous.tasks.data_ptr(),
+            previous.merges.data_ptr(), ctypes.addressof(previous.step),
         )  # fmt: skip
-        return over
+        return previous
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: CpuPlan) -> None:
         k = _dense(k)
-        v = k if v is None else _dense(v)  # a latent cache takes no notice of it
+        v = k if v is None else _dense(v)  # a latent cache ignores v
         kernel("quire_attention_store", "pplpllpllplp")(
             self._geometry_address, cache.data_ptr(), cache.stride(0), k.data_ptr(), k.stride(0), k.stride(1),
             v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
         )  # fmt: skip
 
-    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, how: Preparation) -> None:
-        q_weight, k_weight, cos, sin = how.q_weight, how.k_weight, how.cos, how.sin
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, prep: Preparation) -> None:
+        q_weight, k_weight, cos, sin = prep.q_weight, prep.k_weight, prep.cos, prep.sin
         kernel("quire_attention_prepare", "pplpllpllpllplpppifppli")(
             self._geometry_address, cache.data_ptr(), cache.stride(0), q.data_ptr(), q.stride(0), q.stride(1),
             k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(),
             len(plan.slots), ctypes.addressof(plan.step), None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
-            q_weight is not None and q_weight.dtype is torch.float32, how.eps, None if cos is None else cos.data_ptr(),
-            None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], how.interleaved,
+            q_weight is not None and q_weight.dtype is torch.float32, prep.eps, None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], prep.interleaved,
         )  # fmt: skip
 
     def attend(

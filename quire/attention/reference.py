@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: a loop over requests that gathers their blocks. The definition, and the fallback."""
+"""Paged attention in plain torch, as a loop over requests that gathers their blocks: definition and fallback."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
 class ReferenceAttention(AttentionBackend):
     """Any device, dtype and shape. Cache: [blocks, 2 (keys, values), block_size, kv_heads, head_dim]; latent: keys.
 
-    Where it keeps cells, they are bytes, each head's scale behind them.
+    A cache of cells has bytes: the cells of a head, followed by their scale.
     """
 
     name = "reference"
@@ -32,7 +32,7 @@ class ReferenceAttention(AttentionBackend):
             self._encode, self._decode = (partial(f, cell=shape.cell) for f in (to_bytes, from_bytes))
         self.block_shape = (2 if shape.value_dim is None else 1, shape.block_size, shape.num_kv_heads, dim)
 
-    def plan(self, layout: StepLayout, over: StepLayout | None = None) -> StepLayout:
+    def plan(self, layout: StepLayout, previous: StepLayout | None = None) -> StepLayout:
         return layout
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:

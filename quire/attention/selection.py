@@ -1,4 +1,4 @@
-"""Which attention backend serves a model."""
+"""Chooses the attention backend of a model."""
 
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
@@ -13,7 +13,7 @@ if HAS_TRITON:
 
     BACKENDS = [TritonAttention, FlashAttention, TorchVarlenAttention, *BACKENDS]
 
-# vLLM's names, by what is nearest to them here. They are preferences: a command line that names one starts anywhere.
+# vLLM's names, with the nearest backend of Quire. They are preferences: a command line that has one starts anywhere.
 VLLM_BACKENDS = {
     "CPU_ATTN": "cpu",
     "TORCH_SDPA": "cpu",
@@ -29,7 +29,7 @@ VLLM_BACKENDS = {
 
 
 def choose_backend(shape: AttentionShape, pinned: str | None = None) -> AttentionBackend:
-    """The best backend that supports the shape, or the pinned one. Raises ValueError if that one cannot."""
+    """The best backend that supports the shape, or the pinned one. Raises ValueError if the pinned one cannot."""
     if pinned is not None and pinned.upper() in VLLM_BACKENDS:
         near = next((b for b in BACKENDS if b.name == VLLM_BACKENDS[pinned.upper()]), None)
         if near is not None and near.unsupported(shape) is None:

@@ -15,12 +15,12 @@ from quire.ops.triton.attention import attend_kernel, merge_kernel, prepare_kern
 
 _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_SPLITS = 64
-_WAVES = 2  # programs for each of the chip's processors, where the keys are split to have as many
+_WAVES = 2  # programs for each multiprocessor, if the keys are split to have that many
 
 
 @dataclass
 class TritonPlan:
-    """tokens: of a tile. tiles: at least as many as there are. splits: parts of the keys."""
+    """How a step is divided. rows, tokens: of a tile. tiles: an upper bound. splits: parts of each request's keys."""
 
     layout: StepLayout
     rows: int
@@ -45,8 +45,8 @@ class TritonAttention(PreparingBackend):
         self.block_shape = (shape.num_kv_heads, self._planes, self._plane)
         self._cell = _CELLS[shape.cell]
         self._main = max(16, 1 << (shape.head_dim.bit_length() - 1))
-        over = shape.head_dim - self._main
-        self._rest = max(16, triton.next_power_of_2(over)) if over > 0 else 0
+        rest = shape.head_dim - self._main
+        self._rest = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
         self._out_block = max(16, triton.next_power_of_2(shape.out_dim))
         self._is_wide = shape.head_dim > 256 and shape.dtype is torch.float32  # else tiles exceed shared memory
         self._processors = 1
@@ -58,30 +58,30 @@ class TritonAttention(PreparingBackend):
         if shape.device.type != "cuda" and not INTERPRETED:
             return f"the triton backend does not run on {shape.device.type}"
         if shape.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"the triton backend has float32, bfloat16 and float16, not {shape.dtype}"
+            return f"the triton backend supports float32, bfloat16 and float16, not {shape.dtype}"
         if shape.cell is not None and (shape.block_size * shape.head_dim) % SCALE_BYTES:
             return f"the scales of blocks of {shape.block_size} x {shape.head_dim} bytes would not be aligned"
         return None
 
-    def plan(self, layout: StepLayout, over: TritonPlan | None = None) -> TritonPlan:
-        if over is not None:
+    def plan(self, layout: StepLayout, previous: TritonPlan | None = None) -> TritonPlan:
+        if previous is not None:
             for name in ("query_start_loc", "seq_lens", "slot_mapping"):
-                getattr(over.layout, name).copy_(getattr(layout, name), non_blocking=True)
-            over.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
-            return over
+                getattr(previous.layout, name).copy_(getattr(layout, name), non_blocking=True)
+            previous.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
+            return previous
         tokens, requests = len(layout.slot_mapping), len(layout.seq_lens)
         rows = 128 if self.shape.head_dim <= 128 else 16 if self._is_wide else 64
         rows = max(rows, triton.next_power_of_2(self._group))
-        each, splits = rows // self._group, 1
-        if 0 < layout.tokens_per_request <= each:  # a tile for each request, whose keys are split
-            each = layout.tokens_per_request
-            rows = max(16, triton.next_power_of_2(self._group * each))
+        tile_tokens, splits = rows // self._group, 1
+        if 0 < layout.tokens_per_request <= tile_tokens:  # one tile for each request; its keys are split
+            tile_tokens = layout.tokens_per_request
+            rows = max(16, triton.next_power_of_2(self._group * tile_tokens))
             wanted = _WAVES * self._processors / max(1, requests * self.shape.num_kv_heads)
             longest = layout.block_table.shape[1] * self.shape.block_size
             splits = min(
                 _MOST_SPLITS, 1 << max(0, math.ceil(math.log2(wanted))), triton.next_power_of_2(-(-longest // 128))
             )
-        return TritonPlan(layout, rows, each, tokens // each + requests, splits)
+        return TritonPlan(layout, rows, tile_tokens, tokens // tile_tokens + requests, splits)
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         s, slots = self.shape, plan.layout.slot_mapping
@@ -93,18 +93,18 @@ class TritonAttention(PreparingBackend):
                 num_warps=1,
             )  # fmt: skip
 
-    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, how: Preparation) -> None:
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, prep: Preparation) -> None:
         s, slots = self.shape, plan.layout.slot_mapping
         if not len(slots):
             return
-        norm, rotary = how.q_weight is not None, how.cos is not None
-        wide = how.q_weight is not None and how.q_weight.dtype is not q.dtype
+        norm, rotary = prep.q_weight is not None, prep.cos is not None
+        wide = prep.q_weight is not None and prep.q_weight.dtype is not q.dtype
         prepare_kernel[(len(slots), s.num_heads + 2 * s.num_kv_heads)](
-            cache, q, k, v, slots, how.q_weight if norm else q, how.k_weight if norm else q, how.cos if rotary else q,
-            how.sin if rotary else q, cache.stride(0), q.stride(0), q.stride(1), s.num_heads, k.stride(0), k.stride(1),
-            v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim, 1 if how.cos is None else how.cos.shape[1],
-            self._plane, how.eps, norm, wide, rotary, how.interleaved, s.block_size, self._cell,
-            triton.next_power_of_2(s.head_dim), num_warps=1,
+            cache, q, k, v, slots, prep.q_weight if norm else q, prep.k_weight if norm else q,
+            prep.cos if rotary else q, prep.sin if rotary else q, cache.stride(0), q.stride(0), q.stride(1),
+            s.num_heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim,
+            1 if prep.cos is None else prep.cos.shape[1], self._plane, prep.eps, norm, wide, rotary, prep.interleaved,
+            s.block_size, self._cell, triton.next_power_of_2(s.head_dim), num_warps=1,
         )  # fmt: skip
 
     def attend(
@@ -143,7 +143,7 @@ class TritonAttention(PreparingBackend):
         return out, lse
 
     def _tile(self, plan: TritonPlan) -> tuple[int, int, int]:
-        """Keys at a time, warps, stages of loads in flight."""
+        """(keys of a tile, warps, pipeline stages of loads)"""
         large = self.shape.head_dim > 256
         if self.shape.dtype is torch.float32:
             return (16, 4, 1) if large else (32, 4, 2)

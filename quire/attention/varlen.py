@@ -1,5 +1,8 @@
-"""Steps of whole prompts by other libraries' kernels, which read keys and values where they were made. Everything else,
-and all that these kernels do not know, is Triton's."""
+"""Attention by kernels of other libraries, for steps that consist of whole prompts.
+
+These kernels read the keys and values that were just computed, not the cache. All other steps, and options that the
+kernels do not have, use the Triton backend.
+"""
 
 import importlib.util
 import inspect
@@ -15,27 +18,27 @@ from quire.attention.triton import TritonAttention, TritonPlan
 
 
 class VarlenAttention(TritonAttention):
-    """What such libraries have in common. They keep no cache of cells, and no latent one."""
+    """The base of these backends. They support neither caches of cells nor latent caches."""
 
-    soft_caps = False  # whether the library has them
+    soft_caps = False  # whether the library supports soft caps
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
-        self._made: tuple[Tensor, Tensor, Tensor] | None = None  # a cache, and keys and values as they went there
+        self._stored: tuple[Tensor, Tensor, Tensor] | None = None  # a cache, and the keys and values last stored in it
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
         if reason := super().unsupported(shape) or cls.missing(shape):
             return reason
         if shape.value_dim is not None or shape.cell is not None:
-            return f"the {cls.name} backend has no latent caches and none of cells"
+            return f"the {cls.name} backend supports neither latent caches nor caches of cells"
         if shape.dtype is torch.float32 or shape.head_dim % 8 or shape.head_dim > 256:
-            return f"the {cls.name} backend has no heads of {shape.head_dim} in {shape.dtype}"
+            return f"the {cls.name} backend does not support heads of {shape.head_dim} in {shape.dtype}"
         return None
 
     @classmethod
     def missing(cls, shape: AttentionShape) -> str | None:
-        """Why the library cannot be used on the device."""
+        """Why the library cannot be used on the device, or None if it can."""
         if shape.device.type != "cuda" or torch.cuda.get_device_capability(shape.device) < (8, 0):
             return f"the {cls.name} backend needs a GPU of NVIDIA's Ampere generation or a later one"
         return None
@@ -51,26 +54,26 @@ class VarlenAttention(TritonAttention):
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         super().store(cache, k, v, plan)
-        self._keep(cache, k, v, plan)
+        self._remember(cache, k, v, plan)
 
-    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, how: Preparation) -> None:
-        super().prepare(cache, q, k, v, plan, how)
-        self._keep(cache, k, v, plan)
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, prep: Preparation) -> None:
+        super().prepare(cache, q, k, v, plan, prep)
+        self._remember(cache, k, v, plan)
 
-    def _keep(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
-        self._made = (cache, k, v) if plan.layout.longest_prompt and v is not None else None
+    def _remember(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
+        self._stored = (cache, k, v) if plan.layout.longest_prompt and v is not None else None
 
-    def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **how: Any) -> tuple[Tensor, Tensor]:
-        made, soft_cap = self._made, how.get("soft_cap") or 0.0
-        known = how.get("sinks") is None and (self.soft_caps or not soft_cap)
-        if made is None or made[0] is not cache or not plan.layout.longest_prompt or not known:
-            return super().attend(q, cache, plan, **how)
-        out, lse = self.varlen(q, made[1], made[2], plan.layout, how["scale"], how.get("window"), soft_cap)
+    def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **options: Any) -> tuple[Tensor, Tensor]:
+        stored, soft_cap = self._stored, options.get("soft_cap") or 0.0
+        supported = options.get("sinks") is None and (self.soft_caps or not soft_cap)
+        if stored is None or stored[0] is not cache or not plan.layout.longest_prompt or not supported:
+            return super().attend(q, cache, plan, **options)
+        out, lse = self.varlen(q, stored[1], stored[2], plan.layout, options["scale"], options.get("window"), soft_cap)
         return out, lse.T
 
 
 class TorchVarlenAttention(VarlenAttention):
-    """torch's own, which is FlashAttention-2 (arXiv:2307.08691), or a later one that was registered with torch."""
+    """torch's kernel: FlashAttention-2 (arXiv:2307.08691), or a later version that was registered with torch."""
 
     name = "torch-varlen"
 
@@ -80,24 +83,24 @@ class TorchVarlenAttention(VarlenAttention):
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
         starts, longest = layout.query_start_loc, layout.longest_prompt
-        more: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa() else {}
+        extra: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa() else {}
         size = (-1 if window is None else window - 1, 0)
         return varlen_attn(  # type: ignore[return-value]
             q, k, v, starts, starts, longest, longest, scale=scale, window_size=size,
-            return_aux=AuxRequest(lse=True), **more,
+            return_aux=AuxRequest(lse=True), **extra,
         )  # fmt: skip
 
 
 @cache
 def _asks_for_gqa() -> bool:
-    """torch 2.11 takes fewer heads of keys than of queries as they come, later ones want to be told."""
+    """torch 2.11 accepts fewer KV heads than query heads as they are. Later versions need the argument enable_gqa."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class FlashAttention(VarlenAttention):
-    """Those of the package flash-attn, where it is installed."""
+    """The kernels of the package flash-attn, if it is installed."""
 
     name, soft_caps = "flash-attn", True
 
