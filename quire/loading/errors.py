@@ -1,9 +1,9 @@
-"""What can be wrong with a model's files."""
+"""Errors in a model's files."""
 
 
 class ModelNotFoundError(ValueError):
-    """There is no such model, or it lacks a file. The message says where it was looked for."""
+    """A model does not exist, or lacks a file. The message says where Quire looked for it."""
 
 
 class WeightError(ValueError):
-    """The checkpoint's tensors are not those of the model. The message names the tensors."""
+    """The checkpoint's tensors cannot be read, or do not fit the model. The message names the file or the tensors."""

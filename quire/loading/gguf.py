@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file format: metadata and tensors in one file, or in several that are numbered.
+"""GGUF, llama.cpp's file format: metadata and tensors in one file, or in several numbered files.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
@@ -32,13 +32,13 @@ _NUMBERS = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
-_MAX_COUNT = 2**24  # values of an array in the metadata: sixty times the largest vocabulary's
+_MAX_COUNT = 2**24  # largest number of values of a metadata array: sixty times the largest known vocabulary
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """`shape` as torch has it: outputs first. `offset` in the file."""
+    """A tensor's place in a file. shape: in torch's order, outputs first. offset: bytes from the file's beginning."""
 
     file: Path
     offset: int
@@ -47,14 +47,14 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row; a vector's elements are its rows, so that they can be picked alike."""
+        """The bytes of a row. Each element of a vector counts as a row, so both are picked in the same way."""
         width = self.shape[-1] if len(self.shape) > 1 else 1
         return width // self.kind.elements * self.kind.nbytes
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a file says about itself, and where its tensors are."""
+    """The metadata of a file, and the places of its tensors."""
 
     path: Path
     metadata: dict[str, Any]
@@ -62,13 +62,13 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads the header. Every length is checked against what is left of the file before anything is made of it."""
+    """Reads the header. It checks every length against the rest of the file before it allocates anything."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.position = data, 0
 
     def take(self, size: int) -> int:
-        """Where the next `size` bytes begin; moves behind them."""
+        """Move behind the next `size` bytes, and return their position. Raises WeightError if the file has fewer."""
         start = self.position
         if size > len(self.data) - start:
             raise WeightError("the file ends early")
@@ -113,7 +113,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The metadata and the table of tensors of a file and, if it is the first of several, of those that follow.
+    """The metadata and the tensors of a file. If it is the first of several, the tensors of the others are included.
 
     Raises WeightError for files that are damaged or not supported.
     """
@@ -175,8 +175,12 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a checkpoint tensor is stored. expert: its place in a tensor of all experts. rotary_heads: heads whose rows
-    llama.cpp has in another order, pairs side by side. shift: what was added to the values."""
+    """A checkpoint tensor, and how it is stored.
+
+    expert: its index, if it is part of a tensor of all experts. rotary_heads: the number of heads, if llama.cpp stores
+    their rows in another order, in which the two rows of a rotated pair are neighbors. shift: to be added to the stored
+    values.
+    """
 
     tensor: GgufTensor
     expert: int | None = None
@@ -188,7 +192,7 @@ class Stored:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     def rows(self, start: int, stop: int) -> Bytes:
-        """The bytes of rows [start, stop): [rows, bytes of a row]"""
+        """The bytes of the rows [start, stop): [stop - start, bytes of a row]"""
         total, width = math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0], self.tensor.row_bytes
         if self.rotary_heads is not None:
             pairs = np.arange(total).reshape(self.rotary_heads, -1, 2).swapaxes(1, 2).ravel()
@@ -196,9 +200,9 @@ class Stored:
         return self._read(start, stop, total, width)
 
     def floats(self) -> npt.NDArray[np.float32]:
-        """The values of a tensor of floats, flat."""
+        """The values of a tensor of floats, as a vector, without the shift."""
         data = self.rows(0, self.shape[0])
-        if self.tensor.kind.name == "BF16":  # the upper halves of float32 numbers
+        if self.tensor.kind.name == "BF16":  # bfloat16 is the upper half of a float32
             return (data.view("<u2").astype("<u4") << 16).view("<f4").ravel()
         return data.view(f"<f{self.tensor.kind.nbytes}").astype(np.float32).ravel()
 

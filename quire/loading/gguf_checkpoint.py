@@ -15,12 +15,14 @@ from quire.loading.weights import Checkpoint
 from quire.quantization.gguf import GGUF, dequantize
 from quire.quantization.gguf_types import TYPES, TensorType
 
-_CHUNK = 2**24  # elements that are dequantized at a time when a tensor is read as floats
+_CHUNK = 2**24  # elements that are dequantized at once when a tensor is read as floats
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors by the names they have in the Hugging Face layout: floats, dequantized where they have to be, or for
-    targets of type uint8 the bytes of quantized rows."""
+    """The tensors by their names in the Hugging Face layout.
+
+    A target of type uint8 gets the bytes of quantized rows. Any other target gets floats, dequantized if need be.
+    """
 
     names: dict[str, Stored]
 
@@ -28,14 +30,14 @@ class GgufCheckpoint(Checkpoint):
         self.names = names
 
     def linear_method(self) -> Callable[[str], LinearMethod]:
-        """The `method_of` of a `Builder`: the same for all layers, each of whose tensors has a type of its own."""
+        """The `method_of` of a `Builder`. All layers have the same method, which finds the type of each tensor."""
         linear = (s for n, s in self.names.items() if not n.startswith("model.embed_tokens"))
         method = DenseWeight if all(s.tensor.kind.is_float for s in linear) else GGUF(self._type_of)
         return lambda name: method
 
     def _type_of(self, name: str) -> TensorType:
         stored = self.names.get(self.alias(name))
-        return TYPES[0] if stored is None else stored.tensor.kind  # its absence is found when weights are loaded
+        return TYPES[0] if stored is None else stored.tensor.kind  # `load_weights` reports a missing tensor
 
     def read(self, slot: WeightSlot) -> Tensor:
         stored = self.names[slot.name]
@@ -50,7 +52,7 @@ class GgufCheckpoint(Checkpoint):
         return data.view(-1, *slot.shape[1:])[:, *slot.pick[1:]]
 
     def copy_into(self, slot: WeightSlot) -> None:
-        """As any checkpoint does, but some rows at a time: a whole embedding table would be large in float32."""
+        """Copy some rows at a time, since a whole embedding table in float32 would be large."""
         start, stop = (slot.pick[0].start, slot.pick[0].stop) if slot.pick else (0, slot.shape[0])
         step = max(1, _CHUNK // math.prod(slot.shape[1:]))
         for first in range(start, stop, step):

@@ -1,4 +1,4 @@
-"""GGUF's metadata and tensor names in the words of the Hugging Face layout, for the architectures of both."""
+"""Translates GGUF's metadata and tensor names to the Hugging Face layout, for the architectures that both have."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from quire.loading.errors import WeightError
 from quire.loading.gguf import GgufFile, Stored
 
-_NAMES = {  # those of Llama and of most others
+_NAMES = {  # tensor names of Llama and of most other architectures
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
@@ -20,7 +20,7 @@ _NAMES = {  # those of Llama and of most others
     "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }  # fmt: skip
-_FIELDS = {  # of config.json: keys of the metadata, after the architecture's name
+_FIELDS = {  # field of config.json: key of the metadata, without the architecture's name before it
     "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length", "intermediate_size": "feed_forward_length", "rope_theta": "rope.freq_base",
@@ -38,9 +38,12 @@ _SANDWICH = {
 
 @dataclass(frozen=True)
 class _Family:
-    """architecture: as config.json names it; names, fields: where they differ from those above; fixed: config fields
-    that GGUF takes for granted. pairs: llama.cpp keeps rotated elements side by side. norm_shift: what its converter
-    adds to norm weights."""
+    """How GGUF stores one architecture.
+
+    architecture: its name in config.json. names, fields: additions to _NAMES and _FIELDS. fixed: config fields that the
+    metadata leaves out. pairs: llama.cpp stores the two elements of a rotated pair as neighbors. norm_shift: the number
+    that llama.cpp's converter adds to norm weights.
+    """
 
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
@@ -91,13 +94,13 @@ def _family(gguf: GgufFile) -> tuple[str, _Family]:
 
 
 def gguf_config(gguf: GgufFile) -> dict[str, Any]:
-    """What config.json would say. Raises ValueError for architectures that are not supported."""
+    """The fields of config.json, from the metadata. Raises ValueError for an architecture that is not supported."""
     arch, family = _family(gguf)
     read = {key.removeprefix(f"{arch}."): value for key, value in gguf.metadata.items() if key.startswith(f"{arch}.")}
     fields = {**_FIELDS, **family.fields}
     config = {name: read[key] for name, key in fields.items() if key in read}
     for name, value in config.items():
-        if isinstance(value, list):  # one a layer
+        if isinstance(value, list):  # one value for each layer
             if len(set(value)) != 1:
                 raise ValueError(f"{arch}.{fields[name]} differs between layers, which is not supported")
             config[name] = value[0]
@@ -110,7 +113,8 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
         config["partial_rotary_factor"] = read["rope.dimension_count"] / config["head_dim"]
     if scaling := _rope_scaling(gguf, read):
         config["rope_scaling"] = scaling
-    if arch in ("gemma2", "gemma3"):  # the metadata has no scale: the largest of each take another one than the rest
+    # The metadata has no scale of the queries. The largest model of each of these families has another than the rest.
+    if arch in ("gemma2", "gemma3"):
         largest = config.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         heads = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = heads if largest else config["head_dim"]
@@ -127,19 +131,20 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
-    """Raises WeightError for sizes that the tensors do not have, before room is made for such."""
+    """Raises WeightError for sizes that do not fit the tensors, before memory is allocated for them."""
     layers = {match[1] for name in gguf.tensors if (match := re.match(r"blk\.(\d+)\.", name))}
     limits = {"block_count": len(layers), "embedding_length": gguf.tensors["token_embd.weight"].shape[-1]}
     largest = max(math.prod(tensor.shape) for tensor in gguf.tensors.values())
     optional = (key for key in read if re.search(r"(head_count_kv|key_length|expert_count|feed_forward_length)$", key))
     for key in (*limits, "attention.head_count", *optional):
-        value, needed = read.get(key), key in limits or "attention" in key
-        if not isinstance(value, int) or not needed <= value <= limits.get(key, largest):
-            raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which its tensors are not made for")
+        value, smallest = read.get(key), key in limits or "attention" in key
+        if not isinstance(value, int) or not smallest <= value <= limits.get(key, largest):
+            raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which does not fit the file's tensors")
 
 
 def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Llama 3.1's and Phi-3's scaling is in tensors of divisors, one a pair; the others' is in the metadata."""
+    """The field rope_scaling. For Llama 3.1 and Phi-3 it comes from tensors of divisors (one divisor for each rotated
+    pair), for other models from the metadata."""
     original, factor = read.get("rope.scaling.original_context_length"), read.get("rope.scaling.factor")
     common = {"factor": factor, "original_max_position_embeddings": original}
     if "rope_freqs.weight" in gguf.tensors:
@@ -164,7 +169,7 @@ def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
-    """What generation_config.json would say: the tokens that end a text."""
+    """The fields of generation_config.json, from the metadata: the tokens that end a text."""
     ends = (gguf.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return {"eos_token_id": list(dict.fromkeys(i for i in ends if i is not None))}
 
@@ -178,14 +183,14 @@ def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
     for name, tensor in gguf.tensors.items():
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         if match is None or match[2] not in names:
-            if not name.startswith("rope_f"):  # divisors, which the config has
+            if not name.startswith("rope_f"):  # these divisors are in the config
                 found[name] = Stored(tensor)
             continue
         prefix = "" if match[1] is None else f"model.layers.{match[1]}."
         full = f"{prefix}{names[match[2]]}.{match[3]}"
         rotary_heads = gguf.metadata.get(f"{arch}.{heads[match[2]]}") if match[2] in heads else None
         stored = Stored(tensor, None, rotary_heads, -family.norm_shift if "norm" in match[2] else 0.0)
-        if match[2] == "ffn_gate_inp_shexp":  # one output, and so written without that dimension
+        if match[2] == "ffn_gate_inp_shexp":  # it has one output, so GGUF leaves out the dimension of outputs
             stored = replace(stored, tensor=replace(tensor, shape=(1, tensor.shape[-1])))
         experts = range(tensor.shape[0]) if "{e}" in full else ()
         found |= {full.replace("{e}", str(e)): replace(stored, expert=e) for e in experts} or {full: stored}

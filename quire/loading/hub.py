@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, the bundled model, or a download from the Hugging Face hub."""
+"""Finds a model's files: in a directory, in the bundled model, or by a download from the Hugging Face hub."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from quire.config import ModelConfig
 from quire.loading.errors import ModelNotFoundError
 from quire.messages.errors import error_text
 
-# What the engine reads of a repository; no Python files, no other frameworks' weights.
+# The files of a repository that the engine reads. Python files and other frameworks' weights are not downloaded.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
-# Second copies of the weights that some repositories hold: Mistral's own format, ONNX, adapters in folders.
+# Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders.
 _LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
 
 
@@ -28,13 +28,14 @@ _Name = str | None
 def resolve(
     model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
 ) -> Path:
-    """The local directory of a model, or its .gguf file. Downloads, with progress bars, a hub id that is not cached.
+    """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached.
 
-    weights: False leaves the tensors out (dummy weights, or only a tokenizer is wanted). Raises ModelNotFoundError.
+    weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
+    ModelNotFoundError.
     """
     if model is None:
         return bundled_model()
-    path = Path(os.path.expanduser(model))  # which leaves "~" to a user without a home, where Path's raises
+    path = Path(os.path.expanduser(model))  # for a user without a home, Path.expanduser would raise an error
     if path.is_dir():
         return _gguf_in(path) or path
     if path.is_file() and path.suffix == ".gguf":
@@ -56,7 +57,7 @@ def resolve(
     try:
         found = fetch([*_PATTERNS, "*.safetensors"] if weights else _PATTERNS)
         if weights and not any(found.glob("*.safetensors")):
-            fetch(["pytorch_model*.bin"])  # where there is nothing better
+            fetch(["pytorch_model*.bin"])  # only if the repository has no safetensors
         return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         reason = error_text(error).split("\n")[0]
@@ -66,31 +67,34 @@ def resolve(
 
 
 def model_directory(options: ModelConfig) -> Path:
-    """As `resolve`, of the model that the options name."""
+    """The local directory or .gguf file of the model that the options name. Raises ModelNotFoundError."""
     weights = options.load_format != "dummy"
     return resolve(options.model, options.revision, options.download_dir, options.hf_token, weights)
 
 
 def tokenizer_directory(options: ModelConfig, model: Path) -> Path:
-    """Where the tokenizer is: in the model's directory or GGUF file, unless the options name another."""
+    """The directory or GGUF file that has the tokenizer: the model's, unless the options name another."""
     if options.tokenizer is None:
         return model
     return resolve(options.tokenizer, options.tokenizer_revision, options.download_dir, options.hf_token, weights=False)
 
 
 def _gguf_in(directory: Path) -> Path | None:
-    """The GGUF file, or the first of its parts, that is all there is to load. Raises ModelNotFoundError for several."""
+    """The only GGUF file of a directory, or the first part of it. None if there is a config.json or no GGUF file.
+
+    Raises ModelNotFoundError for several GGUF models.
+    """
     if (directory / "config.json").exists():
         return None
     found = sorted(f for f in directory.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", f.name))
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
-        raise ModelNotFoundError(f"{directory} has several models, give one of them: {names}")
+        raise ModelNotFoundError(f"{directory} has several models; give the path of one of these files: {names}")
     return found[0] if found else None
 
 
 def read_json(directory: Path, name: str, required: bool = False) -> dict[str, Any]:
-    """A JSON object of the model's directory; {} if it is absent and not required. Raises ModelNotFoundError."""
+    """The JSON object in a file of a directory; {} if the file is absent, unless required. Raises ModelNotFoundError."""
     path = directory / name
     if not path.is_file():
         if required:

@@ -1,4 +1,4 @@
-"""What a model's files say beside its weights: its config, its tokenizer and its generation defaults."""
+"""Reads a model's config, tokenizer and generation defaults, from a directory or a GGUF file."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint's config.json, or what a GGUF file has in its place, with the user's overrides."""
+    """The checkpoint's config.json, or the same fields from a GGUF file, with the user's overrides."""
     config = gguf_config(read_gguf(path)) if path.is_file() else read_json(path, "config.json", required=True)
     return {**config, **overrides}
 

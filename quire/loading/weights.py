@@ -1,4 +1,4 @@
-"""Filling a model's parameters: each checkpoint tensor is read once, lazily, straight into its place."""
+"""Loads weights: each checkpoint tensor is read once, directly into the parameter that it belongs to."""
 
 import json
 import math
@@ -23,16 +23,16 @@ from quire.messages.errors import error_text
 
 
 class Checkpoint(ABC):
-    """The tensors of a checkpoint by name, each readable in parts without reading the whole."""
+    """The tensors of a checkpoint by name. A part of a tensor can be read without reading the whole."""
 
     names: Mapping[str, Any]  # the keys are the tensors' names
 
     @abstractmethod
     def read(self, slot: WeightSlot) -> Tensor:
-        """slot's part of its tensor. Raises WeightError if the tensor is not of the slot's shape."""
+        """The slot's part of its tensor. Raises WeightError if the tensor does not have the slot's shape."""
 
     def alias(self, name: str) -> str:
-        """What the checkpoint calls a tensor: it may have been saved without its head, or inside a larger model."""
+        """The checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger model."""
         bare = name.partition(".")[2]
         names = (name, bare, f"language_model.{name}", f"model.language_model.{bare}", f"model.{name}")
         return next((n for n in names if n in self.names), name)
@@ -41,7 +41,10 @@ class Checkpoint(ABC):
         return self.alias(name) in self.names
 
     def copy_into(self, slot: WeightSlot) -> None:
-        """Raises WeightError also where quantized numbers are asked for and others found, or the other way round."""
+        """Copy the slot's part of its tensor into the slot's target.
+
+        Raises WeightError if the shapes differ, or if one is quantized and the other is not.
+        """
         part = self.read(replace(slot, name=self.alias(slot.name)))
         source, target = part.dtype, slot.target.dtype
         integers = not source.is_floating_point and not target.is_floating_point
@@ -51,7 +54,7 @@ class Checkpoint(ABC):
         slot.target.copy_(part if slot.shape else part.reshape(()))
 
 
-_READ_AT_ONCE = 1 << 20  # bytes, and more, by one thread
+_READ_AT_ONCE = 1 << 20  # bytes that one thread reads at least
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -61,7 +64,7 @@ def _checked(slot: WeightSlot, shape: Sequence[int]) -> None:
 
 
 def _read(file: Path, begin: int, memory: memoryview) -> bool:
-    """Fill the memory with what begins there; whether the file has that much."""
+    """Fill the memory with the file's bytes from `begin` on. Returns False if the file ends before."""
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)
         while memory and (count := stream.readinto(memory)):
@@ -72,12 +75,12 @@ def _read(file: Path, begin: int, memory: memoryview) -> bool:
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a directory's *.safetensors, single or sharded.
 
-    A file is opened for one tensor at a time: a mapping that stays open would count all its pages as ours.
+    A file is opened anew for each tensor: while a mapping stays open, its pages count as this process's memory.
     """
 
     def __init__(self, directory: Path) -> None:
         self._readers = ThreadPoolExecutor(torch.get_num_threads(), "quire-reader")
-        self.names: dict[str, tuple[Path, int]] = {}  # the file, and where in it the tensor's bytes begin
+        self.names: dict[str, tuple[Path, int]] = {}  # the file, and the offset of the tensor's bytes in it
         for file in _files(directory, "model.safetensors", "*.safetensors"):
             try:
                 with safe_open(file, framework="pt"):  # checks the header
@@ -86,8 +89,8 @@ class SafetensorsCheckpoint(Checkpoint):
                 raise WeightError(f"{file} cannot be read: {error_text(error)}") from error
 
     def copy_into(self, slot: WeightSlot) -> None:
-        """Bytes that lie in the file as they will in memory are read straight into it, by all threads: reading copies
-        them and finds memory for them, which is work for more than one."""
+        """If the bytes in the file are those of the target, they are read directly into it, by all threads: reading
+        copies bytes and faults in new pages, which keeps more than one thread busy."""
         name, target = self.alias(slot.name), slot.target
         file, begin = self.names[name]
         with safe_open(file, framework="pt") as tensors:
@@ -99,9 +102,9 @@ class SafetensorsCheckpoint(Checkpoint):
         if not direct or not target.is_contiguous() or target.device.type != "cpu" or not target.numel():
             return super().copy_into(slot)
         _checked(slot, source.get_shape())
-        bytes_of_row = math.prod(slot.shape[1:]) * target.element_size()
+        row_bytes = math.prod(slot.shape[1:]) * target.element_size()
         memory = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        begin += rows[0] * bytes_of_row
+        begin += rows[0] * row_bytes
         size = max(-(-len(memory) // torch.get_num_threads()), _READ_AT_ONCE)
         parts = [(file, begin + start, memory[start : start + size]) for start in range(0, len(memory), size)]
         complete = [_read(*parts[0])] if len(parts) == 1 else self._readers.map(_read, *zip(*parts, strict=True))
@@ -127,7 +130,7 @@ _SAFETENSORS_TYPES = {
 
 
 def _places(file: Path) -> Iterator[tuple[str, int]]:
-    """The tensors' names, and where their bytes begin. https://huggingface.co/docs/safetensors has the format."""
+    """The names of the tensors, and the offsets of their bytes. Format: https://huggingface.co/docs/safetensors"""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
@@ -136,7 +139,7 @@ def _places(file: Path) -> Iterator[tuple[str, int]]:
 
 
 class TorchCheckpoint(Checkpoint):
-    """The tensors of a directory's pytorch_model*.bin: unpickled by torch's restricted reader only, and mapped."""
+    """The tensors of a directory's pytorch_model*.bin, memory-mapped. Only torch's restricted unpickler reads them."""
 
     def __init__(self, directory: Path) -> None:
         self.names: dict[str, Tensor] = {}
@@ -156,19 +159,19 @@ class TorchCheckpoint(Checkpoint):
 
 
 def _files(directory: Path, single: str, pattern: str) -> list[Path]:
-    """Those that the index lists, or the single file, or whatever fits the pattern."""
+    """The files that the index lists. Without an index: the file `single`, or else all files that match the pattern."""
     index = read_json(directory, f"{single}.index.json").get("weight_map")
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
-        raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that names no files")
+        raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that does not map to file names")
     if index:
         return sorted({directory / f for f in index.values()})
-    if (directory / single).is_file():  # what lies beside it may be a second copy, such as consolidated.safetensors
+    if (directory / single).is_file():  # other files may be second copies, such as consolidated.safetensors
         return [directory / single]
     return sorted(directory.glob(pattern))
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """Safetensors if there are any, else torch's format. Raises ModelNotFoundError or WeightError."""
+    """Open the *.safetensors files or, if there are none, torch's files. Raises ModelNotFoundError or WeightError."""
     for kind, single, pattern in (
         (SafetensorsCheckpoint, "model.safetensors", "*.safetensors"),
         (TorchCheckpoint, "pytorch_model.bin", "pytorch_model*.bin"),
@@ -179,21 +182,21 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def load_weights(checkpoint: Checkpoint, builder: Builder, ignored: tuple[str, ...], show_progress: bool) -> None:
-    """Fill every slot of `builder`. ignored: patterns of the names of tensors that are no parameters.
+    """Fill every slot of `builder`. ignored: patterns of the names of tensors that are not parameters.
 
-    Raises WeightError for tensors that are missing, superfluous or misshapen.
+    Raises WeightError for tensors that are missing, unexpected, or of a wrong shape or type.
     """
     wanted = {checkpoint.alias(slot.name) for slot in builder.slots}
     missing = sorted(wanted - checkpoint.names.keys())
     extra = sorted(n for n in checkpoint.names.keys() - wanted if not any(re.search(p, n) for p in ignored))
     if missing or extra:
         parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("unexpected", extra)) if names]
-        raise WeightError("the checkpoint's tensors are not those of the model; " + "; ".join(parts))
+        raise WeightError("the checkpoint's tensors do not fit the model; " + "; ".join(parts))
     _fill(builder, checkpoint.copy_into, show_progress, "Loading weights")
 
 
 def load_dummy(builder: Builder, show_progress: bool) -> None:
-    """Random weights: norms 1, biases 0, matrices normal with standard deviation 0.02."""
+    """Fill every slot with dummy weights: norms 1, biases 0, matrices normal with standard deviation 0.02."""
     generator = torch.Generator(builder.device).manual_seed(0)
 
     def draw(slot: WeightSlot) -> None:
@@ -208,7 +211,7 @@ def load_dummy(builder: Builder, show_progress: bool) -> None:
 
 
 def _normal(target: Tensor, generator: torch.Generator) -> None:
-    """A tile of normal values, repeated: drawing every value of a large model would take longer than reading it."""
+    """Repeat one tile of normal values: drawing every value of a large model would take longer than reading it."""
     tile = torch.randn(2**20 + 1, generator=generator, device=target.device).mul_(0.02).to(target.dtype)
     flat = target.view(-1)
     for start in range(0, flat.numel(), tile.numel()):
