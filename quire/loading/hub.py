@@ -94,7 +94,7 @@ def _gguf_in(directory: Path) -> Path | None:
 
 
 def read_json(directory: Path, name: str, required: bool = False) -> dict[str, Any]:
-    """The JSON object in a file of a directory; {} if the file is absent, unless required. Raises ModelNotFoundError."""
+    """The JSON object in a file of a directory; {} for an absent file, unless required. Raises ModelNotFoundError."""
     path = directory / name
     if not path.is_file():
         if required:

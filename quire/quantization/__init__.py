@@ -1,1 +1,1 @@
-"""Checkpoints whose linear layers are quantized: how each format is read, and kept in memory without expanding it."""
+"""Quantized linear layers: how each checkpoint format is read, and kept in memory in quantized form."""

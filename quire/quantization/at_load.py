@@ -1,4 +1,4 @@
-"""Quantization of dense weights when they are loaded: --quantization int8 and int4."""
+"""Quantizes dense weights when they are loaded: --quantization int8 and int4."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,15 +10,15 @@ from quire.layers.build import Builder
 from quire.layers.linear import LinearWeight, Quantizer
 from quire.quantization.scheme import Piece, QuantizedWeight
 
-_ROW = 2**30  # a group that no row is longer than
-# Small, and what they decide is much: a router's choice of experts. kv_b is absorbed into other weights.
+_ROW = 2**30  # a group size that makes each row one group
+# Not quantized: a router and a gate are small, but decide how experts are used; kv_b is absorbed into other weights.
 _KEPT = ("router", "shared_expert_gate", "kv_b")
-_TABLES = ("lm_head", "embedding")  # an error in a logit is seen at once: 8 bits at least
+_TABLES = ("lm_head", "embedding")  # these get 8 bits at least, since their errors directly change the logits
 
 
 @dataclass(frozen=True)
 class AtLoad:
-    """A `Quantizer`: bits of a weight, and how many inputs share a scale."""
+    """A `Quantizer`. bits: of a weight. group: number of inputs that share a scale."""
 
     bits: int
     group: int
@@ -32,7 +32,10 @@ class AtLoad:
 
 
 def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callable[[str], Quantizer | None]:
-    """By a layer's name, what --quantization asks for. names: those of the model's layers, by role."""
+    """A function from a layer's name to the quantizer that --quantization asks for.
+
+    names: the names of the model's layers, by role.
+    """
     if option not in ("int8", "int4"):
         return lambda name: None
     table = AtLoad(8, _ROW)

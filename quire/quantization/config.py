@@ -1,4 +1,4 @@
-"""Which scheme each layer is kept in: what a config.json's `quantization_config` says, and what the checkpoint has."""
+"""The quantization scheme of each layer, from config.json's `quantization_config` and the checkpoint's tensors."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,11 +15,11 @@ from quire.quantization.scheme import Scheme
 Settings = Mapping[str, Any]
 SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 
-# Tensors that quantized checkpoints have and Quire has no use for: activations and the KV cache are kept in the model's
-# type, zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
+# Tensors of quantized checkpoints that Quire does not need: activations and the KV cache keep the model's type, the
+# zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
 _EXTRA = r"\.(weight_shape|(input|output|k|v|q)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
 _REFUSED = {
-    "bitsandbytes": "its form is made for its own CUDA kernels; use the original, or a version of it in one of these: "
+    "bitsandbytes": "its layout is made for its own CUDA kernels; use the original model, or one in another format: "
 }
 
 
@@ -28,7 +28,7 @@ def _settings(config: Mapping[str, Any]) -> Settings:
 
 
 def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -> None:
-    """Raises ConfigError if --quantization names a format that the checkpoint with this config.json is not in."""
+    """Raises ConfigError if --quantization names another format than that of the checkpoint with this config.json."""
     if option in (None, "int8", "int4"):
         return
     kind = "gguf" if is_gguf else str(_settings(config).get("quant_method", "compressed-tensors"))
@@ -43,19 +43,19 @@ def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -
         )
     if _plain(kind) != _plain(option):
         raise ConfigError(
-            f"quantization={option!r} does not fit the checkpoint, which is quantized with {_plain(kind)!r}; leave "
-            "it out, or name that"
+            f"quantization={option!r} does not fit the checkpoint, which is quantized with {_plain(kind)!r}; give that "
+            "name, or leave the option out"
         )
 
 
 def _plain(kind: str) -> str:
-    """A format's name without what tells vLLM which kernels to use for it: gptq_marlin is gptq."""
+    """A format's name without the parts that choose vLLM's kernels: gptq_marlin becomes gptq."""
     plain = kind.lower().replace("_", "-").removesuffix("-marlin").removeprefix("gpt-oss-")
     return {"autoawq": "awq", "inc": "auto-round"}.get(plain, plain)
 
 
 def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of the tensors that are no parameters in a checkpoint with this config.json."""
+    """Patterns of the names of tensors that are not parameters, in a checkpoint with this config.json."""
     return (_EXTRA,) if _settings(config) else ()
 
 
@@ -64,8 +64,8 @@ def quantization_method(
 ) -> Callable[[str], LinearMethod]:
     """The `method_of` of a `Builder` for a checkpoint with this config.json.
 
-    has: whether the checkpoint has a tensor of that name. It decides which layers are quantized; without it (dummy
-    weights) the config's lists of exceptions do. Raises ValueError for a format that is not supported.
+    has: tells whether the checkpoint has a tensor of a name, and so which layers are quantized. Without it (dummy
+    weights), the config's lists of exceptions decide. Raises ValueError for a format that is not supported.
     """
     settings = _settings(config)
     if not settings:
@@ -92,9 +92,10 @@ def _exceptions(settings: Settings) -> list[str]:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of `patterns` is the name, or whole components of it, or "re:" with an expression for its beginning.
+    """Whether a pattern matches the name. A pattern is one or more whole components of a name, or "re:" and a regular
+    expression that matches its beginning.
 
-    A text model may lie inside a larger one, whose names its config uses.
+    A text model may lie inside a larger model. Its config then uses the names of the larger model.
     """
     bare = name.removeprefix("model.")
     names = (name, f"language_model.{name}", f"model.language_model.{bare}", f"model.{name}")
@@ -133,7 +134,7 @@ def _block(settings: Settings, field: str) -> tuple[int, int]:
 def _gptq(settings: Settings) -> SchemeOf:
     form = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format", "gptq")
     _check({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"))
-    overrides: Settings = settings.get("dynamic") or {}  # GPTQModel's; which layers it leaves out, the checkpoint says
+    overrides: Settings = settings.get("dynamic") or {}  # by GPTQModel; the checkpoint shows which layers are left out
 
     def scheme_of(name: str) -> Scheme:
         merged = dict(settings)
@@ -210,5 +211,5 @@ _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "awq": _awq,
     "autoawq": _awq,
     "auto-round": _auto_round,
-    "mxfp4": lambda settings: lambda name: None,  # of gpt-oss's experts only, and they are decoded when they are read
+    "mxfp4": lambda settings: lambda name: None,  # only for gpt-oss's experts, which are decoded when they are read
 }

@@ -1,6 +1,6 @@
-"""The tensor types of GGUF files (ggml's quantized blocks), read into the engine's own form.
+"""Decodes the tensor types of GGUF files (ggml's quantized blocks) into the engine's own layout.
 
-Layouts: ggml's ggml-common.h. The numbers are those of its reference dequantization, bit for bit.
+The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,10 @@ from quire.quantization.scheme import Piece, Scheme, groups, slot
 
 
 def _fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
-    """Of each `run` bytes, first the lowest fields of all, then the next ones. [..., bytes] -> [..., bytes * count]"""
+    """Unpack `count` fields of `bits` bits from each byte. [..., bytes] -> [..., bytes * count]
+
+    Of each `run` bytes, the lowest fields of all bytes come first, then the next fields of all bytes.
+    """
     shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8)[:, None]
     return (x.reshape(*x.shape[:-1], -1, 1, run) >> shifts & ((1 << bits) - 1)).flatten(-3)
 
@@ -31,14 +34,15 @@ def _half(x: Tensor, offset: int) -> Tensor:
 
 
 def _matrix(codes: Tensor, bits: int, scales: Tensor, offsets: Tensor | None = None) -> QuantizedMatrix:
-    """codes: [out, blocks, elements]; scales, offsets: [out, groups]. Without offsets, 2^(bits - 1) stands for 0."""
+    """codes: [out, blocks, elements]; scales, offsets: [out, groups]. Without offsets, code 2^(bits - 1) means 0."""
     codes = codes.flatten(1)
     return integer_matrix(codes, bits, scales, codes.shape[1] // scales.shape[1], offsets=offsets)
 
 
 def _simple(x: Tensor, bits: int, has_minimum: bool) -> QuantizedMatrix:
-    """Q4_0, Q4_1, Q5_0, Q5_1: d, perhaps m, perhaps fifth bits, four bits each of 32 elements."""
-    start = 4 if has_minimum else 2  # where the fifth bits begin
+    """Q4_0, Q4_1, Q5_0, Q5_1. A block has: d, m (if has_minimum), fifth bits (if bits == 5), 4 bits of each of 32
+    elements."""
+    start = 4 if has_minimum else 2  # offset of the fifth bits
     codes = _fields(x[..., -16:], 16, 4, 2)
     if bits == 5:
         codes = codes | _fields(x[..., start : start + 4], 1, 1, 8) << 4
@@ -65,7 +69,8 @@ def _q3_k(x: Tensor) -> QuantizedMatrix:
 
 
 def _q45_k(x: Tensor, bits: int) -> QuantizedMatrix:
-    """Eight groups of 32 with 6-bit scales and minima: four bits of each, or six, in bytes 4 to 16."""
+    """Q4_K, Q5_K: eight groups of 32 elements. Bytes 4 to 16 have their 6-bit scales and minima: those of the first
+    four groups whole, those of the last four in two parts."""
     low, minimum, mixed = x[..., 4:8], x[..., 8:12], x[..., 12:16]
     scales = torch.cat([low & 63, mixed & 15 | low >> 2 & 48], dim=-1)
     minima = torch.cat([minimum & 63, mixed >> 4 | minimum >> 2 & 48], dim=-1)
@@ -81,7 +86,7 @@ def _q6_k(x: Tensor) -> QuantizedMatrix:
     return _super_blocks(_matrix(codes, 6, scales), _half(x, 208))
 
 
-# By type: the dtype of a float, or what makes a matrix [out, in] of bytes [out, blocks, bytes of a block].
+# By type: the dtype of a float, or the function from bytes [out, blocks, bytes of a block] to a matrix [out, in].
 _DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -100,7 +105,7 @@ _DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
 
 
 def decode(kind: TensorType, data: Tensor) -> Piece:
-    """data: bytes [out, bytes of a row] -> [out, in], quantized as in the file."""
+    """data: bytes [out, bytes of a row] -> [out, in], still quantized."""
     decoder = _DECODERS[kind.name]
     if isinstance(decoder, torch.dtype):
         return data.contiguous().view(decoder)
@@ -115,7 +120,7 @@ def dequantize(kind: TensorType, data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GGUF(Scheme):
-    """Each tensor has a type of its own. type_of: by the tensor's name."""
+    """The scheme of GGUF files, whose tensors have different types. type_of: from a tensor's name to its type."""
 
     type_of: Callable[[str], TensorType]
 

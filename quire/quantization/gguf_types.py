@@ -1,11 +1,11 @@
-"""The tensor types of GGUF files: their names and the sizes of their blocks. The decoders are in gguf.py."""
+"""The tensor types of GGUF files: names and block sizes. The decoders are in gguf.py."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """Blocks of `elements` elements, each in `nbytes` bytes."""
+    """A tensor type, whose blocks have `elements` elements in `nbytes` bytes."""
 
     name: str
     elements: int
@@ -16,7 +16,7 @@ class TensorType:
         return self.elements == 1
 
 
-_SIZES = [  # number in the file, name, elements of a block, its bytes
+_SIZES = [  # number in the file, name, elements of a block, bytes of a block
     (0, "F32", 1, 4),
     (1, "F16", 1, 2),
     (2, "Q4_0", 32, 18),

@@ -1,4 +1,5 @@
-"""Weights of a few bits in 32-bit words, with a scale and a zero point a group: GPTQ, AWQ, compressed-tensors."""
+"""Weights of a few bits, packed in 32-bit words, with a scale and a zero point per group: GPTQ, AWQ,
+compressed-tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from quire.quantization.scheme import Scheme, groups, slot
 
 @dataclass(frozen=True)
 class GPTQ(Scheme):
-    """arXiv:2210.17323, as AutoGPTQ, GPTQModel and AutoRound write it.
+    """GPTQ (arXiv:2210.17323), as AutoGPTQ, GPTQModel and AutoRound write it.
 
     qweight: int32 [in * bits / 32, out], packed along the inputs; qzeros: int32 [groups, out * bits / 32], packed along
-    the outputs; scales: [groups, out]; g_idx: [in], the inputs' groups. zero_shift: what is added to stored zero
-    points: 1 in the first version of the format, 0 in the second.
+    the outputs; scales: [groups, out]; g_idx: [in], the group of each input. zero_shift: to be added to the stored zero
+    points; 1 in the first version of the format, 0 in the second.
     """
 
     bits: int
@@ -93,10 +94,10 @@ class PackedIntegers(Scheme):
 
 @dataclass(frozen=True)
 class AWQ(Scheme):
-    """arXiv:2306.00978, as AutoAWQ writes it ("gemm"): four bits.
+    """AWQ (arXiv:2306.00978), as AutoAWQ writes it (version "gemm"), with four bits.
 
-    qweight: int32 [in, out / 8], qzeros: int32 [groups, out / 8], both packed along the outputs, in the order that its
-    kernels like; scales: [groups, out].
+    qweight: int32 [in, out / 8], qzeros: int32 [groups, out / 8], both packed along the outputs, in the order that
+    AutoAWQ's kernels need; scales: [groups, out].
     """
 
     group_size: int
@@ -127,12 +128,12 @@ def _words(fields: int, bits: int) -> int:
 
 
 def _input_order(name: str, g_idx: Tensor, first: int, group: int) -> Tensor | None:
-    """The inputs sorted by group, None if they are. first: the rank's first group.
+    """The indices that sort the inputs by group; None if they are sorted. first: the rank's first group.
 
-    Raises ValueError if groups are not all of one size.
+    Raises ValueError if the groups do not all have the same size.
     """
     expected = torch.arange(len(g_idx)) // group + first
-    if torch.equal(g_idx.long(), expected) or not g_idx.any():  # zeros: a single group, or dummy weights
+    if torch.equal(g_idx.long(), expected) or not g_idx.any():  # only zeros: a single group, or dummy weights
         return None
     order = g_idx.argsort(stable=True)
     if not torch.equal(g_idx[order].long(), expected):

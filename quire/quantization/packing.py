@@ -1,4 +1,4 @@
-"""Small integers in larger words, as checkpoints and as the engine keep them."""
+"""Small integers packed in larger words: unpacking those of checkpoints, and packing them in the engine's layout."""
 
 import math
 
@@ -9,20 +9,20 @@ from quire.ops.reference.quantized import QuantizedMatrix
 
 
 def word_range(start: int, stop: int, bits: int) -> tuple[slice, int]:
-    """Of a run of fields in 32-bit words: (the words with fields [start, stop), how many fields to skip there)."""
-    period = math.lcm(bits, 32) // bits  # fields after which a word begins with a field again
+    """The 32-bit words that hold the fields [start, stop) of a run, and the number of fields to skip in these words."""
+    period = math.lcm(bits, 32) // bits  # number of fields after which a field begins at a word's beginning again
     first = start // period * period
     return slice(first * bits // 32, -(-stop * bits // 32)), start - first
 
 
 def unpack(words: Tensor, bits: int, count: int, skip: int = 0) -> Tensor:
-    """Fields [skip, skip + count) of each row, from the lowest bits on. int32 [rows, n] -> uint8 [rows, count]"""
+    """The fields [skip, skip + count) of each line, lowest bits first. int32 [lines, n] -> uint8 [lines, count]"""
     span = math.lcm(bits, 32)
     words = torch.nn.functional.pad(words, (0, -words.shape[1] % (span // 32)))
     words = words.reshape(len(words), -1, span // 32).long() & 0xFFFFFFFF
     fields = []
-    for place in range(0, span, bits):
-        word, shift = divmod(place, 32)
+    for first_bit in range(0, span, bits):
+        word, shift = divmod(first_bit, 32)
         field = words[..., word] >> shift
         if shift + bits > 32:
             field |= words[..., word + 1] << (32 - shift)
@@ -34,10 +34,10 @@ def integer_matrix(
     codes: Tensor, bits: int, scales: Tensor, group: int, zeros: Tensor | None = None, offsets: Tensor | None = None,
     order: Tensor | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
-    """Weights (code - zero) * scale, or code * scale + offset.
+    """A matrix of the weights (code - zero) * scale or, with offsets, code * scale + offset.
 
     codes: uint8 [out, in] with values below 2^bits; scales, offsets: [out, groups]; zeros: integers [out, groups], None
-    where all are 2^(bits - 1).
+    if all are 2^(bits - 1).
     """
     middle, width = 1 << (bits - 1), codes.shape[1]
     if zeros is not None and not bool((zeros == middle).all()):
@@ -51,7 +51,7 @@ def integer_matrix(
 
 
 def narrow(values: Tensor) -> Tensor:
-    """float32 in half the memory if that loses nothing."""
+    """Convert float32 to float16 or bfloat16, if that is exact."""
     for dtype in (torch.float16, torch.bfloat16) if values.dtype == torch.float32 else ():
         narrower = values.to(dtype)
         if torch.equal(narrower.float(), values):

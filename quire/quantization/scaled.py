@@ -1,4 +1,4 @@
-"""Weights of one byte each, float8 or int8, with scales of tensors, channels, groups or blocks."""
+"""Weights of one byte, float8 or int8, with a scale for each tensor, channel, group or block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from quire.quantization.scheme import Scheme, groups, slot
 
 @dataclass(frozen=True)
 class ScaledBytes(Scheme):
-    """weight: dtype [out, in]; a scale for each block of `block` = (outputs, inputs), -1 meaning all of them.
+    """weight: dtype [out, in], with a scale for each block. block: (outputs, inputs) of a block; -1 means all.
 
-    A scale for all is one number, of whatever shape; else they are [ceil(out / outputs), ceil(in / inputs)]; so are
-    zero points, if not symmetric. Activations stay as they are, whatever the config says: that is more exact.
+    The scales are [ceil(out / outputs), ceil(in / inputs)]; a single scale may have any shape. If not symmetric, there
+    are zero points of the same shape. Activations are never quantized, whatever the config says: that is more exact.
     """
 
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class ScaledBytes(Scheme):
                 return slot(builder, f"{name}.{suffix}", dtype, ())
             return slot(builder, f"{name}.{suffix}", dtype, (-(-part.rows // height), count), bands, picked)
 
-        def per_row(values: Tensor) -> Tensor:
+        def per_output(values: Tensor) -> Tensor:
             values = values.view(-1, picked.stop - picked.start).repeat_interleave(height, 0)
             return values[part.start - bands.start * height :][: part.stop - part.start].contiguous()
 
@@ -50,8 +50,8 @@ class ScaledBytes(Scheme):
 
         def make() -> QuantizedMatrix:
             if self.dtype.is_floating_point:
-                return QuantizedMatrix(weight, narrow(per_row(scales)), group, shape.stop - shape.start)
-            zeros = None if zero_point is None else per_row(zero_point).int() + 128
-            return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_row(scales), group, zeros)
+                return QuantizedMatrix(weight, narrow(per_output(scales)), group, shape.stop - shape.start)
+            zeros = None if zero_point is None else per_output(zero_point).int() + 128
+            return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_output(scales), group, zeros)
 
         return make

@@ -1,4 +1,4 @@
-"""What all formats share: slots for the checkpoint's own tensors, and what is made of these once they are filled."""
+"""What all formats share: slots for the checkpoint's tensors, and their conversion to weights once they are filled."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,10 +15,11 @@ Piece = QuantizedMatrix | Tensor  # some formats leave single tensors in floatin
 
 
 class QuantizedWeight(LinearWeight):
-    """A weight in as few pieces as possible, their outputs one after the other: fused tensors may differ in form."""
+    """A weight of one or more pieces, whose outputs are concatenated. Fused tensors may differ in scheme, so the weight
+    has as few pieces as possible, but sometimes more than one."""
 
     def __init__(self, builder: Builder, parts: Sequence[Callable[[], Piece]]) -> None:
-        """parts: what makes each part of the weight, once its slots are filled."""
+        """parts: functions that make the parts of the weight; called once the slots are filled."""
         self.kernels, self.dtype = builder.kernels, builder.dtype
         self.parts = parts
         self.pieces: list[Piece] = []
@@ -26,7 +27,7 @@ class QuantizedWeight(LinearWeight):
 
     def _convert(self) -> None:
         pieces = [part() for part in self.parts]
-        self.parts = ()  # and with them the checkpoint's own tensors
+        self.parts = ()  # frees the checkpoint's tensors, which these functions hold
         matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
         self.pieces = [*concatenate(matrices)] if len(matrices) == len(pieces) else pieces
         pack = getattr(self.kernels.quantized_linear, "pack", None)
@@ -55,38 +56,38 @@ class QuantizedWeight(LinearWeight):
         return piece.pick(ids).dequantize().to(self.dtype)
 
     def dense(self) -> Tensor:
-        everything = (p if isinstance(p, Tensor) else p.pick(torch.arange(p.out_features)) for p in self.pieces)
-        pieces = (p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in everything)
+        unpacked = (p if isinstance(p, Tensor) else p.pick(torch.arange(p.out_features)) for p in self.pieces)
+        pieces = (p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in unpacked)
         return torch.cat([piece.to(self.dtype) for piece in pieces])
 
 
 class Scheme(ABC):
-    """One format with its options: the `LinearMethod` of the layers that are kept so. Equal options compare equal."""
+    """One format with its options: the `LinearMethod` of the layers in that format. Equal options compare equal."""
 
-    marker: str  # a tensor that a layer has if, and only if, it is quantized
+    marker: str  # the name of a tensor that a layer has if, and only if, it is quantized
 
     def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight:
         return QuantizedWeight(builder, [self.load(builder, shape, part) for part in shape.parts])
 
     @abstractmethod
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
-        """Note the slots of one part; returns what makes its piece from them.
+        """Declare the slots of one part. Returns a function that makes the part's piece from the filled slots.
 
         Raises ValueError if the rank's inputs are not whole groups.
         """
 
 
 def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...], *pick: slice) -> Tensor:
-    """A place for the part [pick] of the checkpoint's tensor `name`, whose shape is `whole`."""
+    """A parameter for the part [pick] of the checkpoint's tensor `name`, whose whole shape is `whole`."""
     target = builder.parameter(*(s.stop - s.start for s in pick), dtype=dtype)
     builder.quantized_part(name, target, whole, *pick)
     return target
 
 
 def groups(shape: LinearShape, part: OutputPart, size: int, divisible: bool = True) -> tuple[int, slice, int]:
-    """Groups of `size` inputs (-1: of all of them): (inputs a group on this rank, the rank's groups, all groups).
+    """Groups of `size` inputs (-1: all inputs): (inputs of a group on this rank, the rank's groups, number of groups).
 
-    divisible: ranks may share a group of all inputs. Raises ValueError if this rank's are not whole groups.
+    divisible: ranks may share a group of all inputs. Raises ValueError if the rank's inputs are not whole groups.
     """
     if size in (-1, 0) or (size >= shape.in_features and divisible):
         return shape.stop - shape.start, slice(0, 1), 1
