@@ -141,7 +141,9 @@ class ModelRunner:
             hidden = pick(hidden, wanted)
         logits = self.model.logits(hidden[:num_places])  # padded tokens may follow
         batch = SamplingBatch.of({name: on_device[name] for name in sampling})
-        positions = inputs.positions[on_device["place_tokens"]]
+        positions = torch.from_numpy(flat.place_positions)
+        if self.device.is_async:  # the host's positions are upper bounds there
+            positions = inputs.positions[on_device["place_tokens"]]
         return _Launched(step, flat, logits, batch, on_device["place_rows"], positions)
 
     def _sampling(self, flat: FlatBatch) -> dict[str, Array]:

@@ -214,6 +214,10 @@ class LateKernels(_Late):
 
         return self.stream.launch(run, *logits.shape, dtype=logits.dtype)
 
+    def flat_batch(self, *arguments: Any) -> None:
+        """Fills the memory that it is given."""
+        self.stream.queue.append(lambda: self.real.flat_batch(*arguments))
+
 
 class WatchedScheduler(Scheduler):
     """Knows whether it could have given another step: not if the last one was empty, and nothing happened since."""
