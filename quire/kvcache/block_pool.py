@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-NULL_BLOCK_ID = 0  # stands in a table where nothing is kept (outside a window); padding may write to it
+NULL_BLOCK_ID = 0  # the table entry where nothing is kept (outside a window); padding may write to this block
 
 
 class Block:
-    """A block of the cache. In the free list while ref_cnt is 0; a hash outlives its users until eviction."""
+    """A block of the cache. It is in the free list while ref_cnt is 0, and keeps its hash there until eviction."""
 
     __slots__ = ("block_hash", "block_id", "next", "prev", "ref_cnt")
 
@@ -22,7 +22,7 @@ class Block:
 class FreeList:
     """An intrusive doubly-linked list: take from the front, put at either end, remove from anywhere, all in O(1).
 
-    head <-> nothing worth keeping <-> least recently freed <-> ... <-> most recently freed <-> tail
+    head <-> blocks without a hash <-> least recently freed <-> ... <-> most recently freed <-> tail
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,10 @@ class FreeList:
 
 
 class BlockListener(Protocol):
-    """Somebody who keeps track of the blocks that can be found by their hash.
+    """A listener that keeps track of the blocks that can be found by their hash.
 
-    A block is stored when the step that fills it is scheduled: its content is there once that step has run. If the
-    step is withdrawn, the block is removed again. A block is removed before it is handed out for other content.
+    A block counts as stored when the step that fills it is scheduled; its content is complete once that step has run.
+    If the step is withdrawn, the block is removed again. A block is removed before it is reused for other content.
     """
 
     def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None: ...
@@ -92,7 +92,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out, cached ones that nobody uses included."""
+        """Number of blocks that can be handed out, including cached blocks that no request uses."""
         return self.free_list.length
 
     @property
@@ -100,7 +100,7 @@ class BlockPool:
         return len(self.blocks) - 1
 
     def lookup_all(self, group: int, block_hashes: Iterable[bytes]) -> list[Block]:
-        """The blocks that have these hashes, up to the first that is missing."""
+        """The blocks with these hashes, up to the first hash that has none."""
         cached, found = self._cached, []
         for block_hash in block_hashes:
             block = cached.get((group, block_hash))
@@ -110,7 +110,8 @@ class BlockPool:
         return found
 
     def take(self) -> Block:
-        """A block that is not cached, or the least recently freed one, evicted. The caller has checked num_free."""
+        """Hand out a free block: one without a hash, or else the least recently freed one, which is evicted. The caller
+        has checked num_free."""
         block = self.free_list.popleft()
         if block.block_hash is not None:
             self.forget(block)
@@ -118,15 +119,16 @@ class BlockPool:
         return block
 
     def share(self, block: Block) -> None:
-        """Another user of a cached block."""
+        """Count another user of a cached block."""
         if block.ref_cnt == 0:
             self.free_list.remove(block)
         block.ref_cnt += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop one use of each. Give them last-first, so that tails are evicted before the heads others share.
+        """Count one user less for each block. Pass the blocks of a request last-first, so that its tail is evicted
+        before the head that other requests share.
 
-        One that nobody can find again is the next to be taken: its memory has been used, and may still be in a cache.
+        A free block without a hash is the next to be taken, since its memory is warm.
         """
         for block in blocks:
             if block is self.null_block:
@@ -136,7 +138,7 @@ class BlockPool:
                 (self.free_list.appendleft if block.block_hash is None else self.free_list.append)(block)
 
     def remember(self, block: Block, group: int, block_hash: bytes) -> None:
-        """Make the block findable. The first block that has a hash stays its owner."""
+        """Make the block findable by the hash. If a block has the hash already, that block stays its owner."""
         key = (group, block_hash)
         if block.block_hash is None and self._cached.setdefault(key, block) is block:
             block.block_hash = key
@@ -144,7 +146,7 @@ class BlockPool:
                 listener.on_stored(group, block_hash, block.block_id)
 
     def forget(self, block: Block) -> None:
-        """Nobody finds the block by its hash any more. Its users keep it."""
+        """Make the block unfindable by its hash. Its users keep it."""
         if block.block_hash is not None:
             del self._cached[block.block_hash]
             for listener in self.listeners:

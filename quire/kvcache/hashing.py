@@ -1,4 +1,4 @@
-"""Chained hashes of full blocks: equal hashes mean equal content, whoever computed it."""
+"""Chained hashes of full blocks. Blocks with equal hashes have equal content, whichever request computed it."""
 
 from array import array
 from collections.abc import Iterable, Mapping
@@ -10,8 +10,8 @@ import msgspec
 def hash_root(fingerprint: str) -> bytes:
     """The parent of every first block, 32 bytes.
 
-    fingerprint: all that decides the bytes of a block besides its tokens, such as the model, the types and the layout.
-    Blocks may be exchanged between engines whose fingerprints are equal.
+    fingerprint: everything besides the tokens that the bytes of a block depend on, such as the model, the types and the
+    layout. Engines with equal fingerprints may exchange blocks.
     """
     return sha256(b"quire kv block, v2: " + fingerprint.encode()).digest()
 
@@ -19,20 +19,20 @@ def hash_root(fingerprint: str) -> bytes:
 def extra_keys(
     block_size: int, salt: str | None = None, ranges: Iterable[tuple[int, int, str]] = ()
 ) -> dict[int, bytes]:
-    """What becomes part of the hashes besides tokens: block index -> 32 bytes. Most blocks of most requests have none.
+    """The extra keys that go into block hashes besides the tokens: block index -> 32 bytes. Most blocks have none.
 
-    ranges: (start, end, key): the content of the tokens from start to end - 1 depends on what the key stands for, for
-    example a picture. It becomes part of the blocks that the range touches, and through their hashes of all later
-    ones; earlier blocks stay sharable. The salt becomes part of the first block, and so of all.
+    ranges: (start, end, key): the content of the tokens from start to end - 1 depends on the thing that the key names,
+    for example a picture. The key goes into the hashes of the blocks that the range touches, and so into those of all
+    later blocks. Earlier blocks can still be shared. The salt goes into the hash of the first block, and so into all.
     """
     keys: dict[int, list[tuple[int, int, str]]] = {}
     if salt is not None:
-        keys[0] = [(0, 0, salt)]  # an empty range, which no other key has
+        keys[0] = [(0, 0, salt)]  # no other key has an empty range
     for start, end, key in sorted(ranges):
         for index in range(start // block_size, -(-end // block_size)):
             begin = index * block_size
             keys.setdefault(index, []).append((start - begin, end - begin, key))
-    return {index: sha256(msgspec.msgpack.encode(of_block)).digest() for index, of_block in keys.items()}
+    return {index: sha256(msgspec.msgpack.encode(block_keys)).digest() for index, block_keys in keys.items()}
 
 
 def extend_hashes(
@@ -40,8 +40,8 @@ def extend_hashes(
 ) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` does not cover yet.
 
-    A hash is SHA-256 of (parent hash, token ids, extra keys). The parent has a fixed length and the count of tokens is
-    fixed by the block size, so that the plain concatenation is unambiguous.
+    A hash is SHA-256 of (parent hash, token ids, extra keys). Their plain concatenation is unambiguous, since the
+    length of the parent hash is fixed and the block size fixes the number of token ids.
     """
     parent = hashes[-1] if hashes else root
     for index in range(len(hashes), len(token_ids) // block_size):

@@ -1,4 +1,4 @@
-"""Which blocks a request holds: prefix matching, allocation, and hashing of full blocks."""
+"""Manages the blocks of each request: prefix matching, allocation, and hashing of full blocks."""
 
 from functools import partial
 from typing import Protocol
@@ -10,7 +10,7 @@ from quire.messages.step import BlockTableEdits
 
 
 class Holder(Protocol):
-    """What the manager knows of a request, and keeps on it (see scheduler/request.py)."""
+    """The attributes of a request that the manager reads and writes (see scheduler/request.py)."""
 
     row: int
     token_ids: list[int]
@@ -42,40 +42,40 @@ class KVCacheManager:
         self.specs = specs
         self.block_size = block_size
         self.chunk = max_num_batched_tokens
-        self.enable_prefix_caching = enable_prefix_caching and bool(specs)  # where nothing is kept, nothing is found
+        self.enable_prefix_caching = enable_prefix_caching and bool(specs)  # a model without specs caches nothing
         self.root = hash_root(fingerprint)
         self._new_blocks = [spec.new_blocks for spec in specs]  # bound once, since they are called often
         self._full_blocks = [spec.full_blocks for spec in specs]
-        # The groups in which a long request gives blocks back while it runs.
+        # The groups that give blocks back while a long request runs.
         self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
         self._filled: list[tuple[Block, int, bytes]] = []  # (block, group, hash): see begin_step
         self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request of that length holds at most."""
+        """The most blocks that a request of `num_tokens` tokens holds."""
         return sum(spec.max_blocks(num_tokens, self.chunk, self.block_size) for spec in self.specs)
 
     def room(self, num_tokens: int) -> float:
-        """Requests of that length that fit into the cache at once, if they share nothing."""
+        """The number of requests of `num_tokens` tokens that fit into the cache at once, if they share no blocks."""
         return self.pool.num_usable / max(1, self.max_blocks(num_tokens))
 
     def kept_share(self, num_tokens: int) -> float:
-        """The part of a request's blocks that holds entries which must be kept, from 0 to 1.
+        """The part of a request's blocks, from 0 to 1, that holds entries which must be kept.
 
-        The rest is spent on blocks that are not full, on groups with fewer entries than the largest, and on the tokens
-        of steps in flight that windows have left behind.
+        The rest is spent on blocks that are not full, on groups with fewer entries than the largest group, and on the
+        tokens of steps in flight that windows have left behind.
         """
-        places = max(len(spec.entries) for spec in self.specs)
+        most_entries = max(len(spec.entries) for spec in self.specs)
         kept = sum(len(spec.entries) * spec.tokens_kept(num_tokens) for spec in self.specs)
-        return kept / (self.max_blocks(num_tokens) * self.block_size * places)
+        return kept / (self.max_blocks(num_tokens) * self.block_size * most_entries)
 
     # ---- a request enters
 
     def admit(self, request: Holder, read_cache: bool = True) -> int | None:
-        """Give the request the longest cached prefix of its tokens. The number of tokens that need no computing.
+        """Give the request the longest cached prefix of its tokens. Returns the number of tokens in that prefix.
 
-        At least one token is always left, for its logits; all of them if not `read_cache`. None, and nothing given, if
-        there is no room for all its known tokens right now. Undone by `free`.
+        At least one token is always left to compute, for its logits; without `read_cache`, all tokens are. Returns
+        None, and gives no blocks, if there is no room for all known tokens right now. `free` undoes this.
         """
         num_blocks = 0
         tables: list[list[Block]] = [[] for _ in self.specs]
@@ -83,7 +83,7 @@ class KVCacheManager:
             extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         if self.enable_prefix_caching and read_cache:
             num_blocks, tables = self._match(request)
-        in_use = sum(block.ref_cnt > 0 for table in tables for block in table)  # these take nothing from the free ones
+        in_use = sum(block.ref_cnt > 0 for table in tables for block in table)  # to share these takes no free block
         if self.max_blocks(len(request.token_ids)) - in_use > self.pool.num_free:
             return None
         for table in tables:
@@ -97,18 +97,20 @@ class KVCacheManager:
         return request.capacity
 
     def _match(self, request: Holder) -> tuple[int, list[list[Block]]]:
-        """The longest prefix, in blocks, of which every group still has what the next query reads; and those blocks."""
+        """The longest cached prefix, in blocks, and its block table for each group. Every group still has the blocks
+        that the query after the prefix reads."""
         null, size = self.pool.null_block, self.block_size
         hashes = request.block_hashes[: (len(request.token_ids) - 1) // size]
         length = len(hashes)
-        starts = [length + 1 for _ in self.specs]  # the first block of the group's prefix; beyond all: none found yet
+        # For each group, the first block that it found; past the end while it has found none.
+        starts = [length + 1 for _ in self.specs]
         prefixes: list[list[Block]] = [[] for _ in self.specs]
         settled = False
         while not settled:
             settled = True
             for group, spec in enumerate(self.specs):
                 if spec.first_needed_token(length * size) // size == starts[group]:
-                    continue  # what was found for a longer prefix has all that this one needs
+                    continue  # the blocks found for a longer prefix include all that this prefix needs
                 lookup = partial(self.pool.lookup_all, group)
                 starts[group], prefixes[group] = spec.cached_prefix(hashes[:length], size, lookup)
                 if starts[group] + len(prefixes[group]) < length:
@@ -120,9 +122,9 @@ class KVCacheManager:
     # ---- a request grows
 
     def allocate(self, request: Holder, num_tokens: int, edits: BlockTableEdits) -> bool:
-        """Slots for the request's first `num_tokens` tokens; block-table changes are appended to `edits`.
+        """Allocate slots for the request's first `num_tokens` tokens, and append block-table changes to `edits`.
 
-        False if the pool has too few blocks; then nothing has changed, except that unneeded blocks have been freed.
+        Returns False if the pool has too few blocks. Then nothing has changed, except that unneeded blocks are free.
         """
         if num_tokens <= request.capacity:
             return True
@@ -153,7 +155,7 @@ class KVCacheManager:
         return True
 
     def write_tables(self, request: Holder, edits: BlockTableEdits) -> None:
-        """Append the whole block tables of a request that was just given a row."""
+        """Append the whole block tables of a request that has just got a row to `edits`."""
         for group, table in enumerate(request.block_tables):
             edits.groups.extend([group] * len(table))
             edits.rows.extend([request.row] * len(table))
@@ -161,7 +163,7 @@ class KVCacheManager:
             edits.block_ids.extend([block.block_id for block in table])
 
     def _free_unneeded(self, request: Holder) -> None:
-        """Replace blocks that no present or later query reads by the null block. Tables of workers need no edit."""
+        """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""
         null, size, retired = self.pool.null_block, self.block_size, request.num_retired_tokens
         for group in self._freeing_groups:
             spec, table = self.specs[group], request.block_tables[group]
@@ -176,19 +178,15 @@ class KVCacheManager:
     # ---- hashes
 
     def hash_full_blocks(self, request: Holder) -> None:
-        """Make findable the blocks that the request's submitted steps fill with known tokens.
+        """Make the blocks findable that the request's submitted steps fill with known tokens.
 
-        Called when the step is scheduled, so that later requests of the same step already share the blocks.
+        Called when the step is scheduled, so that later requests of the same step can already share the blocks.
         """
         if not self.enable_prefix_caching:
             return
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
-        null, size, hashes, first = (
-            self.pool.null_block,
-            self.block_size,
-            request.block_hashes,
-            request.num_hashed_blocks,
-        )
+        null, size = self.pool.null_block, self.block_size
+        hashes, first = request.block_hashes, request.num_hashed_blocks
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         for group, table in enumerate(request.block_tables):
             for index in self._full_blocks[group](first, num_tokens, size):
@@ -202,14 +200,15 @@ class KVCacheManager:
         self._filled.append((block, group, block_hash))
 
     def begin_step(self) -> None:
-        """Make findable the blocks that only the steps after the one that fills them may share."""
+        """Make the blocks findable that the previous step fills, where only later steps may share them."""
         for block, group, block_hash in self._filled:
             self.pool.remember(block, group, block_hash)
         self._filled.clear()
 
     def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
-        """Forget the hashes of blocks that are full only since `num_computed_tokens`: their step never ran."""
-        self._filled.clear()  # it names blocks of the newest step alone, which is withdrawn before all others
+        """Forget the hashes of the request's blocks that are not full with `num_computed_tokens`: the step that was to
+        fill them never ran."""
+        self._filled.clear()  # it has only blocks of the newest step, which is withdrawn before all others
         for table in request.block_tables:
             for block in table[num_computed_tokens // self.block_size : request.num_hashed_blocks]:
                 if block is not self.pool.null_block:
@@ -224,6 +223,6 @@ class KVCacheManager:
         request.capacity = 0
 
     def reset_prefix_cache(self) -> None:
-        """Forget all hashes; running requests keep their blocks."""
+        """Forget all hashes. Running requests keep their blocks."""
         self._filled.clear()
         self.pool.forget_all()

@@ -1,8 +1,8 @@
-"""What the layers keep in the KV cache, and for how long. Entries that keep the same tokens form a KV group.
+"""KV cache specs: what the layers keep in the KV cache, and for how long.
 
-An entry is what one layer keeps in one role. Each group has a block table of its own for every request. All groups
-draw blocks of the same size from one pool, and entry j of a group lies at place j of its blocks, so a block is as
-large as the group with the most entries.
+An entry is what one layer keeps in one role. Entries that keep the same tokens form a KV group. Each group has its own
+block table for every request. All groups draw blocks of the same size from one pool. Entry j of a group is the j-th
+part of its blocks, so a block is as large as the group with the most entries.
 """
 
 from __future__ import annotations
@@ -22,67 +22,67 @@ if TYPE_CHECKING:
     Ints = NDArray[integer]
 
 Spec = TypeVar("Spec", bound="KVCacheSpec")
-Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashes, up to the first that is missing
+Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashes, up to the first hash that has none
 
 
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer keeps in one role: "kv" is the keys and values, or the latents, of attention."""
+    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention."""
 
     layer: int
     role: str = "kv"
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
-    """The arithmetic of a KV group. Subclasses say which tokens are needed; the rest may stay as it is here.
+    """The arithmetic of a KV group. Subclasses must say which tokens are needed; the other methods have defaults.
 
-    Index i of a block table stands for the tokens from i * block_size on. The manager knows a group only through these
-    methods, which are pure arithmetic: a spec has no state of its own.
+    Index i of a block table stands for the block_size tokens from i * block_size on. The manager knows a group only
+    through these methods, which are pure arithmetic: a spec has no state.
     """
 
     entries: tuple[CacheEntry, ...]
 
-    # Whether requests of one step may share a block that the step fills. It is so if every layer stores all of a
-    # step's entries before it reads any of them.
+    # Whether requests of one step may share a block that the step fills. They may if every layer stores all of a step's
+    # entries before it reads any of them.
     sharable_at_once: ClassVar[bool] = True
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers of the entries for keys and values."""
+        """The layers of the entries with the role "kv"."""
         return tuple(entry.layer for entry in self.entries if entry.role == "kv")
 
     def page_bytes(self, entry_bytes: int) -> int:
-        """Bytes that a block of this group fills, if each entry takes `entry_bytes` of it."""
+        """Bytes of a block that this group uses, if each entry takes `entry_bytes`."""
         return len(self.entries) * entry_bytes
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
-        """The first token whose entry is read by a query at position `num_computed_tokens`, or by later ones."""
+        """The first token whose entry a query at position `num_computed_tokens`, or a later one, reads."""
         raise NotImplementedError
 
     def tokens_kept(self, num_tokens: int) -> int:
-        """Tokens whose entries must be in memory while the last of `num_tokens` is computed."""
+        """The number of tokens whose entries must be in memory while the last of `num_tokens` tokens is computed."""
         return num_tokens - self.first_needed_token(num_tokens - 1)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Blocks that a request of `num_tokens` holds at most at once, if `chunk` tokens may be in flight."""
+        """The most blocks that a request of `num_tokens` holds at once, if `chunk` tokens may be in flight."""
         raise NotImplementedError
 
     def new_blocks(self, table_length: int, num_tokens: int, block_size: int) -> range:
-        """The indices that a table of `table_length` must gain a block at, before `num_tokens` tokens are computed.
+        """The indices at which a table of `table_length` needs new blocks, before `num_tokens` tokens are computed.
 
-        Indices that are passed over get the null block.
+        Indices that the range leaves out get the null block.
         """
         return range(table_length, -(-num_tokens // block_size))
 
     def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
-        """The indices, from `first` on, of blocks that keep what their hash stands for, once a step has ended with
-        `num_tokens` computed."""
+        """The indices, from `first` on, of the blocks that have the content which their hash stands for, once a step
+        has ended with `num_tokens` computed tokens."""
         return range(first, num_tokens // block_size)
 
     def cached_prefix(self, hashes: Sequence[bytes], block_size: int, lookup: Lookup) -> tuple[int, list[Block]]:
-        """The longest prefix of the blocks with these hashes that a request can start behind.
+        """Find the longest cached prefix of the blocks with these hashes after which a request can start.
 
-        Returns the index of the first block that is needed, and the blocks from there to the end of the prefix. Here,
-        blocks are looked up from the end: where one is missing, no prefix that goes past it will do.
+        Returns the index of the first block that is needed, and the blocks from there to the end of the prefix. This
+        default looks blocks up from the end. If one is missing, the prefix must end before it.
         """
         length = len(hashes)
         while True:
@@ -93,9 +93,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
             length -= len(found) + 1
 
     def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
-        """Where the entries of a step's tokens are kept: block id * block_size + offset.
+        """The slots in which the entries of a step's tokens are stored: block id * block_size + offset.
 
-        tables: [..., rows, indices] of blocks, as the worker has them. rows, positions: [tokens]. -> [..., tokens]
+        tables: block ids [..., rows, indices], as the worker has them. rows, positions: [tokens]. -> [..., tokens]
         """
         indices, offsets = divmod(positions, block_size)
         return tables[..., rows, indices].astype(positions.dtype) * block_size + offsets
@@ -111,16 +111,16 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, tag=True):
         return -(-num_tokens // block_size)
 
     def cached_prefix(self, hashes: Sequence[bytes], block_size: int, lookup: Lookup) -> tuple[int, list[Block]]:
-        """Blocks are looked up from the beginning, so a prompt that is not cached costs one lookup."""
+        """Looks blocks up from the beginning, so a prompt that is not cached costs one lookup."""
         return 0, lookup(hashes)
 
 
 class LatentSpec(FullAttentionSpec, frozen=True, tag=True):
-    """Full attention whose entries are one latent a token (MLA), instead of keys and values for each head."""
+    """Full attention that keeps one latent for each token (MLA), instead of keys and values for each head."""
 
 
 class SlidingWindowSpec(KVCacheSpec, frozen=True, tag=True):
-    """A query reads the last `window` tokens, itself included."""
+    """A query reads the last `window` tokens, including its own."""
 
     window: int
 
@@ -135,15 +135,16 @@ AttentionKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec
 
 
 def attention_spec(layers: Iterable[int], window: int | None = None) -> AttentionKVSpec:
-    """What attention layers keep whose queries read `window` tokens, themselves included, or all."""
+    """The spec of attention layers. window: how many tokens a query reads, including its own; None for all."""
     entries = tuple(map(CacheEntry, layers))
     return FullAttentionSpec(entries) if window is None else SlidingWindowSpec(entries, window)
 
 
 class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
-    """The cache as the workers made it, the same on every rank.
+    """The cache that the workers allocated. It is the same on every rank.
 
-    block_bytes: of one block on one rank. layout: what the bytes of a block mean, as the name of the kernels and types.
+    block_bytes: bytes of one block on one rank. layout: the names of the kernels and types that define what the bytes
+    of a block mean.
     """
 
     num_blocks: int
@@ -153,15 +154,15 @@ class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
 
 
 def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Hashable] = ()) -> list[Spec]:
-    """Group entries that keep the same tokens so that a long request wastes little memory.
+    """Group entries that keep the same tokens, so that a long request wastes little memory.
 
-    kept: what each layer keeps, a spec for each kind of entry. shapes: of the entries of each spec; entries of
-    different shapes get groups of their own. The groups that keep most tokens come first.
+    kept: specs with the entries of the layers. shapes: the shape of each spec's entries; entries of different shapes
+    get separate groups. The groups that keep the most tokens come first.
 
-    A block is as large as the group with the most entries. Ten layers with full attention beside 52 with a window must
-    not be two groups, or each block of the ten takes the memory of 52: the 52 are cut into six groups. Of the sizes
-    that waste at most 5 % of what a request of max_model_len keeps, the largest is taken, since each group costs the
-    scheduler and every step a little time.
+    A block is as large as the group with the most entries. With ten layers of full attention beside 52 with a window,
+    two groups would waste memory: each block of the ten would take the memory of 52. So the 52 are split into six
+    groups. The group size is the largest one that wastes at most 5 % of what a request of max_model_len keeps. Larger
+    groups are better, since each group costs the scheduler and every step a little time.
     """
     kinds: dict[tuple[Spec, Hashable], list[CacheEntry]] = {}
     for spec, shape in zip(kept, shapes or [None] * len(kept), strict=True):
@@ -170,14 +171,14 @@ def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Has
     def memory(size: int) -> int:
         """Tokens x entries whose memory a request of max_model_len takes if groups have `size` entries."""
         return sum(
-            -(-len(found) // size) * size * kind.tokens_kept(max_model_len) for (kind, _), found in kinds.items()
+            -(-len(entries) // size) * size * kind.tokens_kept(max_model_len) for (kind, _), entries in kinds.items()
         )
 
     least = memory(1)
     size = max(size for size in range(1, max(map(len, kinds.values())) + 1) if memory(size) <= 1.05 * least)
     groups = []
-    for (kind, _), found in sorted(kinds.items(), key=lambda item: -item[0][0].tokens_kept(max_model_len)):
-        count = -(-len(found) // size)
-        ends = [len(found) * i // count for i in range(count + 1)]
-        groups += [msgspec.structs.replace(kind, entries=tuple(found[a:b])) for a, b in pairwise(ends)]
+    for (kind, _), entries in sorted(kinds.items(), key=lambda item: -item[0][0].tokens_kept(max_model_len)):
+        count = -(-len(entries) // size)
+        bounds = [len(entries) * i // count for i in range(count + 1)]
+        groups += [msgspec.structs.replace(kind, entries=tuple(entries[a:b])) for a, b in pairwise(bounds)]
     return groups
