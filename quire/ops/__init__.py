@@ -10,13 +10,14 @@ import quire.ops.cpu.elementwise
 import quire.ops.cpu.linear
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
-import quire.ops.reference.batch  # importing registers; nothing is compiled before an engine chooses
+import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
 from quire.metrics.logging import logger
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
 
 
 def triton_works() -> bool:
-    """Whether there is a GPU, and all that Triton needs to launch a kernel on it. Importing it would take a while."""
+    """Whether there is a GPU and everything that Triton needs to launch kernels on it. Triton is not imported, as that
+    would take a while."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     compilers = os.environ.get("CC"), "gcc", "clang", "cc"

@@ -1,4 +1,4 @@
-"""Memory for weights: on huge pages, where they are read 7-12 % faster. And the way to a device."""
+"""Memory for weights, on huge pages (they are read 7-12 % faster from these), and copies to a device."""
 
 import ctypes
 import math
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quire.ops.cpu.build import kernel, library
 
-_WORTHWHILE = 1 << 22  # bytes that get huge pages of their own: two of them
-_SHARED = 1 << 16  # bytes from which on smaller tensors share some
-_SLAB = 1 << 25
+_WORTHWHILE = 1 << 22  # bytes from which on a tensor gets huge pages of its own: two of them
+_SHARED = 1 << 16  # bytes from which on smaller tensors share a slab
+_SLAB = 1 << 25  # bytes
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Like torch.empty; on a CPU on huge pages, if it is large."""
+    """Like torch.empty. On a CPU, a large tensor is on huge pages."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and tensor.nbytes >= _WORTHWHILE and library() is not None:
         kernel("quire_advise_huge_pages", "pl")(tensor.data_ptr(), tensor.nbytes)
@@ -27,10 +27,10 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def keep_what_is_freed() -> None:
-    """From now on, this process keeps the memory that it frees, for what it allocates next.
+    """Have this process keep the memory that it frees for its next allocations.
 
-    A step's large tensors would else be new memory in each layer, whose pages come one by one (docs/performance.md).
-    By mallopt of glibc; other C libraries are left as they are.
+    Otherwise each layer's large tensors would be new memory, which page faults map page by page (docs/performance.md).
+    This uses mallopt of glibc. Other C libraries are left as they are.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
@@ -38,21 +38,21 @@ def keep_what_is_freed() -> None:
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, without waiting for what the device does meanwhile."""
+    """The array on the device, copied without waiting for work that is queued there."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)  # from other memory, copies wait for the stream
+    return tensor.pin_memory().to(device, non_blocking=True)  # copies from pageable memory wait for the stream
 
 
 class Slabs(threading.local):
-    """Tensors that are to stay, side by side on huge pages. A slab is freed with the last tensor in it."""
+    """Long-lived tensors, side by side on huge pages. A slab is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._slab, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Like `empty`, for what lives as long as the model."""
+        """Like `empty`, for tensors that live as long as the model."""
         size = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or not _SHARED <= size < _WORTHWHILE:
             return empty(*shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Each operation is declared once, as a readable torch function; faster implementations register beside it.
 
     @declare
-    def rms_norm(x, weight, eps): ...            # the definition, and the reference that the others are tested against
+    def rms_norm(x, weight, eps): ...            # the definition, against which the others are tested
 
     @rms_norm.implementation("cpu", supports=on_cpu)
     def rms_norm_cpu(x, weight, eps): ...
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Target:
-    """What an implementation is chosen for."""
+    """The device and type for which an implementation is chosen."""
 
     device: torch.device
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Implementation:
 
 
 class Op:
-    """An operation: its reference, and the implementations that were registered beside it, best last."""
+    """An operation: its reference, and the implementations registered beside it, the best last."""
 
     def __init__(self, reference: Function) -> None:
         self.name = reference.__name__
@@ -42,7 +42,7 @@ class Op:
         self.implementations = [Implementation("reference", reference, lambda target: True)]
 
     def implementation(self, name: str, supports: Callable[[Target], bool]) -> Callable[[Function], Function]:
-        """Decorator: register a faster implementation; later registrations are preferred to earlier ones."""
+        """Decorator: register a faster implementation. Later registrations are preferred to earlier ones."""
 
         def register(function: Function) -> Function:
             self.implementations.append(Implementation(name, function, supports))
@@ -66,11 +66,11 @@ class Op:
         raise ValueError(f"{self.name} has no implementation {pinned!r}; it has: {names}")
 
 
-OPS: dict[str, Op] = {}  # every declared operation by name; filled when the modules that declare are imported
+OPS: dict[str, Op] = {}  # every operation by name; filled when the declaring modules are imported
 
 
 def declare(reference: Function) -> Op:
-    """Decorator: make an operation of its reference implementation."""
+    """Decorator: declare an operation by its reference implementation."""
     return OPS.setdefault(reference.__name__, Op(reference))
 
 
@@ -89,10 +89,10 @@ class Kernels:
             raise ValueError(f"no such op: {', '.join(sorted(pins))}; there are: {', '.join(sorted(OPS))}")
 
     def hide_from_compiler(self) -> None:
-        """Have torch.compile leave all but references alone: the others are more than it could make."""
+        """Exclude all implementations but references from torch.compile, which could not improve them."""
         for name, implementation in self.chosen.items():
             if implementation != "reference":
                 setattr(self, name, torch.compiler.disable(getattr(self, name)))  # type: ignore[no-untyped-call]
 
-    def __getattr__(self, name: str) -> Function:  # reached only for names that are no op
+    def __getattr__(self, name: str) -> Function:  # called only for names that are not ops
         raise AttributeError(f"no op is called {name!r}; there are: {', '.join(sorted(OPS))}")

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache folder.
 
-The library has a plain C interface and is loaded with ctypes: no torch headers, so that compiling takes seconds. It
-has threads of its own (team.h): torch's OpenMP would have each operation wait for the slowest.
+The library has a plain C interface and is loaded with ctypes. It uses no torch headers, so compiling takes seconds. It
+has its own threads (team.h), since with torch's OpenMP each operation would wait for the slowest thread.
 """
 
 import ctypes
@@ -28,21 +28,21 @@ from quire.system.folders import cache_folder, private_folder
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: vector.h's fma
-# What the kernels may use of a processor: all that it has, or no more than an older one (to see what that costs, and to
-# test it); the compiler's flag, and features that the processor must have.
+FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: see vector.h, fma
+# Instruction sets that the kernels may use: all that the processor has, or only those of an older one (to measure and
+# test that). Each has the compiler's flag and the features that the processor must have.
 INSTRUCTION_SETS = {
     "native": ("-march=native", set[str]()),
     "avx512": ("-march=x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
 }
-_DISK = 1 << 25  # bytes that compiling needs in the folder
+_DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled on this machine; the message says why, and what to do."""
+    """The kernels cannot be compiled on this machine. The message says why, and what to do."""
 
 
 class Library:
@@ -53,25 +53,25 @@ class Library:
         self._loaded = ctypes.CDLL(str(path))
 
     def function(self, name: str, arguments: str) -> Callable[..., None]:
-        """A kernel; `arguments` has a letter for each: p(ointer), i(nt32), l (int64), f(loat)."""
+        """A kernel. `arguments` has a letter for each argument: p(ointer), i(nt32), l (int64), f(loat)."""
         function: Any = self._loaded[name]
         function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
         function.restype = None
         return function  # type: ignore[no-any-return]
 
     def address(self, name: str) -> int | None:
-        """Of a function; None if there is none of that name."""
+        """The address of a function, None if the library has none of that name."""
         try:
             return ctypes.cast(self._loaded[name], ctypes.c_void_p).value
         except AttributeError:
             return None
 
 
-_chosen = ["native"]  # of the process: its kernels are one library
+_chosen = ["native"]  # one choice for the process, whose kernels are one library
 
 
 def choose_instruction_set(name: str) -> None:
-    """For all kernels of this process from now on. Raises ValueError if the processor lacks it."""
+    """Choose the instruction set of all kernels of this process. Raises ValueError if the processor lacks it."""
     if lacking := INSTRUCTION_SETS[name][1] - set(_cpu_features().split()):
         raise ValueError(f"cpu_isa={name!r}: this processor lacks {', '.join(sorted(lacking))}")
     if name != _chosen[0]:
@@ -82,7 +82,7 @@ def choose_instruction_set(name: str) -> None:
 
 @cache
 def library() -> Library | None:
-    """The kernels, compiled if need be. None, and one warning, where that is not possible."""
+    """The kernels, compiled if necessary. If that is not possible, None, after one warning."""
     if sys.platform != "linux":
         return None
     flags, folder = [*FLAGS, INSTRUCTION_SETS[_chosen[0]][0]], cache_folder()
@@ -103,7 +103,7 @@ def library() -> Library | None:
 
 
 def _load_once(flags: Sequence[str], reason: str) -> Library:
-    """The library for this process alone, from a folder that no other user can enter. reason: why not from the cache.
+    """The library for this process alone, from a folder that no other user can enter. reason: why it is not cached.
 
     Raises BuildError and OSError like `load`.
     """
@@ -121,7 +121,7 @@ def _load_once(flags: Sequence[str], reason: str) -> Library:
 
 
 class _Recorder(threading.local):
-    """Who is to see a thread's calls of kernels: given a kernel's name, arguments and itself, returns what to call."""
+    """A thread's hook for kernel calls: from a kernel's name, arguments and function it makes the function to call."""
 
     record: Callable[[str, str, Callable[..., None]], Callable[..., None]] | None = None
 
@@ -130,7 +130,7 @@ recorder = _Recorder()
 
 
 def kernel(name: str, arguments: str) -> Callable[..., None]:
-    """A kernel of `library()`, which must not be None: for implementations that were chosen because it is not."""
+    """A kernel of `library()`. The library must exist; implementations that call this are chosen only if it does."""
     function, record = _kernel(name, arguments), recorder.record
     return function if record is None else record(name, arguments, function)
 
@@ -143,7 +143,7 @@ def _kernel(name: str, arguments: str) -> Callable[..., None]:
 
 
 def recordable(name: str) -> int | None:
-    """The address of the form of a kernel that replay.cpp calls, None if it has none."""
+    """The address of the variant of a kernel that replay.cpp calls, None if the kernel has none."""
     loaded = library()
     return None if loaded is None else loaded.address(f"{name}_recorded")
 
@@ -151,23 +151,23 @@ def recordable(name: str) -> int | None:
 def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Library:
     """The library from `folder`, compiled into it if it is missing or damaged.
 
-    Where there is no compiler, one that another compiler made from the same sources will do: an image can bring it.
-    Raises BuildError if there is no compiler or it fails, OSError if the folder cannot be written or be trusted.
+    Without a compiler, a library that another compiler built from the same sources is accepted; an image can ship one.
+    Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
     """
-    compiler, made_from = find_compiler(), _fingerprint(flags)
+    compiler, fingerprint = find_compiler(), _fingerprint(flags)
     if compiler is None:
-        for path in sorted(folder.glob(f"{made_from}-*.so")):
+        for path in sorted(folder.glob(f"{fingerprint}-*.so")):
             if (loaded := _open_sound(path)) is not None:
                 return loaded
         raise BuildError(_MISSING_COMPILER)
-    path = folder / f"{made_from}-{_version(compiler)}.so"
+    path = folder / f"{fingerprint}-{_version(compiler)}.so"
     if (loaded := _open_sound(path)) is not None:
         return loaded
-    import fcntl  # not everywhere; `library()` gets here on Linux only
+    import fcntl  # not available everywhere; `library()` calls this on Linux only
 
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     _check_folder(folder)
-    with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for what it makes
+    with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for its library
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (loaded := _open_sound(path)) is None:
             _compile(compiler, flags, path)
@@ -182,7 +182,7 @@ _MISSING_COMPILER = (
 
 
 def find_compiler() -> list[str] | None:
-    """The command. CXX may hold arguments too, as for make."""
+    """The command of the compiler. As for make, CXX may contain arguments too."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]:
         if (found := shutil.which(command[0])) is not None:
@@ -191,7 +191,7 @@ def find_compiler() -> list[str] | None:
 
 
 def _fingerprint(flags: Sequence[str]) -> str:
-    """Changes with everything but the compiler that the machine code depends on."""
+    """A hash of everything that the machine code depends on, except the compiler."""
     facts = [*flags, _cpu_features() if "-march=native" in flags else ""]
     digest = hashlib.sha256("\0".join(facts).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
@@ -200,13 +200,13 @@ def _fingerprint(flags: Sequence[str]) -> str:
 
 
 def _version(compiler: list[str]) -> str:
-    """Of the compiler, in a few characters."""
-    said = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    return hashlib.sha256("\0".join([*compiler, said]).encode()).hexdigest()[:16]
+    """A short hash of the compiler's version."""
+    output = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    return hashlib.sha256("\0".join([*compiler, output]).encode()).hexdigest()[:16]
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises OSError if a library made in this folder could not be loaded, or should not be."""
+    """Raises OSError if a library in this folder could not be loaded, or should not be."""
     if not _is_trusted(folder):
         raise OSError(f"{folder} belongs to another user, or anyone may write to it")
     facts = os.statvfs(folder)
@@ -240,8 +240,8 @@ def _compile(compiler: list[str], flags: Sequence[str], path: Path) -> None:
         _run(commands, temporary)
         linked = Path(temporary, "linked.so")
         _run([[*compiler, "-shared", "-pthread", *objects, "-o", str(linked)]], temporary)
-        # A digest at the end, which the loader does not mind: a file that lost a part on a full or crashed disk is
-        # recognized, where loading it could kill the process.
+        # The loader ignores the digest at the end of the file. It reveals a file that lost a part on a full or crashed
+        # disk, which could kill the process that loads it.
         code = linked.read_bytes()
         linked.write_bytes(code + hashlib.sha256(code).digest())
         linked.chmod(0o755)
@@ -252,11 +252,11 @@ def _compile(compiler: list[str], flags: Sequence[str], path: Path) -> None:
 def _run(commands: list[list[str]], temporary: str) -> None:
     """Run the commands, as many at once as processors and memory allow.
 
-    Raises BuildError with the first lines of what the first failing command says.
+    Raises BuildError with the first lines of the output of the first command that fails.
     """
     free = limits.free_memory()
     at_once = limits.processors() if free is None else max(1, min(limits.processors(), free // _MEMORY))
-    # If memory does not suffice, the kernel is to end the compiler and not this process.
+    # If memory runs out, Linux should kill the compiler, not this process.
     victim = ["/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh"]
     environment = {**os.environ, "TMPDIR": temporary, "LC_ALL": "C"}
 
@@ -268,12 +268,12 @@ def _run(commands: list[list[str]], temporary: str) -> None:
         for command, process in zip(commands, pool.map(run, commands), strict=True):
             if process.returncode != 0:
                 print("failed", file=sys.stderr, flush=True)
-                said = "\n".join(process.stdout.splitlines()[:8]) or f"exit status {process.returncode}"
-                raise BuildError(f"{command[0]} failed:\n{said}")
+                output = "\n".join(process.stdout.splitlines()[:8]) or f"exit status {process.returncode}"
+                raise BuildError(f"{command[0]} failed:\n{output}")
 
 
 def _open_sound(path: Path) -> Library | None:
-    """None if the library is missing, damaged, refused by the loader, or may come from another user."""
+    """The library, or None if it is missing, damaged, refused by the loader, or possibly another user's."""
     try:
         content = path.read_bytes()
         sound = hashlib.sha256(content[:-32]).digest() == content[-32:]

@@ -1,6 +1,6 @@
-"""Norms, activations and rotary embedding in C++: the arguments' addresses and strides, handed to elementwise.cpp.
+"""Norms, activations and rotary embedding in C++. These functions pass addresses and strides to elementwise.cpp.
 
-These are called hundreds of times a step, often on a few kilobytes: what is done here is kept to a few microseconds.
+They are called hundreds of times a step, often on a few kilobytes, so they must take only a few microseconds.
 """
 
 import torch
@@ -62,7 +62,7 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
 
 
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """activation: 0 silu, 1 gelu, 2 gelu by tanh, 3 gpt-oss's, as elementwise.cpp numbers them."""
+    """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 that of gpt-oss, as in elementwise.cpp."""
     rows, width = x.shape
     stride, last = x.stride()
     if last != 1:
@@ -90,7 +90,7 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return _gate(3, x, alpha, limit)
 
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")  # as elementwise.cpp numbers them
+_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")  # in the order of elementwise.cpp
 
 
 @reference.activate.implementation("cpu", supports=on_cpu)

@@ -1,4 +1,4 @@
-"""Matrix products: from weights in panels (linear.cpp), and those of experts (grouped_linear.cpp)."""
+"""Matrix products with weights in panels (linear.cpp) and with the weights of experts (grouped_linear.cpp)."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from quire.ops.reference.elementwise import combine_experts, grouped_linear, lin
 
 @linear.implementation("cpu", supports=on_cpu)
 def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tensor:
-    if isinstance(weight, Tensor):  # nobody packed it
+    if isinstance(weight, Tensor):  # not packed
         return torch.nn.functional.linear(x, weight, bias)
     rows, columns = x.shape
     is_bf16 = x.dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Matrices in panels, the form that products read weights in (panels.h draws it), and what is read back from them."""
+"""Matrices in panels, the form in which products read weights (drawn in panels.h), and reading rows back from them."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from quire.ops.memory import lasting
 
 @dataclass(frozen=True)
 class Panels:
-    """A matrix whose rows are 32-bit words, or smaller elements that fill some.
+    """A matrix whose rows consist of whole 32-bit words, each of one element or of several smaller ones.
 
-    data: [rows, columns], rows rounded up to a multiple of 16, columns to whole words.
+    data: [rows, columns], with rows rounded up to a multiple of 16 and columns to whole words.
     """
 
     data: Tensor
@@ -23,7 +23,7 @@ class Panels:
 
     @staticmethod
     def of(matrix: Tensor) -> "Panels":
-        """matrix: [rows, columns]; its memory is used, where the shape allows that."""
+        """Pack a matrix [rows, columns]. Its own memory is reused if its shape allows that."""
         rows, columns = matrix.shape
         data, padding = matrix, -columns % (4 // matrix.element_size())
         if rows % 16 or padding or not matrix.is_contiguous():

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits, in integers (quantized_linear.cpp)."""
+"""Products with weights of 8 and 4 bits, computed in integers (quantized_linear.cpp)."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ from quire.ops.registry import Target
 
 @dataclass(frozen=True)
 class QuantizedPanels:
-    """A QuantizedMatrix in panels. form: what it is besides: its tensors have no rows."""
+    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties."""
 
     form: QuantizedMatrix
     codes: Panels
@@ -37,7 +37,7 @@ def _in_bfloat16(target: Target) -> bool:
 
 @quantized_linear.implementation("cpu_dense", supports=on_cpu)
 def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """Weights are dequantized for each product: of models in float32, and for forms without a product in integers."""
+    """Dequantizes the weight in each product, for models in float32 and for forms that have no product in integers."""
     offsets, parts = torch.tensor([0, len(x)]), []
     for start, stop, dense in dense_parts(weight, x.dtype):
         part_bias = None if bias is None else bias[None, start:stop]
@@ -47,8 +47,8 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
 
 @quantized_linear.implementation("cpu", supports=_in_bfloat16)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
-    """Activations are rounded to 8 bits, with a scale for each row and group."""
-    if isinstance(weight, QuantizedMatrix):  # of a form that is not computed with in integers
+    """Rounds activations to 8 bits, with a scale for each row and group."""
+    if isinstance(weight, QuantizedMatrix):  # a form that has no product in integers
         return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     form = weight.form
     x = x if form.order is None else x[:, form.order]
@@ -66,8 +66,8 @@ def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, b
 
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
-    inputs = 32 // matrix.bits  # of a word
-    if matrix.codes.is_floating_point() or (matrix.group % inputs and matrix.group < matrix.in_features):
+    word_inputs = 32 // matrix.bits  # inputs in a word
+    if matrix.codes.is_floating_point() or (matrix.group % word_inputs and matrix.group < matrix.in_features):
         return matrix
     scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
     form = replace(matrix.rows(0, 0), scales=scales[:0], offsets=None if offsets is None else offsets[:0], factors=None)

@@ -1,7 +1,7 @@
-"""Recording the kernels that a function calls, to call them again without Python: what a CUDA graph is to a GPU.
+"""Records the kernels that a function calls, to call them again without Python, like a CUDA graph on a GPU.
 
-A recorded function must be nothing but kernels, views and new tensors: what torch itself computes would be missing when
-the kernels are called again. Its tensors lie in an arena, where they stay.
+A recorded function must consist of kernels, views and new tensors. Anything that torch itself computed would be missing
+from the replay. The tensors of a recorded function are in an arena, so their addresses stay valid.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.ops.cpu import build
 
 _NEW = {"aten::empty", "aten::new_empty", "aten::empty_like"}
-_READS = {"aten::resolve_conj"}  # what tolist() shows of itself
-_SMALLEST = 4096  # bytes of a buffer
+_READS = {"aten::resolve_conj"}  # the trace that tolist() leaves: it reads the data
+_SMALLEST = 4096  # bytes of the smallest buffer
 
 
 class Arena:
-    """Memory for the tensors of recorded functions, all of which use the same: one runs at a time.
+    """Memory for the tensors of recorded functions. All functions share it, since only one runs at a time.
 
-    Buffers have sizes of powers of two, so that functions of many sizes share them; one is free again when the last
+    Sizes of buffers are powers of two, so that steps of many sizes can share them. A buffer is free again when the last
     tensor in it is gone.
     """
 
@@ -39,13 +39,13 @@ class Arena:
         room = max(_SMALLEST, 1 << (size - 1).bit_length())
         free = self._free.setdefault(room, [])
         buffer = free.pop() if free else torch.empty(room, dtype=torch.uint8).numpy()
-        lent = buffer[:size]  # an object of its own, which lives as long as a tensor uses its memory
+        lent = buffer[:size]  # a separate object, alive as long as any tensor uses its memory
         weakref.finalize(lent, free.append, buffer).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what happens while it is entered. obstacle: the first thing that cannot be repeated, if any."""
+    """Records kernels while it is entered. obstacle: the first operation that cannot be replayed, if any."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch would import its compiler: a second, and 130 MB
+        return False  # True would make torch import its compiler, which takes a second and 130 MB
 
     def __enter__(self) -> Self:
         build.recorder.record = self._record
@@ -65,12 +65,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         build.recorder.record = None
-        if self.obstacle is None:  # else there may be no compiled library
+        if self.obstacle is None:  # with an obstacle, there may be no compiled library
             self._words = (ctypes.c_int64 * len(self._calls))(*self._calls)
             self._replay = build.kernel("quire_replay", "pl")
 
     def replay(self) -> None:
-        """The recorded calls once more, with the same addresses. Only where there is no obstacle."""
+        """Repeat the recorded calls, with the same addresses. There must be no obstacle."""
         self._replay(self._words, len(self._words))
 
     def _record(self, name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -98,12 +98,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _word(letter: str, value: Any) -> int:
-    """An argument in 64 bits."""
+    """An argument of a kernel, encoded in 64 bits."""
     if letter == "f":
         return int.from_bytes(struct.pack("<f", value), "little")
     return int(value or 0)
 
 
-def _same_memory(made: Tensor | list[Tensor], source: Tensor) -> bool:
+def _same_memory(views: Tensor | list[Tensor], source: Tensor) -> bool:
     address = source.untyped_storage().data_ptr()
-    return all(t.untyped_storage().data_ptr() == address for t in ([made] if isinstance(made, Tensor) else made))
+    return all(t.untyped_storage().data_ptr() == address for t in ([views] if isinstance(views, Tensor) else views))

@@ -1,5 +1,5 @@
-"""Sampling in C++: sampling.cpp makes the noise where it is used, a vocabulary of it is never written; truncate.cpp
-finds the largest logits without sorting them all."""
+"""Sampling in C++. sampling.cpp computes noise where it is used, so noise is never stored. truncate.cpp finds the
+largest logits without sorting all of them."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Making a step's flat batch from the state of the running requests, on the device that keeps this state."""
+"""Builds the flat batch of a step from the state of the running requests, on the device that holds this state."""
 
 import torch
 from torch import Tensor
@@ -19,23 +19,23 @@ def flat_batch(
     slot_mapping: Tensor,
     seq_lens: Tensor,
 ) -> None:
-    """Fill the last four tensors: rows[i] computes its next query_start_loc[i + 1] - query_start_loc[i] tokens.
+    """Fill the last four tensors. Row rows[i] computes its next query_start_loc[i + 1] - query_start_loc[i] tokens.
 
-    token_ids: [all rows, longest], int32; num_computed: [all rows], int64, of earlier steps; block_tables: [groups,
-    all rows, blocks], int32; rows: [requests], int64; query_start_loc: [requests + 1], int32; input_ids, positions:
-    [tokens], int64; slot_mapping: [groups, tokens], int64; seq_lens: [requests], int32, computed tokens and the step's.
-    Padded tokens, those past query_start_loc[-1], become token 0 at position 0 with slot -1. A padded request, one
-    without tokens, has length 0.
+    token_ids: [all rows, longest], int32; num_computed: [all rows], int64, tokens of earlier steps; block_tables:
+    [groups, all rows, blocks], int32; rows: [requests], int64; query_start_loc: [requests + 1], int32; input_ids,
+    positions: [tokens], int64; slot_mapping: [groups, tokens], int64; seq_lens: [requests], int32, computed and new
+    tokens. Padded tokens, those past query_start_loc[-1], become token 0 at position 0 with slot -1. A padded request
+    has no tokens and length 0.
     """
     tokens = torch.arange(len(input_ids), device=rows.device, dtype=torch.int32)
     request = torch.searchsorted(query_start_loc[1:], tokens, right=True)
     padded = request == len(rows)
     request = request.clamp_(max=len(rows) - 1)
     row = rows[request]
-    place = (num_computed[row] + tokens - query_start_loc[request]).masked_fill_(padded, 0)
-    positions.copy_(place)
-    input_ids.copy_(token_ids[row, place]).masked_fill_(padded, 0)
-    block = block_tables[:, row, place // block_size]
-    slot_mapping.copy_(block * block_size + place % block_size).masked_fill_(padded, -1)
+    position = (num_computed[row] + tokens - query_start_loc[request]).masked_fill_(padded, 0)
+    positions.copy_(position)
+    input_ids.copy_(token_ids[row, position]).masked_fill_(padded, 0)
+    block = block_tables[:, row, position // block_size]
+    slot_mapping.copy_(block * block_size + position % block_size).masked_fill_(padded, -1)
     counts = query_start_loc.diff()
     seq_lens.copy_((num_computed[rows] + counts).masked_fill_(counts == 0, 0))

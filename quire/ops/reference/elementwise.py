@@ -1,4 +1,4 @@
-"""Norms, activations and rotary embedding: what happens between the matrix products."""
+"""Norms, activations, rotary embedding, and matrix products with dense weights."""
 
 from itertools import pairwise
 
@@ -19,8 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, computed in float32 (arXiv:1910.07467).
 
     x: [..., dim], any strides over the leading dimensions; weight: [dim]. Returns a contiguous [..., dim] of x's dtype.
-    What is normed is rounded to x's dtype before it meets a weight of that dtype (as Llama does); with a float32 weight
-    their product is rounded, once (Gemma, OLMo 2, gpt-oss).
+    With a weight of x's dtype, the normed x is rounded to that dtype before the product (as Llama does). With a float32
+    weight, only the product is rounded (Gemma, OLMo 2, gpt-oss).
     """
     return _norm(x, weight, eps)
 
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, then norm: (rms_norm(x + residual), x + residual). x, residual: [tokens, dim].
 
-    Both arguments may be overwritten; use only what is returned.
+    Both arguments may be overwritten, so use only the returned tensors.
     """
     residual = x + residual
     return _norm(residual, weight, eps), residual
@@ -37,7 +37,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 @declare
 def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
-    """Write x + residual to `out`, and return it. All are [tokens, dim] and of one type."""
+    """Write x + residual to `out` and return `out`. All are [tokens, dim] and of one type."""
     return torch.add(x, residual, out=out)
 
 
@@ -52,7 +52,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """gelu(x[:, :half]) * x[:, half:], the gated activation of Gemma's MLP. x: [tokens, 2 * half] -> [tokens, half].
 
-    approximate: "none" by the error function, "tanh" by the usual approximation of it (arXiv:1606.08415).
+    approximate: "none" uses the error function, "tanh" its usual approximation (arXiv:1606.08415).
     """
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
@@ -104,9 +104,9 @@ def rotary_embedding(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b. x: [tokens, in], weight: [out, in], bias: [out] -> [tokens, out].
 
-    An implementation may have two attributes: `pack`, a function that turns a weight into the form it computes fastest
-    from, for which it may use the weight's memory (layers call it once, when their weights are loaded), and
-    `rows(packed, ids)`, rows of the weight: [len(ids), in].
+    An implementation may have two attributes. `pack` converts a weight to the form that the kernel reads fastest, and
+    may reuse the weight's memory; layers call it once, when their weights are loaded. `rows(packed, ids)` returns the
+    rows of the outputs `ids` of a packed weight: [len(ids), in].
     """
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -134,10 +134,10 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 @declare
 def combine_experts(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of what the experts made of each token.
+    """The weighted sum of the experts' results for each token.
 
-    out: [tokens * top_k, dim], in the order of the experts; order: [tokens * top_k], int64, which (token, choice) each
-    row is of; weights: [tokens, top_k], float32, rounded to out's dtype first -> [tokens, dim].
+    out: [tokens * top_k, dim], sorted by expert; order: [tokens * top_k], int64, token * top_k + choice of each row of
+    out; weights: [tokens, top_k], float32, rounded to out's dtype first -> [tokens, dim].
     """
     by_token = torch.empty_like(out)
     by_token[order] = out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.ops.registry import declare
 
-_CHUNK = 2**18  # elements of a weight that are dequantized at a time: they should stay in the processor's cache
+_CHUNK = 2**18  # elements of a weight that are dequantized at a time, so that they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class QuantizedMatrix:
         weight[o, i] = (codes[o, i] - centre) * scale[o, i // group]                  without offsets
         weight[o, i] = codes[o, i] * scale[o, i // group] + offset[o, i // group]     with them
 
-    codes: four bits in uint8 [out, ceil(in / 2)], input 2 j in the low half of byte j and 2 j + 1 in the high one,
-        centre 8; or eight in uint8 [out, in], centre 128; or float8_e4m3fn [out, in], centre 0
-    scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are to be multiplied by
-    factors: [out, groups / n, 1 or 2], of the scales and of the offsets of n neighbouring groups (GGUF's super-blocks)
-    order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if they stand in order
+    codes: four bits in uint8 [out, ceil(in / 2)], input 2 j in the low half of byte j, input 2 j + 1 in the high half,
+        centre 8; or eight bits in uint8 [out, in], centre 128; or float8_e4m3fn [out, in], centre 0
+    scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are multiplied by factors
+    factors: [out, groups / n, 1 or 2], for the scales and the offsets of n neighbouring groups (GGUF's super-blocks)
+    order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if column j is input j
     """
 
     codes: Tensor
@@ -90,7 +90,7 @@ class QuantizedMatrix:
 
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
-    """The outputs of all, one after the other, in as few matrices as their forms allow."""
+    """The outputs of all matrices, in order, in as few matrices as their forms allow."""
     merged: list[QuantizedMatrix] = []
     for matrix in matrices:
         if merged and _alike(merged[-1], matrix):
@@ -107,18 +107,18 @@ def _alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     return forms[0] == forms[1] and same_order
 
 
-# Scales that are tried for a group of four bits, as parts of the one that loses no weight to clipping: with fewer bits
-# it pays to clip the largest weights a little.
+# Scales that are tried for a group, as multiples of the scale that clips no weight. With four bits, clipping the
+# largest weights a little reduces the error.
 FACTORS = {8: (1.0,), 4: tuple(1.04 - 0.04 * i for i in range(10))}
 
 
 @declare
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
-    """A dense weight [out, in] in 8 or 4 bits, with a scale for each row and `group` neighbouring inputs.
+    """Quantize a dense weight [out, in] to 8 or 4 bits, with a scale for each `group` neighbouring inputs of a row.
 
-    The weight of the largest size gets the lowest code, whatever its sign, so that all codes are used; of the scales
-    that this gives with each of FACTORS the one with the least squared error decides the codes, and the scale that
-    suits these codes best (least squares) is kept.
+    The weight of largest magnitude gets the lowest code, whatever its sign, so that all codes are used. This gives one
+    scale for each of FACTORS. The scale with the least squared error decides the codes. Then the scale that fits these
+    codes best (least squares) is stored.
     """
     out_features, in_features = weight.shape
     centre, group = float(1 << (bits - 1)), min(group, in_features)
@@ -145,10 +145,10 @@ def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
 
 
 def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """The outputs [start, stop), dequantized, as many at a time as stay in the cache: (start, stop, [outputs, in])."""
-    step, rows = max(1, _CHUNK // weight.in_features), weight.out_features
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    """Dequantize as many outputs at a time as stay in the cache: (start, stop, weights [stop - start, in])."""
+    step, outputs = max(1, _CHUNK // weight.in_features), weight.out_features
+    for start in range(0, outputs, step):
+        stop = min(start + step, outputs)
         yield start, stop, weight.rows(start, stop).dequantize().to(dtype)
 
 
@@ -156,7 +156,7 @@ def dense_parts(weight: QuantizedMatrix, dtype: torch.dtype) -> Iterator[tuple[i
 def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     """x W^T + b, with W dequantized to x's type. x: [tokens, in], bias: [out] -> [tokens, out].
 
-    An implementation may have an attribute `pack`, as one of `linear` may.
+    An implementation may have an attribute `pack`, like implementations of `linear`.
     """
     parts = []
     for start, stop, dense in dense_parts(weight, x.dtype):
@@ -166,8 +166,8 @@ def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) ->
 
 @declare
 def grouped_quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """Like grouped_linear, with the experts' weights one below the other. weight: [experts * out, in], bias:
-    [experts, out]. It takes weights that were packed for quantized_linear."""
+    """Like grouped_linear, with the experts' weights concatenated. weight: [experts * out, in], bias: [experts, out].
+    The weight may have been packed for quantized_linear."""
     bounds = offsets.tolist()
     outs = weight.out_features // (len(bounds) - 1)
     out = x.new_empty(len(x), outs)

@@ -1,4 +1,4 @@
-"""Drawing a token: a counter-based generator, so that randomness is a pure function of (seed, position, token id)."""
+"""Drawing tokens with a counter-based generator: randomness is a pure function of (seed, position, token id)."""
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four 32-bit words a counter.
+    """Four 32-bit words for each counter, by Philox4x32-10.
 
-    All tensors are int64 that hold 32-bit values and broadcast together.
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011. All tensors are int64, hold 32-bit
+    values, and are broadcast together.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -47,43 +48,47 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @declare
 def argmax(logits: Tensor) -> Tensor:
-    """The largest of each row, the first of equal ones. logits: [rows, vocab], any float type -> [rows], int64."""
+    """The largest logit of each row, the first of equal ones.
+
+    logits: [rows, vocab], any float type -> indices [rows], int64.
+    """
     return logits.argmax(-1)
 
 
 @declare
 def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """One draw a row from softmax(logits), by the Gumbel-max trick (arg-max of logits + noise). [rows], int64.
+    """One draw for each row from softmax(logits), by the Gumbel-max trick (arg-max of logits + noise): [rows], int64.
 
     logits: [rows, vocab], float32, -inf where a token is not allowed; seeds, positions: [rows], int64.
-    The result depends on nothing else: not on other rows, their order, or earlier draws.
+    The result depends only on these: not on other rows, their order, or earlier draws.
     """
     return (logits + gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)
 
 
 @declare
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """The top_k largest of each row; of those, the fewest whose probabilities reach top_p. The others become -inf.
+    """Keep the top_k largest logits of each row, and of these the fewest whose probabilities reach top_p.
 
-    logits: [rows, vocab], float32, may be overwritten; top_k: [rows], int64, vocab or more for all; top_p: [rows],
-    float32, 1 for all. Ties are resolved by token id, so that exactly k tokens stay; the largest always stays.
+    The others become -inf. logits: [rows, vocab], float32, may be overwritten; top_k: [rows], int64, vocab or more
+    keeps all; top_p: [rows], float32, 1 keeps all. Ties are resolved by token id, so exactly k tokens stay. The largest
+    always stays.
     """
     vocab = logits.shape[1]
-    asks = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    truncated = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if top_k is not None:
-        asks |= top_k < vocab
+        truncated |= top_k < vocab
     if top_p is not None:
-        asks |= top_p < 1
-    rows = asks.nonzero().squeeze(1)
+        truncated |= top_p < 1
+    rows = truncated.nonzero().squeeze(1)
     values, order = logits[rows].sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         rank = torch.arange(vocab, device=logits.device)
         values.masked_fill_(rank[None, :] >= top_k[rows][:, None], float("-inf"))
     if top_p is not None:
         probabilities = values.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities  # the mass of the larger ones
+        before = probabilities.cumsum(-1) - probabilities  # the probability of larger logits
         p = top_p[rows][:, None]
-        drop = (before >= p) & (p < 1)  # rounded sums reach 1 too early
+        drop = (before >= p) & (p < 1)  # with p = 1 nothing is dropped, though rounded sums may reach 1 early
         drop[:, 0] = False
         values.masked_fill_(drop, float("-inf"))
     logits[rows] = torch.empty_like(values).scatter_(-1, order, values)
