@@ -1,7 +1,7 @@
-"""`quire bench claims`: what the engine's mechanisms bring, measured in this process against the goals set for them.
+"""`quire bench claims`: the gains of the engine's mechanisms, measured in this process and compared with their goals.
 
-Every figure is a median over rounds in which the variants that are compared take turns, so that a slow spell of the
-machine hits all of them.
+Every number is a median over rounds. In each round the compared variants take turns, so that a slow period of the
+machine affects all of them.
 """
 
 import random
@@ -25,19 +25,19 @@ Workload = list[tuple[list[int], int]]  # (prompt, output length) of each reques
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is run. The lengths are in tokens."""
+    """Sizes of the workloads. Lengths are in tokens."""
 
     rounds: int = 5
-    mixed: int = 48  # requests of 32-512 in, 16-192 out
-    questions: int = 16  # over one document, 32 in and 32 out each
-    document: int = 1024
-    streams: int = 8  # that decode while the whale arrives
-    whale: int = 4096
+    mixed: int = 48  # number of requests, with prompts of 32-512 tokens and outputs of 16-192
+    questions: int = 16  # number of questions about one document, with 32 prompt and 32 output tokens each
+    document: int = 1024  # length
+    streams: int = 8  # number of requests that decode while the whale arrives
+    whale: int = 4096  # length of one long prompt
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A row. literature: what is said of it elsewhere; value and goal are ratios, and `unit` how to show them."""
+    """A row of the table. literature: the gain that papers report. value and goal are ratios, displayed in `unit`."""
 
     mechanism: str
     measure: str
@@ -53,9 +53,9 @@ class Claim:
 
 
 def measure(model: str | None, options: dict[str, Any], only: Sequence[str], sizes: Sizes) -> dict[str, Any]:
-    """The claims whose mechanism contains one of `only` (all if that is empty), with what they were measured on.
+    """The claims whose mechanism contains one of `only` (all claims if it is empty), and the configuration.
 
-    options: the engine's. Raises ValueError if no claim is asked for, and what LLM raises.
+    options: options of the engine. Raises ValueError if `only` matches no claim, and the errors of LLM.
     """
     wanted = {name: run for name, run in _CLAIMS.items() if not only or any(o.lower() in name.lower() for o in only)}
     if not wanted:
@@ -64,11 +64,11 @@ def measure(model: str | None, options: dict[str, Any], only: Sequence[str], siz
         raise ValueError(f"--rounds must be at least 1, got {sizes.rounds}")
     longest = max(sizes.whale, sizes.document + 32, 512) + 256
     options = {"max_num_seqs": 64, "max_model_len": longest, **options}
-    if "kv_cache_memory_bytes" not in options:  # enough for every workload here, and not half of the memory
+    if "kv_cache_memory_bytes" not in options:  # the workloads need less than the default, half of the memory
         options = {"num_gpu_blocks_override": _KV_TOKENS // options.get("block_size", 16), **options}
     try:
         llm = LLM(model, **options)
-    except ValueError:  # too few positions for the whale: time does not depend on what the model was trained for
+    except ValueError:  # The model has too few positions for the whale. More positions do not change the times.
         options["hf_overrides"] = {"max_position_embeddings": longest, **options.get("hf_overrides", {})}
         llm = LLM(model, **options)
     claims: list[Claim] = []
@@ -99,7 +99,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([head, *(line.rstrip() for line in padded)])
 
 
-# ---- workloads: those of benchmarks/peers/workloads.py, in ids that the model has
+# ---- workloads, as in benchmarks/peers/workloads.py but with token ids of the model's vocabulary
 
 
 def _prompt(rng: random.Random, length: int, llm: LLM) -> list[int]:
@@ -124,7 +124,7 @@ def _add(llm: LLM, request_id: str, prompt: list[int], output_len: int) -> None:
 
 
 def _steps(llm: LLM, workload: Workload) -> Iterator[list[EngineCoreOutput]]:
-    """Add the requests, then run step after step until none is left; leaving early aborts them."""
+    """Add the requests, and run steps until all have finished. If the caller stops early, they are aborted."""
     for number, (prompt, output_len) in enumerate(workload):
         _add(llm, str(number), prompt, output_len)
     try:
@@ -138,7 +138,7 @@ def _steps(llm: LLM, workload: Workload) -> Iterator[list[EngineCoreOutput]]:
 
 
 def _paged_attention(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """Counted, not timed: one run says it. Prompts share nothing, so each held token has a slot of its own."""
+    """Counts slots, so one run is enough. The prompts have no common prefix, so each held token has its own slot."""
     kv = llm.core.scheduler.kv
     shares = []
     for _ in _steps(llm, mixed(llm, 2, sizes.mixed)):
@@ -161,7 +161,7 @@ def _prefix_caching(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cla
     kv = llm.core.scheduler.kv
     seconds: dict[bool, list[float]] = {False: [], True: []}
     reused: dict[str, int] = {}
-    for number in range(-1, sizes.rounds):  # the first warms up
+    for number in range(-1, sizes.rounds):  # round -1 is a warm-up
         for enabled in (False, True):
             workload = prefix(llm, number + 100, sizes.questions, sizes.document)
             llm.reset_prefix_cache()
@@ -191,12 +191,12 @@ def _prefix_caching(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cla
 
 
 def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
-    """The same engine twice: with its chunk, and with one that holds the whole whale."""
+    """Compares the engine with its usual chunk, and an engine whose chunk holds the whole whale."""
     chunk = llm.core.scheduler.limits.max_num_batched_tokens
     whole = LLM(llm.config.model.model, **{**options, "max_num_batched_tokens": sizes.whale + 64})
     gaps: dict[str, list[float]] = {"whole": [], "chunked": []}
     decode_steps, whale_seconds = [], []
-    for number in range(-1, sizes.rounds):  # the first warms up
+    for number in range(-1, sizes.rounds):  # round -1 is a warm-up
         rng = random.Random(number)
         whole_gap, _ = _whale_among_streams(whole, rng, sizes)
         chunked_gap, decode_step = _whale_among_streams(llm, rng, sizes)
@@ -211,17 +211,18 @@ def _chunked_prefill(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
     whole.shutdown()
     gap = median(gaps["chunked"])
     expected = chunk * median(whale_seconds) / sizes.whale + median(decode_steps)
-    name, what = "chunked prefill", f"largest gap of {sizes.streams} streams as {sizes.whale:,} tokens arrive"
+    name = "chunked prefill"
+    measure = f"largest gap of {sizes.streams} streams as {sizes.whale:,} tokens arrive"
     return [
-        Claim(name, f"{what}, whole ÷ in chunks of {chunk}", "3 ×", median(gaps["whole"]) / gap, 4.0),
+        Claim(name, f"{measure}, whole ÷ in chunks of {chunk}", "3 ×", median(gaps["whole"]) / gap, 4.0),
         Claim(name, f"the same in chunks ÷ (chunk ÷ prefill rate + decode step = {expected * 1e3:.0f} ms)", "",
               gap / expected, 1.3, False),
     ]  # fmt: skip
 
 
 def _whale_among_streams(llm: LLM, rng: random.Random, sizes: Sizes) -> tuple[float, float]:
-    """Seconds: the longest that a stream waits for a token between the whale's arrival and three tokens after
-    its first, and the median step before."""
+    """(the longest gap between two tokens of a stream, from the whale's arrival to the whale's third token; the median
+    gap before its arrival). In seconds."""
     llm.reset_prefix_cache()
     streams = {str(i) for i in range(sizes.streams)}
     workload = [(_prompt(rng, 32, llm), 200) for _ in streams]

@@ -1,4 +1,4 @@
-"""`quire bench serve`: its flags, which are vLLM's, and what it does with them."""
+"""`quire bench serve`: its flags, which have vLLM's names, and the run of the benchmark."""
 
 import argparse
 import asyncio
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from quire.bench.datasets import BenchRequest, RandomPrompts
 
 HELP = "latency and throughput of an OpenAI-compatible server under load"
-DESCRIPTION = """Send requests to a server at a rate (--request-rate), at a fixed concurrency (--max-concurrency), or
-when a trace says (--trace), stream the answers, and report latencies and throughput. TTFT and end-to-end latency begin
-when a request is sent; waiting for --max-concurrency is reported apart. ITL is the gap between two events that brought
-tokens; TPOT spreads the same time evenly over all tokens but the first. Tokens are counted by the server's usage, or
-else by events with text."""
+DESCRIPTION = """Send requests to a server at a rate (--request-rate), at a fixed concurrency (--max-concurrency), or at
+the times of a trace (--trace). Stream the answers, and report latencies and throughput. TTFT and end-to-end latency
+start when a request is sent; the wait for --max-concurrency is reported separately. ITL is the gap between two events
+that contain tokens. TPOT is the time after the first token divided by the number of later tokens. Token counts come
+from the server's usage, or from the events with text if the server reports none."""
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -64,73 +64,73 @@ _GROUPS: dict[tuple[str, str | None], list[tuple[str, Any, Any, str]]] = {  # fl
         ("--host", str, "127.0.0.1", ""),
         ("--port", int, 8000, ""),
         ("--backend", backend, "openai", "openai (or vllm) for completions, openai-chat for chats"),
-        ("--endpoint", str, None, "path on the server, if it is not that of the backend"),
-        ("--served-model-name", str, None, "the model's name on the server, if it is not that of --model"),
+        ("--endpoint", str, None, "path on the server (default: the path of the backend)"),
+        ("--served-model-name", str, None, "the model's name on the server (default: the value of --model)"),
         ("--insecure", bool, False, "do not check the server's certificate"),
         ("--ready-check-timeout-sec", float, 0.0, "seconds to wait for a server that does not answer yet"),
-        ("--request-id-prefix", str, None, "send X-Request-Id: this and a number"),
+        ("--request-id-prefix", str, None, "send an X-Request-Id that consists of this prefix and a number"),
         ("--header", [_header], [], "KEY=VALUE ...: HTTP headers of each request"),
-        ("--extra-body", _json_object, {}, "JSON: fields for each request; null removes one (temperature 0, say)"),
-        ("--ignore-eos", bool, False, "ask for outputs of the full length"),
+        ("--extra-body", _json_object, {}, "JSON: fields of each request; null removes a field, such as temperature"),
+        ("--ignore-eos", bool, False, "request outputs of the full length"),
     ],
-    ("Requests", "Random prompts are token ids from a vocabulary whose size --vocab-size or the list of models gives; "
-     "else from the ids below 1000, which every vocabulary has. Chat endpoints, and servers that take no ids, "
-     "get English words, as many as make about that length by the server's own count."): [
+    ("Requests", "Random prompts are token ids below the vocabulary's size, which --vocab-size or the server's list of "
+     "models gives. If neither does, they are ids below 1000, which every vocabulary has. Chat endpoints and servers "
+     "that accept no token ids get English words of about the same length by the server's own count."): [
         ("--dataset-name", dataset, "random", "random, prefix_repetition or custom"),
-        ("--dataset-path", Path, None, 'for custom, a line a request: {"prompt" or "prompt_token_ids": ..., '
+        ("--dataset-path", Path, None, 'for custom, one request per line: {"prompt" or "prompt_token_ids": ..., '
          '"output_tokens": ...}'),
-        ("--trace", Path, None, 'replay a file, a line a request: "arrival" (s) or "timestamp" (ms); "prompt", '
-         '"prompt_token_ids" or "input_length", with Mooncake\'s "hash_ids" if there; "output_length"'),
+        ("--trace", Path, None, 'replay a file, one request per line: "arrival" (s) or "timestamp" (ms); "prompt", '
+         '"prompt_token_ids" or "input_length", with Mooncake\'s optional "hash_ids"; "output_length"'),
         ("--input-len", int, None, "the same as --random-input-len"),
-        ("--output-len", int, None, "tokens in an answer, of any dataset"),
-        ("--num-prompts", int, None, "how many; 1000 or the whole file if left out"),
-        ("--random-input-len", int, 1024, "tokens in a random prompt"),
-        ("--random-output-len", int, 128, "tokens in its answer"),
-        ("--random-prefix-len", int, 0, "tokens in front of it that all prompts share"),
-        ("--random-range-ratio", float, 0.0, "lengths are uniform within plus or minus this share"),
-        ("--prefix-repetition-prefix-len", int, 256, "tokens in a prefix"),
-        ("--prefix-repetition-suffix-len", int, 256, "tokens after it"),
-        ("--prefix-repetition-num-prefixes", int, 10, "prefixes"),
-        ("--prefix-repetition-output-len", int, 128, "tokens in an answer"),
-        ("--custom-output-len", int, 256, "tokens in an answer where a file does not say"),
-        ("--vocab-size", int, None, "random token ids are below this"),
-        ("--num-warmups", int, 0, "unmeasured requests before: random, of the lengths of the first ones"),
-        ("--seed", int, 0, "of prompts and arrivals; prefix caches remember the prompts of a seed"),
+        ("--output-len", int, None, "tokens per answer, for every dataset"),
+        ("--num-prompts", int, None, "number of requests (default: 1000, or the whole file)"),
+        ("--random-input-len", int, 1024, "tokens per random prompt"),
+        ("--random-output-len", int, 128, "tokens per answer to a random prompt"),
+        ("--random-prefix-len", int, 0, "length of a prefix that all random prompts share"),
+        ("--random-range-ratio", float, 0.0, "lengths are uniform within plus or minus this fraction"),
+        ("--prefix-repetition-prefix-len", int, 256, "tokens per prefix"),
+        ("--prefix-repetition-suffix-len", int, 256, "tokens after the prefix"),
+        ("--prefix-repetition-num-prefixes", int, 10, "number of prefixes"),
+        ("--prefix-repetition-output-len", int, 128, "tokens per answer"),
+        ("--custom-output-len", int, 256, "tokens per answer if the file does not give a number"),
+        ("--vocab-size", int, None, "upper limit of random token ids (exclusive)"),
+        ("--num-warmups", int, 0, "unmeasured random requests before the run, as long as the run's first ones"),
+        ("--seed", int, 0, "seed of prompts and arrivals; a repeated seed may hit prefixes in the cache"),
     ],
     ("Sampling, for each request", None): [
-        ("--temperature", float, None, "0 if left out"),
+        ("--temperature", float, None, "(default: 0)"),
         ("--top-p", float, None, ""),
         ("--top-k", int, None, ""),
         ("--min-p", float, None, ""),
         ("--frequency-penalty", float, None, ""),
         ("--presence-penalty", float, None, ""),
         ("--repetition-penalty", float, None, ""),
-        ("--logprobs", int, None, "ask for the log-probabilities of so many tokens at each place"),
+        ("--logprobs", int, None, "request the log-probabilities of this many tokens at each position"),
         ("--chat-template-kwargs", _json_object, None, "JSON: arguments for the server's chat template"),
     ],
     ("Load", None): [
-        ("--request-rate", float, None, "requests a second; inf, all at once, if left out"),
-        ("--burstiness", float, 1.0, "shape of the gamma distribution of gaps: 1 is a Poisson process, less is more "
-         "bursty"),
-        ("--max-concurrency", int, None, "most requests that run at once"),
-        ("--ramp-up-strategy", ("linear", "exponential"), None, "let the request rate grow over the run, instead of "
+        ("--request-rate", float, None, "requests per second (default: inf, which sends all at once)"),
+        ("--burstiness", float, 1.0, "shape of the gamma distribution of gaps: 1 is a Poisson process, a smaller value "
+         "is more bursty"),
+        ("--max-concurrency", int, None, "maximum number of requests that run at once"),
+        ("--ramp-up-strategy", ("linear", "exponential"), None, "let the request rate grow during the run, instead of "
          "--request-rate"),
-        ("--ramp-up-start-rps", float, None, "requests a second at the beginning"),
-        ("--ramp-up-end-rps", float, None, "requests a second at the end"),
+        ("--ramp-up-start-rps", float, None, "requests per second at the beginning"),
+        ("--ramp-up-end-rps", float, None, "requests per second at the end"),
     ],
     ("Report", None): [
-        ("--percentile-metrics", _metrics, "ttft,tpot,itl,e2el", "which to report"),
-        ("--metric-percentiles", _percentiles, "99", "such as 50,90,99.9"),
-        ("--goodput", [_goodput], [], "NAME:MS ...: count requests that meet all of these: ttft:500 tpot:50 e2el:9000"),
-        ("--plot", Path, None, "FILE.png: distributions and timeline"),
-        ("--save-result", bool, False, "write JSON with the field names of vLLM's"),
-        ("--save-detailed", bool, False, "add each request's times, text and error to it"),
-        ("--result-dir", Path, Path(), "where"),
-        ("--result-filename", str, None, "made from label, rate, model and date if left out"),
-        ("--append-result", bool, False, "append to the file instead of replacing it"),
-        ("--label", str, "quire", "name of this run, in the result and its file's name"),
-        ("--metadata", [_header], [], "KEY=VALUE ...: fields for the result"),
-        ("--disable-tqdm", bool, False, "no progress bar (there is none without a terminal)"),
+        ("--percentile-metrics", _metrics, "ttft,tpot,itl,e2el", "metrics to report"),
+        ("--metric-percentiles", _percentiles, "99", "percentiles to report, such as 50,90,99.9"),
+        ("--goodput", [_goodput], [], "NAME:MS ...: count requests within limits, such as ttft:500 tpot:50 e2el:9000"),
+        ("--plot", Path, None, "FILE.png: plot distributions and a timeline"),
+        ("--save-result", bool, False, "write the result as JSON, with vLLM's field names"),
+        ("--save-detailed", bool, False, "add each request's times, text and error to the result"),
+        ("--result-dir", Path, Path(), "directory of the result (default: the current directory)"),
+        ("--result-filename", str, None, "name of the result's file (default: made of label, rate, model and date)"),
+        ("--append-result", bool, False, "append to the result's file instead of replacing it"),
+        ("--label", str, "quire", "name of this run, in the result and in its file's name"),
+        ("--metadata", [_header], [], "KEY=VALUE ...: additional fields of the result"),
+        ("--disable-tqdm", bool, False, "show no progress bar (without a terminal, there is none)"),
     ],
 }  # fmt: skip
 
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0 if any request succeeded. Raises ValueError for flags that are wrong, OSError without a server."""
+    """Exit status 0 if any request succeeded. Raises ValueError for wrong flags, OSError if no server answers."""
     for module in ("aiohttp", *(["matplotlib"] if arguments.plot else [])):
         try:
             importlib.import_module(module)
@@ -207,9 +207,9 @@ async def _bench(a: argparse.Namespace) -> int:
 
 
 def _check(a: argparse.Namespace) -> None:
-    """Raises ValueError for flags that do not go together."""
+    """Raises ValueError for flags that contradict each other."""
     if a.trace and (a.request_rate is not None or a.ramp_up_strategy):
-        raise ValueError("--trace says when requests arrive; leave out --request-rate and --ramp-up-strategy")
+        raise ValueError("--trace sets the times of arrival; leave out --request-rate and --ramp-up-strategy")
     if a.ramp_up_strategy and a.request_rate is not None:
         raise ValueError("--ramp-up-strategy sets the request rate; leave out --request-rate")
     if a.ramp_up_strategy and (a.ramp_up_start_rps is None or a.ramp_up_end_rps is None):
@@ -219,7 +219,7 @@ def _check(a: argparse.Namespace) -> None:
 
 
 def _fields(a: argparse.Namespace, endpoint: str) -> dict[str, Any]:
-    """The fields of each request that flags ask for."""
+    """The fields of each request that the flags set."""
     names = "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty chat_template_kwargs"
     fields = {name: getattr(a, name) for name in names.split() if getattr(a, name) is not None}
     if a.logprobs is not None and endpoint.endswith("/chat/completions"):
@@ -230,7 +230,7 @@ def _fields(a: argparse.Namespace, endpoint: str) -> dict[str, Any]:
 
 
 def _arrivals(a: argparse.Namespace, requests: "list[BenchRequest]", rng: Any) -> list[float]:
-    """Seconds from the start at which each request arrives."""
+    """The arrival of each request, in seconds from the start."""
     from quire.bench.datasets import arrival_times, ramp_up_times
 
     if a.trace:
@@ -243,7 +243,7 @@ def _arrivals(a: argparse.Namespace, requests: "list[BenchRequest]", rng: Any) -
 
 
 def _rate(a: argparse.Namespace) -> str | float:
-    """The request rate as the result names it."""
+    """The request rate as it is written to the result."""
     if a.trace:
         return "trace"
     if a.ramp_up_strategy:
@@ -252,7 +252,7 @@ def _rate(a: argparse.Namespace) -> str | float:
 
 
 def _load(a: argparse.Namespace) -> str:
-    """The load for a person."""
+    """A description of the load for the title."""
     rate = f"{a.request_rate:g}" if a.request_rate is not None else _rate(a)
     load = f"trace {a.trace.name}" if a.trace else f"{rate} requests/s, burstiness {a.burstiness:g}"
     return load + (f", at most {a.max_concurrency} at once" if a.max_concurrency else "")

@@ -1,4 +1,4 @@
-"""What `quire bench serve` sends, and when: random prompts, files of prompts, traces, arrival times."""
+"""The requests of the benchmarks: random prompts, files of prompts, traces, and arrival times."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from quire.messages.errors import error_text
 
 Prompt = str | list[int]
 
-SAFE_VOCAB_SIZE = 1000  # ids below this exist in every vocabulary in use
+SAFE_VOCAB_SIZE = 1000  # ids below this exist in every vocabulary
 _WORDS = """time year people way day man thing woman life child world school state family student group country problem
     hand part place case week company system program question work government number night point home water room
     mother area money story fact month lot right study book eye job word business issue side kind head house service
@@ -22,7 +22,7 @@ _WORDS = """time year people way day man thing woman life child world school sta
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """prompt_len: in tokens, as far as known here; the server's own count replaces it. arrival: s since the start."""
+    """prompt_len: tokens, perhaps an estimate; the server's own count replaces it. arrival: seconds since the start."""
 
     prompt: Prompt
     prompt_len: int
@@ -34,7 +34,7 @@ class BenchRequest:
 class RandomPrompts:
     """Random prompts of given lengths in tokens: token ids below vocab_size or, if that is None, English words.
 
-    A prompt of w words has words_to_tokens · w + extra_tokens tokens, as `calibrate` found.
+    A prompt of w words has words_to_tokens · w + extra_tokens tokens. `calibrate` sets these two numbers.
     """
 
     rng: np.random.Generator
@@ -43,15 +43,16 @@ class RandomPrompts:
     extra_tokens: float = 0.0
 
     def calibrate(self, words: tuple[int, int], tokens: tuple[int, int]) -> None:
-        """From the token counts that the server gave for two prompts of so many words."""
+        """Set words_to_tokens and extra_tokens from the server's token counts for two prompts of these numbers of
+        words."""
         self.words_to_tokens = max((tokens[1] - tokens[0]) / (words[1] - words[0]), 0.1)
         self.extra_tokens = max(tokens[0] - self.words_to_tokens * words[0], 0.0)
 
     def make(self, length: int, *prefix: tuple[int, int]) -> Prompt:
-        """A fresh prompt of `length` tokens. prefix: (seed, length) of parts that go before it and can be repeated."""
+        """A new prompt of `length` tokens. prefix: (seed, length) of repeatable parts to put in front of it."""
         parts = [self._draw(np.random.default_rng(seed), size) for seed, size in prefix]
-        drawn = [token for part in [*parts, self._draw(self.rng, length - self.extra_tokens)] for token in part]
-        return drawn if self.vocab_size is not None else " ".join(_WORDS[i] for i in drawn)
+        ids = [token for part in [*parts, self._draw(self.rng, length - self.extra_tokens)] for token in part]
+        return ids if self.vocab_size is not None else " ".join(_WORDS[i] for i in ids)
 
     def _draw(self, rng: np.random.Generator, length: float) -> list[int]:
         if self.vocab_size is not None:
@@ -62,7 +63,8 @@ class RandomPrompts:
 def random_requests(
     prompts: RandomPrompts, count: int, input_len: int, output_len: int, range_ratio: float = 0.0, prefix_len: int = 0
 ) -> list[BenchRequest]:
-    """Lengths uniform within ± range_ratio of those given; prefix_len more tokens in front that all prompts share."""
+    """Random requests with lengths uniform within ± range_ratio of the given ones. All prompts begin with the same
+    prefix of prefix_len additional tokens."""
     if not 0 <= range_ratio < 1:
         raise ValueError(f"--random-range-ratio must be at least 0 and less than 1, got {range_ratio}")
 
@@ -78,7 +80,7 @@ def random_requests(
 def prefix_repetition_requests(
     prompts: RandomPrompts, count: int, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
 ) -> list[BenchRequest]:
-    """Equally many prompts on each of num_prefixes prefixes, in random order."""
+    """Requests in random order, with equally many prompts for each of num_prefixes prefixes."""
     seeds = prompts.rng.integers(2**31, size=num_prefixes)
     order = prompts.rng.permutation(np.arange(count) % num_prefixes)
     return [
@@ -88,12 +90,13 @@ def prefix_repetition_requests(
 
 
 def read_requests(path: Path, prompts: RandomPrompts, output_len: int, timed: bool) -> list[BenchRequest]:
-    """A file of requests, a JSON object a line; a trace if `timed`, sorted by arrival, which starts at 0.
+    """Reads a file of requests, with one JSON object per line. Raises ValueError that names the wrong line.
 
-    Each has "prompt" (text or token ids), "prompt_token_ids", or "input_length" for a random prompt, whose beginning
-    "hash_ids" may give as blocks of 512 tokens, equal ids meaning equal tokens (Mooncake's traces); "output_length",
-    "output_tokens" or "max_tokens"; and in a trace "arrival" in seconds or "timestamp" in milliseconds.
-    Raises ValueError naming the line that is wrong.
+    The prompt is "prompt" (text or token ids), "prompt_token_ids", or "input_length" for a random prompt. "hash_ids"
+    may give the beginning of a random prompt as blocks of 512 tokens, where equal ids mean equal tokens (Mooncake's
+    traces). The output's length is "output_length", "output_tokens" or "max_tokens", or else `output_len`. If `timed`,
+    the file is a trace: each object has "arrival" in seconds or "timestamp" in milliseconds, and the result is sorted
+    by arrival, beginning at 0.
     """
     requests = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -136,11 +139,11 @@ def _first(fields: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """Seconds from the start at which `count` requests arrive, `rate` a second; all at once if that is infinite.
+    """The arrivals of `count` requests in seconds from the start, at `rate` per second; all at once if it is infinite.
 
-    Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is more bursty. They are scaled so
-    that the last request arrives at exactly count ÷ rate, as vLLM's benchmark does, so that the load offered does not
-    depend on the luck of the draw. Raises ValueError for a rate or burstiness that is not positive.
+    Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is more bursty. As in vLLM's
+    benchmark, they are scaled so that the last request arrives at exactly count ÷ rate: the offered load then does not
+    depend on the random numbers. Raises ValueError for a rate or burstiness that is not positive.
     """
     if not rate > 0 or not burstiness > 0:
         raise ValueError(f"request rate and burstiness must be positive, got {rate} and {burstiness}")
@@ -153,8 +156,9 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
 def ramp_up_times(
     count: int, strategy: str, start: float, end: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
-    """The same while the rate grows from `start` to `end` requests a second over the run: by equal steps a request
-    ("linear"), or by equal factors ("exponential"). Raises ValueError for rates that are not positive."""
+    """The arrivals if the rate grows from `start` to `end` requests per second during the run, with each request by
+    the same amount ("linear") or by the same factor ("exponential"). Raises ValueError for rates that are not positive.
+    """
     if not 0 < start <= end or not math.isfinite(end) or not burstiness > 0:
         raise ValueError(
             f"--ramp-up-start-rps must be positive and at most --ramp-up-end-rps, and --burstiness positive; "

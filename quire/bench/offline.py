@@ -1,4 +1,4 @@
-"""`quire bench throughput` and `quire bench latency`: the engine measured without a server."""
+"""`quire bench throughput` and `quire bench latency`: measurements of the engine without a server."""
 
 import json
 import resource
@@ -27,7 +27,7 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class Timing:
-    """Requests that ran at once: seconds from the first one in to the last one out, and tokens."""
+    """A run of simultaneous requests: the seconds from the first request in to the last output, and token counts."""
 
     seconds: float
     num_requests: int
@@ -37,7 +37,7 @@ class Timing:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """A JSON object a line. Raises ValueError naming the line that is wrong."""
+    """Reads a file with one JSON object per line. Raises ValueError that names the wrong line."""
     requests: list[Request] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
@@ -57,13 +57,14 @@ def read_requests(path: Path) -> list[Request]:
 
 
 def with_params(requests: Sequence[BenchRequest], **params: Any) -> list[Request]:
-    """Answers of exactly the lengths that the requests ask for, drawn at temperature 1 as `vllm bench` does."""
+    """The requests with sampling parameters: answers have exactly the requested length, and temperature is 1 as in
+    `vllm bench`."""
     common = {"temperature": 1.0, "ignore_eos": True, **params}
     return [(request.prompt, {**common, "max_tokens": request.output_len}) for request in requests]
 
 
 def check_lengths(llm: LLM, input_len: int, output_len: int) -> None:
-    """Raises ValueError if such requests exceed the context."""
+    """Raises ValueError if requests of these lengths exceed the context."""
     for flag, length in (("--input-len", input_len), ("--output-len", output_len)):
         if length < 1:
             raise ValueError(f"{flag} must be at least 1, got {length}")
@@ -75,13 +76,13 @@ def check_lengths(llm: LLM, input_len: int, output_len: int) -> None:
 
 
 def warm_up(llm: LLM) -> None:
-    """Run a short request, so that nothing that happens once is measured."""
+    """Run a short request, so that one-time work is not measured."""
     timed(llm, [([0], {"max_tokens": 8, "ignore_eos": True})])
     llm.reset_prefix_cache()
 
 
 def timed(llm: LLM, requests: Sequence[Request], show_progress: bool = False) -> Timing:
-    """Run the requests, all at once."""
+    """Run all requests at once."""
     params = [SamplingParams(**fields) for _, fields in requests]
     prompts = [prompt for prompt, _ in requests]
     started = time.perf_counter()
@@ -96,7 +97,7 @@ def timed(llm: LLM, requests: Sequence[Request], show_progress: bool = False) ->
 
 
 def throughput_record(total: Timing, prefill: Timing | None, llm: LLM, startup: float) -> dict[str, Any]:
-    """The result of `bench throughput`. prefill: the prompts alone, with one token of output each, if that was run."""
+    """The result of `bench throughput`. prefill: the prompts with one output token each, if they were run."""
     tokens = total.prompt_tokens + total.output_tokens
     record = {
         "engine": "quire",
@@ -123,16 +124,16 @@ def throughput_record(total: Timing, prefill: Timing | None, llm: LLM, startup: 
 
 
 def throughput_table(record: dict[str, Any]) -> str:
-    """The result for a person, below the line that `vllm bench throughput` prints."""
-    rows = {
+    """The result as text. The first line is that of `vllm bench throughput`."""
+    entries = {
         "requests": f"{record['num_requests']:,} in {record['elapsed_time']:.2f} s",
         "prompt tokens": f"{record['num_prompt_tokens']:,} ({record['cached_tokens']:,} from the prefix cache)",
         "output tokens": f"{record['num_output_tokens']:,}",
     }
     if "prefill_tok_s" in record:
-        rows["prefill"] = f"{record['prefill_tok_s']:,.1f} tokens/s (the prompts alone)"
-        rows["decode"] = f"{record['decode_tok_s']:,.1f} tokens/s (all but each request's first token)"
-    rows |= {
+        entries["prefill"] = f"{record['prefill_tok_s']:,.1f} tokens/s (prompts only)"
+        entries["decode"] = f"{record['decode_tok_s']:,.1f} tokens/s (all but each request's first token)"
+    entries |= {
         "start of the engine": f"{record['startup_s']:.2f} s",
         "peak memory": f"{record['peak_rss_gb']:.2f} GiB",
         "engine": f"Quire {record['version']}, {record['dtype']}",
@@ -141,12 +142,12 @@ def throughput_table(record: dict[str, Any]) -> str:
         f"Throughput: {record['requests_per_second']:.2f} requests/s, "
         f"{record['tokens_per_second']:.2f} total tokens/s, {record['output_tok_s']:.2f} output tokens/s"
     )
-    width = max(map(len, rows))
-    return "\n".join([headline, "", *(f"{name:<{width}}  {value}" for name, value in rows.items())])
+    width = max(map(len, entries))
+    return "\n".join([headline, "", *(f"{name:<{width}}  {value}" for name, value in entries.items())])
 
 
 def latencies(llm: LLM, requests: Sequence[Request], warmups: int, iterations: int) -> list[float]:
-    """Seconds that the batch takes, `iterations` times over, after some that are not counted."""
+    """The seconds that the batch takes in each of `iterations` runs, after `warmups` runs that are not counted."""
     measured = []
     with tqdm(total=warmups + iterations, unit="batch", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
         for iteration in range(warmups + iterations):
@@ -161,13 +162,13 @@ def latencies(llm: LLM, requests: Sequence[Request], warmups: int, iterations: i
 
 
 def latency_record(measured: Sequence[float]) -> dict[str, Any]:
-    """The result of `bench latency`, under vLLM's names. Seconds."""
+    """The result of `bench latency` in seconds, with vLLM's names."""
     percentiles = {str(p): float(np.percentile(measured, p)) for p in _PERCENTILES}
     return {"avg_latency": float(np.mean(measured)), "latencies": list(measured), "percentiles": percentiles}
 
 
 def latency_table(record: dict[str, Any], batch_size: int, input_len: int, output_len: int) -> str:
-    """The result for a person, as `vllm bench latency` prints it."""
+    """The result as text, as `vllm bench latency` prints it."""
     average, count = record["avg_latency"], len(record["latencies"])
     lines = [
         f"Batches of {batch_size} requests, {input_len} tokens in and {output_len} out, {count} times",

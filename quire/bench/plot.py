@@ -1,4 +1,4 @@
-"""The picture that `quire bench serve` draws: distributions, requests over time, throughput."""
+"""The plot of `quire bench serve --plot`: distributions, requests over time, throughput."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _ABOVE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols
 
 
 def plot(path: Path, title: str, outcomes: Sequence[Outcome], duration: float, goodput: dict[str, float]) -> None:
-    """Write a PNG. goodput: limits in milliseconds, drawn as lines."""
+    """Write a PNG file. goodput: limits in milliseconds, drawn as lines."""
     figure = Figure(figsize=(13, 10), layout="constrained")
     figure.suptitle(title, fontsize=11)
     axes = figure.subplot_mosaic([["ttft", "itl", "e2el"], ["requests"] * 3, ["rate"] * 3], height_ratios=[3, 4, 2.5])
@@ -53,12 +53,12 @@ def _distributions(axis: Axes, values: dict[str, list[float]], goodput: dict[str
 def _requests(axis: Axes, outcomes: Sequence[Outcome]) -> None:
     starts, ends = np.array([o.start for o in outcomes]), np.array([o.start + o.latency for o in outcomes])
     firsts, failed = np.array([o.start + o.ttft for o in outcomes]), np.array([bool(o.error) for o in outcomes])
-    rows, width = np.arange(len(outcomes)), float(np.clip(220 / len(outcomes), 0.6, 5))
-    axis.hlines(rows[~failed], starts[~failed], firsts[~failed], color=_GREY, lw=width, label="until the first token")
-    axis.hlines(rows[~failed], firsts[~failed], ends[~failed], color=_BLUE, lw=width, label="streaming")
+    y, width = np.arange(len(outcomes)), float(np.clip(220 / len(outcomes), 0.6, 5))
+    axis.hlines(y[~failed], starts[~failed], firsts[~failed], color=_GREY, lw=width, label="until the first token")
+    axis.hlines(y[~failed], firsts[~failed], ends[~failed], color=_BLUE, lw=width, label="streaming")
     if failed.any():
-        axis.hlines(rows[failed], starts[failed], ends[failed], color=_RED, lw=width)
-        axis.plot(ends[failed], rows[failed], "x", color=_RED, ms=5, label="failed")
+        axis.hlines(y[failed], starts[failed], ends[failed], color=_RED, lw=width)
+        axis.plot(ends[failed], y[failed], "x", color=_RED, ms=5, label="failed")
     axis.set(title="Requests, in the order of their start", ylabel="request", ylim=(len(outcomes) - 0.5, -0.5))
     axis.legend(**_ABOVE)
 

@@ -1,4 +1,4 @@
-"""What `quire bench serve` found: statistics under vLLM's names, and a table."""
+"""The report of `quire bench serve`: statistics with vLLM's names, and a table."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ _Array = NDArray[Any]
 
 
 def samples(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The milliseconds behind each metric, of requests that succeeded.
+    """The samples of each metric in milliseconds, from successful requests.
 
-    Answers of one token, and those that came in one piece, have no TPOT: nothing is known of when their tokens came.
+    Answers of one token, or that arrived in one piece, have no TPOT: the times of their tokens are unknown.
     """
     done = [o for o in outcomes if not o.error]
     return {
@@ -40,9 +40,9 @@ def summarize(
     percentiles: Sequence[float],
     goodput: dict[str, float],
 ) -> dict[str, Any]:
-    """The result as `vllm bench serve` names it. goodput: milliseconds that a good request's metrics do not exceed.
+    """The result, with the names of `vllm bench serve`. A statistic without samples is None.
 
-    A statistic of nothing is None.
+    goodput: metric → limit in milliseconds. A request is good if it exceeds none of them.
     """
     done = [o for o in outcomes if not o.error]
     total_in, total_out = sum(o.prompt_len for o in done), sum(o.output_len for o in done)
@@ -61,7 +61,7 @@ def summarize(
         "max_concurrent_requests": int(running(outcomes)[1].max(initial=0)),
     }
     values = samples(outcomes)
-    if any(o.queue_time > 1e-3 for o in outcomes):  # --max-concurrency held some back
+    if any(o.queue_time > 1e-3 for o in outcomes):  # --max-concurrency delayed some requests
         values[_QUEUE] = [o.queue_time * 1e3 for o in done]
     for name in [*metrics, *values.keys() - METRICS.keys()]:
         sample = values[name]
@@ -73,7 +73,7 @@ def summarize(
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Lists with one entry a request, in seconds."""
+    """Lists with one entry per request. Times are in seconds."""
     fields = {"input_lens": "prompt_len", "output_lens": "output_len", "start_times": "start", "ttfts": "ttft"}
     fields |= {"itls": "itls", "latencies": "latency", "queue_times": "queue_time"}
     fields |= {"generated_texts": "text", "errors": "error"}
@@ -81,7 +81,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any], outcomes: Sequence[Outcome], percentiles: Sequence[float]) -> str:
-    """The result for a person."""
+    """The result as a table of text."""
     counts = {
         "requests completed, failed": f"{result['completed']:,}, {result['failed']:,}",
         "duration": f"{result['duration']:.2f} s",
@@ -117,17 +117,17 @@ def _of_request(outcome: Outcome, name: str) -> float:
 
 
 def token_times(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:
-    """When events brought tokens, in seconds, and how many each brought (on average over its request)."""
+    """(the times in seconds of events with tokens, the average number of tokens per event of the same request)."""
     times = [o.start + np.cumsum([o.ttft, *o.itls]) for o in outcomes]
     weights = [np.full(1 + len(o.itls), o.output_len / (1 + len(o.itls))) for o in outcomes]
     return (np.concatenate(times), np.concatenate(weights)) if times else (np.zeros(0), np.zeros(0))
 
 
 def _peak_rate(outcomes: Sequence[Outcome], duration: float) -> float:
-    """Most tokens per second in a window of the run.
+    """The highest number of tokens per second in a window of the run.
 
-    Windows are equal and fill the run, so the peak is never below the mean. Each is a second long or a little more; a
-    run of less than two seconds is one window.
+    The run is divided into equal windows of one second or a little more, so the peak is never below the mean. A run of
+    less than two seconds is one window.
     """
     times, weights = token_times(outcomes)
     count = max(1, int(duration))
@@ -136,6 +136,6 @@ def _peak_rate(outcomes: Sequence[Outcome], duration: float) -> float:
 
 
 def running(outcomes: Sequence[Outcome]) -> tuple[_Array, _Array]:
-    """Moments in seconds at which a request started or ended, and how many run from then on."""
+    """(the times in seconds at which a request started or ended, the number of running requests from then on)."""
     changes = sorted([(o.start, 1) for o in outcomes] + [(o.start + o.latency, -1) for o in outcomes])
     return np.array([t for t, _ in changes]), np.cumsum([change for _, change in changes])

@@ -1,4 +1,4 @@
-"""Load generation for `quire bench serve`: streaming requests to an OpenAI-compatible server, each one timed."""
+"""Load generation for `quire bench serve`: sends streaming requests to an OpenAI-compatible server and times them."""
 
 import asyncio
 import time
@@ -15,12 +15,12 @@ import numpy as np
 from quire.bench.datasets import SAFE_VOCAB_SIZE, BenchRequest, Prompt, RandomPrompts
 from quire.messages.errors import error_text
 
-_USAGE: list[dict[str, Any]] = [  # ways to have tokens counted, best first: in each chunk, at the end, not at all
+_USAGE: list[dict[str, Any]] = [  # ways to get token counts, best first: in each chunk, at the end, not at all
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     {"stream_options": {"include_usage": True}},
     {},
 ]
-_HOPELESS = (0, 401, 403, 404, 429)  # no other form of the request will do
+_HOPELESS = (0, 401, 403, 404, 429)  # no other form of the request would succeed
 _NO_TOKENS = "the answer has no tokens"
 _TIMEOUT_S = 6 * 3600
 
@@ -53,15 +53,16 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass
 class Outcome:
-    """One request as the client saw it. Times in seconds; `start` on the clock of the run, the others since `start`.
+    """A request as the client saw it. Times are in seconds: `start` since the start of the run, the others since
+    `start`.
 
-    itls: the gaps between events that brought tokens. error: empty if the request succeeded.
+    itls: the gaps between events with tokens. error: empty if the request succeeded.
     """
 
     start: float
     prompt_len: int
     output_len: int = 0
-    queue_time: float = 0.0  # how long it waited here for one of max_concurrency places
+    queue_time: float = 0.0  # how long the client held it back because of max_concurrency
     ttft: float = 0.0
     latency: float = 0.0
     itls: list[float] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Outcome:
 
 
 class Target:
-    """A server's endpoint, and how it wants to be asked. An asynchronous context manager."""
+    """A server's endpoint, and the form of its requests. An asynchronous context manager."""
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class Target:
         request_id_prefix: str | None = None,
         check_certificate: bool = True,
     ) -> None:
-        """extra_body: added to every request; null removes a field. request_id_prefix: of X-Request-Id, if sent."""
+        """extra_body: fields to add to every request; null removes a field. request_id_prefix: if it is not None,
+        requests carry an X-Request-Id that begins with it."""
         self.url, self.model, self.extra_body = base_url.rstrip("/") + endpoint, model, extra_body
         self.vocab_size: int | None = None
         self._chat = endpoint.endswith("/chat/completions")
@@ -110,9 +112,9 @@ class Target:
         await self._session.close()
 
     async def find_model(self, patience: float = 0.0) -> None:
-        """The model's name, if none was given, and the size of its vocabulary, if the server says.
+        """Ask the server for the model's name, if none was given, and for the size of its vocabulary.
 
-        patience: seconds in which the server may become ready. Raises OSError.
+        patience: seconds to wait for a server that does not answer yet. Raises OSError.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -140,8 +142,10 @@ class Target:
         self.vocab_size = size if isinstance(size, int) and size > 0 else None
 
     async def find_prompts(self, prompts: RandomPrompts) -> None:
-        """Learn from tiny requests what the server takes. Sets prompts.vocab_size: None if it must be text, which is
-        calibrated then. Raises OSError if it answers none of them."""
+        """Send small requests to find the form that the server accepts. Raises OSError if it answers none of them.
+
+        Sets prompts.vocab_size. If prompts must be text, it is None, and the number of words is calibrated.
+        """
         as_ids = [] if self._chat else [prompts.vocab_size or self.vocab_size or SAFE_VOCAB_SIZE]
         for vocab_size, self._usage in product([*as_ids, None], _USAGE):
             probe = RandomPrompts(np.random.default_rng(), vocab_size)
@@ -158,8 +162,8 @@ class Target:
         raise OSError(f"{self.url} fails a first small request: {outcome.error}")
 
     def body(self, prompt: Prompt, output_len: int) -> dict[str, Any]:
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
-        fields = {"model": self.model, **asked, "max_tokens": output_len, "temperature": 0.0, "stream": True}
+        input_field = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+        fields = {"model": self.model, **input_field, "max_tokens": output_len, "temperature": 0.0, "stream": True}
         return {k: v for k, v in {**fields, **self._usage, **self.extra_body}.items() if v is not None}
 
     def _next_id(self) -> dict[str, str] | None:
@@ -169,7 +173,7 @@ class Target:
         return {"X-Request-Id": f"{self._request_id_prefix}{self._num_sent - 1}"}
 
     async def send(self, prompt: Prompt, prompt_len: int, output_len: int) -> Outcome:
-        """Send one request and read its stream to the end. Whatever goes wrong is in the outcome's `error`."""
+        """Send one request and read its stream to the end. Errors are not raised but reported in the outcome."""
         if self._chat and not isinstance(prompt, str):
             return Outcome(time.perf_counter(), prompt_len, error="a chat endpoint takes no token ids")
         data = msgspec.json.encode(self.body(prompt, output_len))
@@ -181,7 +185,7 @@ class Target:
                     await _read_stream(response.content, outcome)
                 else:
                     outcome.error = f"HTTP {response.status}: {(await response.text(errors='replace'))[:300].strip()}"
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: no JSON
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: invalid JSON
             outcome.error = error_text(error)
         if outcome.error:
             outcome.latency = time.perf_counter() - outcome.start
@@ -189,7 +193,11 @@ class Target:
 
 
 async def _read_stream(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
-    """Follow server-sent events. An event brings tokens if the usage in it grew; without usage, if it has text."""
+    """Read server-sent events into the outcome.
+
+    An event contains tokens if it has a choice and its usage has grown. If it has no usage, it contains tokens if it
+    has text.
+    """
     last, finished, counted, text, rest = 0.0, False, None, [], b""
     async for piece in stream.iter_any():
         now = time.perf_counter() - outcome.start
@@ -204,27 +212,27 @@ async def _read_stream(stream: aiohttp.StreamReader, outcome: Outcome) -> None:
             chunk = _decode(payload)
             if chunk.error is not None:
                 outcome.error = f"error in the stream: {chunk.error}"
-            brought = ""
+            new_text = ""
             for choice in chunk.choices:
                 outcome.latency = now
-                brought += _text(choice)
+                new_text += _text(choice)
                 finished |= choice.finish_reason is not None
                 if choice.finish_reason in ("error", "abort"):
                     outcome.error = outcome.error or f"the server ended it with finish_reason {choice.finish_reason!r}"
-            text.append(brought)
-            is_token = bool(brought)
+            text.append(new_text)
+            has_tokens = bool(new_text)
             if chunk.usage is not None and chunk.usage.completion_tokens is not None:
                 outcome.prompt_len = chunk.usage.prompt_tokens or outcome.prompt_len
-                is_token = bool(chunk.choices) and chunk.usage.completion_tokens > (counted or 0)
+                has_tokens = bool(chunk.choices) and chunk.usage.completion_tokens > (counted or 0)
                 counted = chunk.usage.completion_tokens
-            if is_token and not last:
+            if has_tokens and not last:
                 outcome.ttft = last = now
-            elif is_token:
+            elif has_tokens:
                 outcome.itls.append(now - last)
                 last = now
-    events = len(outcome.itls) + (last > 0)
-    outcome.text, outcome.output_len = "".join(text), events if counted is None else counted
-    if not events:  # tokens without text, from a server that counts them at the end only
+    num_events = len(outcome.itls) + (last > 0)
+    outcome.text, outcome.output_len = "".join(text), num_events if counted is None else counted
+    if not num_events:  # the tokens have no text, and the server counts them only at the end
         outcome.ttft = outcome.latency
     if not finished:
         outcome.error = outcome.error or "the stream ended before the answer did"
@@ -245,20 +253,21 @@ async def drive(
     max_concurrency: int | None = None,
     on_done: Callable[[Outcome], object] = lambda outcome: None,
 ) -> tuple[list[Outcome], float]:
-    """Send request i at arrivals[i] seconds, or once fewer than max_concurrency are running. Outcomes, and seconds."""
-    places: AbstractAsyncContextManager[Any] = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
-    began = time.perf_counter()
+    """Send request i at arrivals[i] seconds or, if max_concurrency requests are running then, as soon as one ends.
+    Returns the outcomes and the duration in seconds."""
+    limit: AbstractAsyncContextManager[Any] = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    started = time.perf_counter()
 
-    async def one(request: BenchRequest, arrival: float) -> Outcome:
-        await asyncio.sleep(began + arrival - time.perf_counter())
+    async def send(request: BenchRequest, arrival: float) -> Outcome:
+        await asyncio.sleep(started + arrival - time.perf_counter())
         due = time.perf_counter()
-        async with places:
+        async with limit:
             queue_time = time.perf_counter() - due
             outcome = await target.send(request.prompt, request.prompt_len, request.output_len)
         outcome.queue_time = queue_time
-        outcome.start -= began
+        outcome.start -= started
         on_done(outcome)
         return outcome
 
-    outcomes = await asyncio.gather(*(one(*pair) for pair in zip(requests, arrivals, strict=True)))
-    return outcomes, time.perf_counter() - began
+    outcomes = await asyncio.gather(*(send(*pair) for pair in zip(requests, arrivals, strict=True)))
+    return outcomes, time.perf_counter() - started

@@ -1,13 +1,13 @@
-"""Flags of `vllm bench serve` that Quire's has no use for: taken without effect, or refused by name."""
+"""Flags of `vllm bench serve` that `quire bench serve` does not have: accepted without effect, or refused by name."""
 
 import argparse
 from typing import Any, NoReturn
 
-# Prompts are made from the server's own token counts, so that no tokenizer is needed here; datasets are read whole.
+# No tokenizer is needed, because prompts are calibrated with the server's token counts. Datasets are read completely.
 _WITHOUT_EFFECT = "--tokenizer --tokenizer-mode --timeline-itl-thresholds --lora-assignment".split()
 _SWITCHES_WITHOUT_EFFECT = """--trust-remote-code --skip-tokenizer-init --no-stream --no-oversample --skip-chat-template
     --disable-shuffle""".split()
-_NEUTRAL = {"--probe-request-rate": ("0", "0.0"), "--random-batch-size": ("1",)}  # taken at these values only
+_NEUTRAL = {"--probe-request-rate": ("0", "0.0"), "--random-batch-size": ("1",)}  # accepted only at these values
 _REFUSED = """--use-beam-search --profile --self-timed --enable-multimodal-chat --plot-timeline --plot-dataset-stats
     --lora-modules --random-num-replicas --random-mm-base-items-per-request --random-mm-bucket-config
     --sharegpt-output-len --sonnet-input-len --sonnet-output-len --sonnet-prefix-len --hf-subset --hf-split --hf-name
@@ -27,7 +27,7 @@ class _Refuse(argparse.Action):
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """The help does not list them."""
+    """Add these flags, without listing them in the help."""
     hidden: Any = {"help": argparse.SUPPRESS, "dest": argparse.SUPPRESS}
     for flag in _SWITCHES_WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, **hidden)
@@ -40,17 +40,17 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def dataset(text: str) -> str:
-    """A dataset's name, for argparse."""
+    """Checks the name of a dataset, for argparse."""
     return _one_of(text, DATASETS, _OTHER_DATASETS)
 
 
 def backend(text: str) -> str:
-    """A backend's name, for argparse."""
+    """Checks the name of a backend, for argparse."""
     return _one_of(text, tuple(BACKENDS), _OTHER_BACKENDS)
 
 
-def _one_of(text: str, known: tuple[str, ...], others: list[str]) -> str:
-    if text in others:
+def _one_of(text: str, known: tuple[str, ...], unsupported: list[str]) -> str:
+    if text in unsupported:
         raise argparse.ArgumentTypeError(f"{text} is not supported by Quire yet; there are {', '.join(known)}")
     if text not in known:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
