@@ -1,4 +1,4 @@
-"""What the engine core asks of whatever runs its steps."""
+"""The interface through which the engine core runs steps."""
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
@@ -8,25 +8,25 @@ from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 
 class Executor(ABC):
-    """Runs steps on all devices, in the order in which they are submitted. Their results come in the same order.
+    """Runs steps on all devices, in the order in which they are submitted. Results come in the same order.
 
-    A fault of a device or a process is raised by the method that notices it first, or by a result.
+    The fault of a device or a process is raised by the first method that notices it, or by a result.
     """
 
     kv_cache: KVCacheSize
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward on all devices. The step that was submitted before has been told to sample."""
+        """Launch the forward of a step on all devices. `sample` must have been called for the step before."""
 
     @abstractmethod
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
         """Launch the sampling of the step that was submitted last. Its tokens feed the next step on the device.
 
-        masks: which tokens may be drawn at some places of the step. A step that the workers skipped, and the refusals
-        that made them skip it, are told by its result.
+        masks: which tokens may be sampled at some places of the step. The result says whether the workers skipped the
+        step, and which requests they refused.
         """
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End what was started. Called once."""
+        """End the processes and threads of the executor. Called once."""

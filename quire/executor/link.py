@@ -1,6 +1,6 @@
-"""The connection between the executor and one of its ranks: what they say to each other, as msgpack over TCP.
+"""The connection between the executor and one of its ranks, and their messages: msgpack over TCP.
 
-A rank connects to the address at which the executor listens. Each then shows the other that it knows the same key.
+A rank connects to the address at which the executor listens. Then each side proves that it knows the same key.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from quire.kvcache.specs import KVCacheSize
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.parallel.sizes import MeshSizes
 
-BEAT_SECONDS = 1.0  # between two heartbeats, in both directions
-_GREETING_SECONDS = 5.0  # in which somebody who connects must show the key
+BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions
+_GREETING_SECONDS = 5.0  # time within which a peer that connects must prove that it knows the key
 _KEY_BYTES = 32
-_LENGTH = struct.Struct("!Q")  # of a message, in bytes, before it
+_LENGTH = struct.Struct("!Q")  # sent before each message: its length in bytes
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=True):
-    """Sent in both directions when there is nothing else to say: the other side is not stopped."""
+    """Sent in both directions while there are no other messages, to show that the sender is not stopped."""
 
 
 # ---- from the executor to a rank
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
-    """The first message: which part of which model the rank holds. directory, max_model_len: as a Worker takes them."""
+    """The first message: which part of which model the rank loads. directory, max_model_len: arguments of Worker."""
 
     config: EngineConfig
     directory: str
@@ -71,13 +71,13 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
 
 
 class Result(msgspec.Struct, array_like=True, tag=True):
-    """Of a step that was sampled. Rank 0 alone sends it; all ranks have the same."""
+    """The result of a sampled step. Only rank 0 sends it, since all ranks have the same."""
 
     output: ModelRunnerOutput
 
 
 class Broken(msgspec.Struct, array_like=True, tag=True):
-    """The last message of a rank that fails. by_user: an option or the model is wrong, and the reason says which."""
+    """The last message of a rank that fails. by_user: whether an option or the model is wrong; `reason` says which."""
 
     reason: str
     by_user: bool = False
@@ -87,12 +87,12 @@ Reply = Hello | Ready | Result | Broken | Heartbeat
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Raises ConfigError for an option whose value another process cannot be told."""
+    """The message as msgpack. Raises ConfigError for an option whose value cannot be sent to another process."""
     return msgspec.msgpack.encode(message, enc_hook=_as_data)
 
 
 def _as_data(value: Any) -> str:
-    """Classes (of logits processors) travel by name, "package.module:Class"."""
+    """Classes (of logits processors) are sent by name, as "package.module:Class"."""
     if not isinstance(value, type):
         raise ConfigError(f"{value!r} cannot be sent to the processes that share the model; give it as plain data")
     if value.__module__ == "__main__" or "<locals>" in value.__qualname__:
@@ -107,7 +107,8 @@ class Link:
     """One end of a connection. Any thread may send; one thread receives."""
 
     def __init__(self, connected: socket.socket, key: bytes, role: bytes) -> None:
-        """role: of this end, b"executor" or b"rank". Raises ConnectionError if the other end does not know the key."""
+        """role: that of this end, b"executor" or b"rank". Raises OSError (ConnectionError for a wrong key) if the other
+        end does not prove in time that it knows the key."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._lock = threading.Lock()
@@ -120,25 +121,26 @@ class Link:
 
     @classmethod
     def connect(cls, host: str, port: int, key: bytes) -> Self:
-        """The end of a rank."""
+        """Connect a rank to its executor, and return the rank's end."""
         return cls(socket.create_connection((host, port)), key, b"rank")
 
     def expect_within(self, seconds: float) -> None:
-        """Have `receive` raise BlockingIOError when nothing has come for so long.
+        """Make `receive` raise BlockingIOError when nothing has arrived for `seconds`.
 
-        The kernel keeps this time, not Python: it starts again when a stopped process continues.
+        The kernel measures this time, not Python, so it starts again when a stopped process continues.
         """
-        whole, part = divmod(seconds, 1)
-        timeout = struct.pack("ll", int(whole), int(part * 1e6))
+        whole, fraction = divmod(seconds, 1)
+        timeout = struct.pack("ll", int(whole), int(fraction * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
 
     def send(self, message: bytes) -> None:
-        """Raises OSError if the other end has gone."""
+        """Send a message. Raises OSError if the other end has closed the connection."""
         with self._lock:
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
     def receive(self, longest: int | None = None) -> bytes:
-        """The next message. Raises OSError if the other end has gone, or sends more than `longest` bytes."""
+        """The next message. Raises OSError if the other end has closed the connection, or if the message has more than
+        `longest` bytes."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if longest is not None and length > longest:
             raise ConnectionError("a message is too long")
@@ -162,7 +164,7 @@ class Link:
         return bytes(data)
 
     def close(self) -> None:
-        """Also wakes a thread that waits in `receive`, at both ends."""
+        """Close the connection. This also wakes threads that wait in `receive`, at both ends."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,4 +1,5 @@
-"""A process for each rank, with its part of every layer (tensor parallelism). Every rank executes every step."""
+"""The executor of several ranks (tensor parallelism). Each rank is a process that has its part of every layer and
+executes every step."""
 
 import contextlib
 import os
@@ -39,17 +40,17 @@ from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 
 HOST = "127.0.0.1"  # the ranks run on this machine
-SILENCE_SECONDS = 5.0  # without a heartbeat, after which a rank is taken for stopped
-SILENT_START_SECONDS = 60.0  # the same until it is ready: imports let no thread speak, on a busy machine for long
-_END_SECONDS = 2.0  # in which ranks may end by themselves
+SILENCE_SECONDS = 5.0  # a rank counts as stopped after so long without a heartbeat
+SILENT_START_SECONDS = 60.0  # the same until a rank is ready: on a busy machine, imports block its threads for long
+_END_SECONDS = 2.0  # time for ranks to end by themselves
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
 class MultiprocExecutor(Executor):
     """Starts `tensor_parallel_size` processes, and sends each of them every step.
 
-    A rank that fails, ends or is silent breaks the executor: the results that are awaited, and all later ones, raise a
-    RuntimeError that names the rank.
+    If a rank fails, ends or falls silent, the executor is broken: all pending and later results raise a RuntimeError
+    that names the rank.
     """
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
@@ -66,7 +67,7 @@ class MultiprocExecutor(Executor):
             logging_level(),
         )
         self._ranks = _Ranks(sizes.world)
-        self._end = weakref.finalize(self, self._ranks.end)  # also when nobody refers to the executor any more
+        self._end = weakref.finalize(self, self._ranks.end)  # also runs when the executor is garbage-collected
         try:
             self._ranks.start(start)
             self.kv_cache, *_ = [ready.result() for ready in self._ranks.ready]
@@ -87,9 +88,9 @@ class MultiprocExecutor(Executor):
 
 
 class _Ranks:
-    """The processes, and the threads that speak with them: one sends, and one for each rank listens.
+    """The processes, and the threads that exchange messages with them: one sends, and one for each rank receives.
 
-    Ctrl-C interrupts the main thread alone, so no message is ever cut in two, or sent to some of the ranks only.
+    Ctrl-C interrupts only the main thread, so no message is ever cut off, or sent to some of the ranks only.
     """
 
     def __init__(self, size: int) -> None:
@@ -99,12 +100,12 @@ class _Ranks:
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
         self._problem: Exception | None = None
-        self._lock = threading.Lock()  # of the results and the problem
+        self._lock = threading.Lock()  # guards the results and the problem
 
     def start(self, start: Start) -> None:
         """Start the processes, and wait until they have connected. Raises RuntimeError if one does not."""
         key, first = secrets.token_bytes(32), encode(start)
-        quiet = encode(msgspec.structs.replace(start, log_level="ERROR"))  # what all ranks find out is logged once
+        quiet = encode(msgspec.structs.replace(start, log_level="ERROR"))  # all ranks log the same, so rank 0 does
         with socket.create_server((HOST, 0)) as listener:
             for rank in range(len(self.ready)):
                 self._processes.append(_start_process(rank, listener.getsockname()[1], key))
@@ -113,7 +114,7 @@ class _Ranks:
             deadline = time.monotonic() + SILENT_START_SECONDS
             while len(self._links) < len(self.ready):
                 self._check_start(deadline)
-                with contextlib.suppress(OSError, msgspec.DecodeError):  # of somebody else who connects
+                with contextlib.suppress(OSError, msgspec.DecodeError):  # a timeout, or a peer that is not a rank
                     link = Link(listener.accept()[0], key, b"executor")
                     rank = msgspec.msgpack.decode(link.receive(), type=Hello).rank
                     link.expect_within(SILENT_START_SECONDS)
@@ -134,7 +135,7 @@ class _Ranks:
         return result
 
     def end(self) -> None:
-        """Close the connections, upon which the ranks end."""
+        """Close the connections, which makes the ranks end. Kill those that do not end in time."""
         deadline = time.monotonic() + (_END_SECONDS if self._problem is None else 0.2)
         self._orders.put(None)
         for link in self._links.values():
@@ -156,7 +157,7 @@ class _Ranks:
                 raise RuntimeError(f"the process of rank {rank} has not connected for {SILENT_START_SECONDS:.0f} s")
 
     def _send(self) -> None:
-        """Send orders to all ranks, and a heartbeat when there are none."""
+        """Send orders to all ranks, and heartbeats while there are no orders."""
         beat = encode(Heartbeat())
         while True:
             try:
@@ -166,11 +167,11 @@ class _Ranks:
             if message is None:
                 return
             for link in list(self._links.values()):
-                with contextlib.suppress(OSError):  # the thread that listens to the rank says so
+                with contextlib.suppress(OSError):  # the rank has gone, which the thread in _listen reports
                     link.send(message)
 
     def _listen(self, rank: int, link: Link) -> None:
-        """Take what a rank says, until it has gone."""
+        """Receive the messages of a rank until it has gone."""
         silence = SILENT_START_SECONDS
         try:
             while True:
@@ -184,7 +185,7 @@ class _Ranks:
                         if self._problem is None:
                             self.ready[rank].set_result(reply.kv_cache)
                 elif isinstance(reply, Broken):
-                    time.sleep(0.2)  # if it fails because another rank has ended, that one is to be named
+                    time.sleep(0.2)  # if it failed because another rank ended, report the other rank first
                     self._fail(
                         ValueError(reply.reason)
                         if reply.by_user
@@ -199,11 +200,11 @@ class _Ranks:
     def _take(self, output: ModelRunnerOutput) -> None:
         with self._lock:
             result = self._results.pop(output.step_id, None)
-            if result is not None:  # none if Ctrl-C came before it was awaited
+            if result is not None:  # None if `expect` did not keep it: Ctrl-C came, or the executor had failed
                 result.set_result(output)
 
     def _fail(self, problem: Exception) -> None:
-        """The first problem is that of all results."""
+        """Make all pending and later results raise `problem`. Only the first problem counts."""
         with self._lock:
             if self._problem is None:
                 self._problem = problem
@@ -215,7 +216,7 @@ class _Ranks:
 
 
 def _start_process(rank: int, port: int, key: bytes) -> "subprocess.Popen[bytes]":
-    """It finds the same modules as this process, and meets the others at the loopback device."""
+    """Start the process of a rank. It finds the same modules as this process, and uses the loopback device."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-P", "-m", "quire.executor.rank", HOST, str(port), str(rank)]

@@ -1,7 +1,7 @@
-"""One rank as a program: `python -m quire.executor.rank HOST PORT RANK` connects to the executor that listens there.
+"""The program of one rank: `python -m quire.executor.rank HOST PORT RANK` connects to the executor at HOST:PORT.
 
-The key that both must know comes on standard input, so that lists of processes do not show it; everything else comes
-from the executor. A rank ends when its executor has gone or is silent, whatever it is doing then.
+The shared key comes on standard input, so that process lists do not show it. Everything else comes from the executor.
+A rank ends when its executor has gone or is silent, even in the middle of its work.
 """
 
 import contextlib
@@ -32,14 +32,12 @@ from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
 
-SILENCE_SECONDS = 10.0  # without a word of the executor, after which the rank ends
+SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
 _orders = msgspec.msgpack.Decoder(Order)
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # it is meant for the executor, which decides what becomes of the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor handles Ctrl-C, and ends the ranks if needed
     host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     link = Link.connect(host, port, bytes.fromhex(sys.stdin.readline()))
     link.send(encoded(Hello(rank)))
@@ -61,8 +59,8 @@ def main() -> None:
 
 
 def _work(link: Link, start: Start, rank: int) -> None:
-    """Load the model and execute steps, until the executor has gone."""
-    import torch  # only now: it takes seconds, in which the executor already hears heartbeats
+    """Load the model and execute steps until the executor has gone."""
+    import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
     from quire.parallel.mesh import join
     from quire.worker.worker import Worker
@@ -85,13 +83,13 @@ def _work(link: Link, start: Start, rank: int) -> None:
 
 
 def _beat(link: Link) -> None:
-    """Tell the executor that this process is not stopped. When it has gone, end the process."""
+    """Send heartbeats to the executor. When it has gone, end this process."""
     beat = encoded(Heartbeat())
     with contextlib.suppress(OSError):
         while True:
             link.send(beat)
             time.sleep(BEAT_SECONDS)
-    time.sleep(BEAT_SECONDS)  # the other thread has noticed as well, if it was waiting for orders
+    time.sleep(BEAT_SECONDS)  # lets the main thread end the process itself, if it was waiting for orders
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The executor of one device: the worker lives in this process."""
+"""The executor of a single device. The worker runs in this process."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,7 +12,7 @@ from quire.worker.worker import Worker
 
 
 class _Read(Future[ModelRunnerOutput]):
-    """A result that is read when it is asked for; until then the device works on it."""
+    """A result that is read from the device when `result` is called."""
 
     def __init__(self, read: Callable[[], ModelRunnerOutput]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Read(Future[ModelRunnerOutput]):
 
 
 class UniprocExecutor(Executor):
-    """Calls the worker directly. On a CPU a submitted step is over when `submit` returns."""
+    """Calls the worker directly. On a CPU, the forward is done when `submit` returns."""
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         worker = Worker(config, directory, max_model_len, Mesh())
@@ -38,4 +38,4 @@ class UniprocExecutor(Executor):
         return _Read(self.runner.sample(step_id, masks))
 
     def shutdown(self) -> None:
-        """Nothing was started."""
+        """Does nothing, since no processes or threads were started."""

@@ -1,4 +1,4 @@
-"""The groups of ranks to which one rank belongs, and the collectives of each group."""
+"""The mesh: the groups of ranks to which one rank belongs, and the collectives of each group."""
 
 import socket
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ from quire.parallel.sizes import AXES, MeshSizes
 
 @dataclass(frozen=True)
 class Communicator:
-    """The collectives of one group of ranks. With one rank, each is the identity. rank: this one's number in it."""
+    """The collectives of one group of ranks. In a group of one, each is the identity. rank: this rank's number in the
+    group."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
 
     def share(self, total: int) -> tuple[int, int]:
-        """This rank's [start, stop) of `total` rows: equal parts, of which the last ones may be short or empty."""
+        """This rank's part [start, stop) of `total` items. Parts are equal, but the last ones may be short or empty."""
         part = -(-total // self.size)
         return min(self.rank * part, total), min((self.rank + 1) * part, total)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum x over the ranks, in place."""
         if self.size > 1 and x.numel():
             dist.all_reduce(x, group=self.group)
         return x
@@ -35,13 +36,13 @@ class Communicator:
         if self.size == 1:
             return x
         part = -(-total // self.size)
-        mine = x if x.shape[-1] == part else torch.nn.functional.pad(x, (0, part - x.shape[-1]))
-        parts = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(parts, mine.contiguous(), group=self.group)
+        padded = x if x.shape[-1] == part else torch.nn.functional.pad(x, (0, part - x.shape[-1]))
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)[..., :total]
 
     def minimum(self, value: int) -> int:
-        """The smallest of the ranks' values, so that all decide alike."""
+        """The smallest of the ranks' values, so that all ranks decide alike."""
         if self.size == 1:
             return value
         tensor = torch.tensor(value)
@@ -68,27 +69,27 @@ class Mesh:
 
 
 def open_meeting(host: str) -> TCPStore:
-    """A store at which ranks meet. It listens on an address of this machine; its attribute `port` says where."""
+    """A store at which ranks meet. It listens on the address `host` of this machine, at its attribute `port`."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def join(sizes: MeshSizes, rank: int, host: str, port: int) -> Mesh:
-    """Meet the other ranks at the store that listens on host:port. Returns when all have come.
+    """Meet the other ranks at the store that listens on host:port. Returns when all ranks have connected.
 
-    Gloo runs the collectives, which are those of CPUs. Groups of one rank are not made.
+    The collectives run on CPUs, with Gloo. Groups of one rank need no process group.
     """
     if sizes.world == 1:
         return Mesh()
     store = TCPStore(host, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes.world)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
     communicators = {}
     for axis in AXES:
         for ranks in sizes.groups(axis):
-            if len(ranks) > 1 and tuple(ranks) not in made:  # every rank takes part in making every group
-                made[tuple(ranks)] = dist.new_group(ranks)
+            if len(ranks) > 1 and tuple(ranks) not in groups:  # every rank must call new_group for every group
+                groups[tuple(ranks)] = dist.new_group(ranks)
             if rank in ranks and len(ranks) > 1:
-                communicators[axis] = Communicator(ranks.index(rank), len(ranks), made[tuple(ranks)])
+                communicators[axis] = Communicator(ranks.index(rank), len(ranks), groups[tuple(ranks)])
     return Mesh(rank, **communicators)

@@ -1,4 +1,4 @@
-"""Which ranks work together on what: the arithmetic of a mesh of ranks with named axes. It needs no torch.
+"""The arithmetic of a mesh of ranks with named axes: which ranks form which group. It needs no torch.
 
 Ranks are numbered with the last axis running fastest. dp=2 and tp=2 make four ranks:
 
@@ -15,13 +15,13 @@ import math
 import msgspec
 import numpy as np
 
-# The axes, each with those along which the ranks of one of its groups differ. Experts are shared out over all ranks
+# For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
 # that hold the same layers.
 AXES = {"dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp")}
 
 
 class MeshSizes(msgspec.Struct, frozen=True):
-    """How many ranks there are along each axis."""
+    """The number of ranks along each axis."""
 
     dp: int = 1  # data parallel: replicas of the model
     pp: int = 1  # pipeline parallel: ranges of layers
@@ -34,12 +34,12 @@ class MeshSizes(msgspec.Struct, frozen=True):
         return math.prod(msgspec.structs.astuple(self))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along an axis (dp, pp, cp, tp or ep), in the order of their numbers in it.
+        """The ranks of every group along an axis (dp, pp, cp, tp or ep), in the order of their numbers in the group.
 
         MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
         """
         ranks = np.arange(self.world).reshape(msgspec.structs.astuple(self))
-        along = [self.__struct_fields__.index(name) for name in AXES[axis]]
-        size = math.prod(ranks.shape[i] for i in along)
-        groups: list[list[int]] = np.moveaxis(ranks, along, range(-len(along), 0)).reshape(-1, size).tolist()
+        dims = [self.__struct_fields__.index(name) for name in AXES[axis]]
+        size = math.prod(ranks.shape[dim] for dim in dims)
+        groups: list[list[int]] = np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size).tolist()
         return groups
