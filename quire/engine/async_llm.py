@@ -22,7 +22,7 @@ from quire.metrics.requests import RequestLog
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
-LONG_PROMPT = 20_000  # longer prompts (in characters) are tokenized in a thread, outside the event loop
+LONG_PROMPT = 20_000  # characters; longer prompts are tokenized in a thread, outside the event loop
 
 
 class _Mailbox:
@@ -79,7 +79,7 @@ class AsyncLLM:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when the model is loaded. Raises ConfigError, or EngineDeadError if the core cannot start."""
+        """Wait until the model is loaded. Raises ConfigError for wrong options, EngineDeadError if the start fails."""
         self._task = asyncio.create_task(self._deliver(), name="detokenize")
         # The tokenizer's length bound is computed while the model is loaded.
         bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)

@@ -58,7 +58,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can be run or retired. False if all unfinished requests wait at gates."""
+        """Whether a step can be run or retired. False if there are no requests, or all of them wait at gates."""
         return self.scheduler.has_work or bool(self._flights)
 
     def _wake(self) -> None:

@@ -229,7 +229,7 @@ class CoreClient:
             ready.set()
 
     def _lost(self, died: CoreDied, was_ready: bool) -> None:
-        """Decide whether to start another core, and end the requests that it will not get."""
+        """Decide whether to start another core, and end the requests that will not be sent to it."""
         held_requests, self.state = self.state is CoreState.READY, CoreState.RESTARTING
         self.cause_of_death, self.stats = died.reason, CoreStats()
         self._sink([], self.stats)

@@ -35,7 +35,7 @@ from quire.metrics.logging import configure_logging, logger
 from quire.system.garbage import skip_last_collection
 
 HEARTBEAT_SECONDS = 1.0
-PATIENCE_SECONDS = 2.0  # a core that was told to end is killed after this time
+PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
 _orders = msgspec.msgpack.Decoder(CoreOrder)
 
 

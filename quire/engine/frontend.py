@@ -111,15 +111,15 @@ def _plugins(plugins: Sequence[str | type]) -> "list[type[LogitsProcessor]]":
 
 def _generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
     """The checkpoint's default sampling parameters and end-of-sequence tokens. Raises ConfigError."""
-    known: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if options.generation_config == "auto":
-        known = load_generation_config(directory)
+        config = load_generation_config(directory)
     elif options.generation_config != "vllm":
-        other = Path(options.generation_config)
-        if not (other / "generation_config.json").is_file():
+        folder = Path(options.generation_config)
+        if not (folder / "generation_config.json").is_file():
             raise ConfigError(
                 f"generation_config={options.generation_config!r} must be 'auto', 'vllm' or a directory with a "
                 "generation_config.json"
             )
-        known = load_generation_config(other)
-    return {**known, **options.override_generation_config}
+        config = load_generation_config(folder)
+    return {**config, **options.override_generation_config}

@@ -97,14 +97,14 @@ class SafetensorsCheckpoint(Checkpoint):
             source = tensors.get_slice(name)
             same_type = _SAFETENSORS_TYPES.get(source.get_dtype()) is target.dtype
         whole_rows = all(s == slice(0, n) for s, n in zip(slot.pick[1:], slot.shape[1:], strict=False))
-        rows = slot.pick[0].indices(slot.shape[0]) if slot.pick else (0, 0, 1)
-        direct = same_type and whole_rows and rows[2] == 1 and slot.shape and not slot.transposed
+        first_row, _, step = slot.pick[0].indices(slot.shape[0]) if slot.pick else (0, 0, 1)
+        direct = same_type and whole_rows and step == 1 and slot.shape and not slot.transposed
         if not direct or not target.is_contiguous() or target.device.type != "cpu" or not target.numel():
             return super().copy_into(slot)
         _checked(slot, source.get_shape())
         row_bytes = math.prod(slot.shape[1:]) * target.element_size()
         memory = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        begin += rows[0] * row_bytes
+        begin += first_row * row_bytes
         size = max(-(-len(memory) // torch.get_num_threads()), _READ_AT_ONCE)
         parts = [(file, begin + start, memory[start : start + size]) for start in range(0, len(memory), size)]
         complete = [_read(*parts[0])] if len(parts) == 1 else self._readers.map(_read, *zip(*parts, strict=True))

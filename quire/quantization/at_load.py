@@ -10,9 +10,9 @@ from quire.layers.build import Builder
 from quire.layers.linear import LinearWeight, Quantizer
 from quire.quantization.scheme import Piece, QuantizedWeight
 
-_ROW = 2**30  # a group size that makes each row one group
+_WHOLE_ROW = 2**30  # a group size that is larger than any number of inputs, so each output has one scale
 # Not quantized: a router and a gate are small, but decide how experts are used; kv_b is absorbed into other weights.
-_KEPT = ("router", "shared_expert_gate", "kv_b")
+_NOT_QUANTIZED = ("router", "shared_expert_gate", "kv_b")
 _TABLES = ("lm_head", "embedding")  # these get 8 bits at least, since their errors directly change the logits
 
 
@@ -38,12 +38,12 @@ def quantizer_of(option: str | None, names: Mapping[str, str | None]) -> Callabl
     """
     if option not in ("int8", "int4"):
         return lambda name: None
-    table = AtLoad(8, _ROW)
+    table = AtLoad(8, _WHOLE_ROW)
     layer = table if option == "int8" else AtLoad(4, 128)
-    kept, tables = _pattern(names, _KEPT), _pattern(names, _TABLES)
+    not_quantized, tables = _pattern(names, _NOT_QUANTIZED), _pattern(names, _TABLES)
 
     def quantizer(name: str) -> Quantizer | None:
-        if kept.fullmatch(name):
+        if not_quantized.fullmatch(name):
             return None
         return table if tables.fullmatch(name) else layer
 

@@ -30,15 +30,15 @@ class GPTQ(Scheme):
     marker = "qweight"
 
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
-        name, bits, outputs = part.name, self.bits, slice(part.start, part.stop)
+        name, bits = part.name, self.bits
+        outputs, inputs = slice(part.start, part.stop), slice(shape.start, shape.stop)
         group, picked, count = groups(shape, part, self.group_size)
         words, skip = word_range(shape.start, shape.stop, bits)
         zero_words, zero_skip = word_range(part.start, part.stop, bits)
-        whole = (_words(shape.in_features, bits), part.rows), (count, _words(part.rows, bits)), (count, part.rows)
-        qweight = slot(builder, f"{name}.qweight", torch.int32, whole[0], words, outputs)
-        qzeros = slot(builder, f"{name}.qzeros", torch.int32, whole[1], picked, zero_words)
-        scales = slot(builder, f"{name}.scales", torch.float32, whole[2], picked, outputs)
-        inputs = slice(shape.start, shape.stop)
+        whole = _words(shape.in_features, bits), part.rows
+        qweight = slot(builder, f"{name}.qweight", torch.int32, whole, words, outputs)
+        qzeros = slot(builder, f"{name}.qzeros", torch.int32, (count, _words(part.rows, bits)), picked, zero_words)
+        scales = slot(builder, f"{name}.scales", torch.float32, (count, part.rows), picked, outputs)
         g_idx = slot(builder, f"{name}.g_idx", torch.int32, (shape.in_features,), inputs)
 
         def make() -> QuantizedMatrix:
