@@ -1,4 +1,4 @@
-"""Kernels in Triton, for GPUs; under Triton's interpreter (TRITON_INTERPRET=1) they run on a CPU, for tests."""
+"""Triton kernels for GPUs. For tests, Triton's interpreter (TRITON_INTERPRET=1) runs them on a CPU."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def precision(dtype: torch.dtype) -> str:
-    """What `multiplied` is to compute with."""
+    """The value of PRECISION for `multiplied`."""
     return "interpreted" if INTERPRETED else "ieee" if dtype is torch.float32 else "tf32"
 
 

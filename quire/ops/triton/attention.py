@@ -1,14 +1,14 @@
-"""Paged attention: storing keys and values, attending to them, and merging what was computed over parts of the keys.
+"""Paged attention: storing keys and values, attending to them, and merging partial results over parts of the keys.
 
-A layer's cache is [blocks, kv_heads, 2 (keys, values), block_size, head_dim], or [blocks, 1, 1, block_size, head_dim]
-where it is latent and values are the first elements of keys. A cache of cells has bytes, and a scale for each token
-behind those of a plane, as [blocks, kv_heads, planes, block_size * head_dim + 4 * block_size]. Between two blocks lie
-the other layers' parts of the first one: block_stride is the number of elements from one block to the next.
+A layer's cache is [blocks, kv_heads, 2 (keys, values), block_size, head_dim]. A latent cache, in which values are the
+first elements of keys, is [blocks, 1, 1, block_size, head_dim]. A cache of cells has bytes: [blocks, kv_heads, planes,
+block_size * head_dim + 4 * block_size], where each plane of cells is followed by a scale for each token. A block also
+holds the entries of other layers, so block_stride is the number of elements from one block to the next.
 
-A program attends for a tile of rows: the query heads of one KV head, of a few neighbouring tokens of one request (GQA
-packed into the tile, as in FlashInfer, arXiv:2501.01005), with an online softmax (arXiv:2205.14135) over the request's
-keys or over one of several parts of them (arXiv:2311.01282). Requests are found in the kernel: a launch depends on
-nothing but numbers of tokens and requests, as CUDA graphs need it.
+A program attends for one tile. Its rows are the query heads of one KV head, for a few neighbouring tokens of one
+request (GQA packed into the tile, as in FlashInfer, arXiv:2501.01005). It computes an online softmax (arXiv:2205.14135)
+over the request's keys, or over one of several parts of them (arXiv:2311.01282). The kernel finds the request of a tile
+itself, so a launch depends only on the numbers of tokens and requests, as CUDA graphs require.
 """
 
 import triton
@@ -22,7 +22,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _cell(x, CELL: tl.constexpr):
-    """A row of floats as cells with one scale. CELL: 1 int8, 2 float8_e4m3fn."""
+    """(cells, scale) of a row of floats. CELL: 1 is int8, 2 is float8_e4m3fn."""
     largest: tl.constexpr = 127.0 if CELL == 1 else 448.0
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), largest), 1.1754943508222875e-38)
     scaled = tl.div_rn(x, scale + tl.zeros_like(x))
@@ -39,7 +39,7 @@ def _scales(bytes_after_cells):
 
 @triton.jit
 def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr):
-    """A token's key or value into its place in a plane of the cache."""
+    """Write a token's key or value to slot `offset` of a plane of the cache."""
     if CELL == 0:
         tl.store(plane + offset * dim + at, x, mask=inside)
     else:
@@ -72,7 +72,7 @@ def store_kernel(
 
 @triton.jit
 def _times(x, scale, weight, WIDE_WEIGHT: tl.constexpr):
-    """x * scale * weight, rounded where a norm is"""
+    """x * scale * weight, rounded like a norm"""
     wide = x.to(tl.float32) * scale
     if not WIDE_WEIGHT:
         wide = wide.to(x.dtype).to(tl.float32)
@@ -86,8 +86,8 @@ def prepare_kernel(
     NORM: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and head: those of q are normed and rotated where they lie, those of k stored as well,
-    those of v stored."""
+    """A program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are stored
+    in the cache."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < dim
@@ -120,7 +120,7 @@ def prepare_kernel(
             across = other.to(tl.float32) * s
             made = values.to(tl.float32) * c + tl.where(is_second, across, -across)
             values = tl.where(turned, made, values.to(tl.float32)).to(values.dtype)
-        tl.debug_barrier()  # all have read what is overwritten now
+        tl.debug_barrier()  # all threads have read the values that are overwritten next
         tl.store(x + at, values, mask=inside)
     if head >= heads:
         slot = tl.load(slots + token)
@@ -142,8 +142,10 @@ def _decoded(cells, scales, dtype: tl.constexpr, CELL: tl.constexpr):
 
 @triton.jit
 def _lines(at, columns, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
-    """The elements `columns` of the keys or values at `at`, as [keys, columns] or TURNED, [columns, keys]. Where all
-    of them are there, nothing is masked, so that whole lines are loaded at once."""
+    """The elements `columns` of the keys or values at addresses `at`: [keys, columns], or [columns, keys] if TURNED.
+
+    If all of them exist, nothing is masked, so that whole lines are loaded at once.
+    """
     if TURNED:
         addresses = at[None, :] + columns[:, None]
         inside = exists[None, :] & (columns < DIM)[:, None]
@@ -165,13 +167,13 @@ def attend_kernel(
     SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile, KV head and part of the keys. A head's elements are taken as MAIN + REST, powers of two
-    (REST 0 for none): 80 as 64 + 16, 576 as 512 + 64."""
+    """A program for each tile, KV head and part of the keys. The elements of a head are split into MAIN + REST,
+    which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = part_of(starts, tile, requests, TOKENS)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
-    first = (tile - start // TOKENS - request) * TOKENS  # of the request's tokens in this step
+    first = (tile - start // TOKENS - request) * TOKENS  # counts the request's tokens in this step
     if first >= count:
         return
     length = tl.load(lengths + request)
@@ -189,7 +191,7 @@ def attend_kernel(
         q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=is_row[:, None] & (rest < DIM)[None, :], other=0.0)
     dtype = q_main.dtype
 
-    # Keys [begin, end) are seen by some row of the tile, those before `whole` by all rows.
+    # Some row of the tile sees the keys [begin, end). All rows see the keys before `whole`.
     end = tl.minimum(cached + first + TOKENS, length)
     begin = 0
     if WINDOW:
@@ -202,14 +204,14 @@ def attend_kernel(
     if not WINDOW:
         whole = tl.maximum(tl.minimum(cached + first + 1, to_key) // KEYS * KEYS, from_key)
 
-    top = tl.full([ROWS], float("-inf"), tl.float32)  # in powers of two
+    top = tl.full([ROWS], float("-inf"), tl.float32)  # as exponents of two
     total = tl.zeros([ROWS], tl.float32)
     if SINKS:
         if split == 0:
             top = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
             total += 1.0
     values = tl.zeros([ROWS, OUT_BLOCK], tl.float32)
-    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # makes powers of two of scores
+    factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # turns scores into exponents of two
     planes: tl.constexpr = 1 if LATENT else 2
     columns = tl.arange(0, OUT_BLOCK)
     for masked in tl.static_range(2):
@@ -271,7 +273,7 @@ def attend_kernel(
 def merge_kernel(
     out, lse, partial, partial_lse, OUT_DIM: tl.constexpr, OUT_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and head: the parts, weighted by their sums."""
+    """A program for each token and head. It adds up the partial results, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64)
     split, columns = tl.arange(0, SPLITS), tl.arange(0, OUT_BLOCK)
     sums = tl.load(partial_lse + row * SPLITS + split)

@@ -1,4 +1,4 @@
-"""Making a step's flat batch in one launch: a program for each request, and one for the padded tokens."""
+"""Builds the flat batch of a step in one launch: one program for each request, and one for the padded tokens."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 from quire.ops.reference import batch as reference
 from quire.ops.triton import on_gpu
 
-_BLOCK = 1024  # tokens at a time
+_BLOCK = 1024  # tokens of an iteration
 
 
 @triton.jit

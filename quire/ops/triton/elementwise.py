@@ -1,5 +1,5 @@
-"""Norms, activations and rotary embedding: a program for each row, float32 arithmetic, rounded to the tensors' type at
-the same places as the reference does."""
+"""Norms, activations and rotary embedding. There is a program for each row. Arithmetic is in float32, and results are
+rounded to the tensors' type where the reference rounds them."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from quire.ops.triton import on_gpu
 
 @triton.jit
 def _norm(wide, weight, dim, eps, dtype: tl.constexpr, WIDE_WEIGHT: tl.constexpr):
-    """wide: a row in float32, zero beyond dim -> its norm times the weight, of `dtype`"""
+    """wide: a row in float32, zero beyond dim -> the normed row times the weight, in `dtype`"""
     wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide) / dim + eps))
     if not WIDE_WEIGHT:
         wide = wide.to(dtype).to(tl.float32)
@@ -24,12 +24,12 @@ def _rms_norm(
     x, weight, out, inner, outer_stride, inner_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < dim
-    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + at, mask=inside, other=0.0)
-    scales = tl.load(weight + at, mask=inside, other=0.0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    values = tl.load(x + row // inner * outer_stride + row % inner * inner_stride + columns, mask=inside, other=0.0)
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
     normed = _norm(values.to(tl.float32), scales, dim, eps, values.dtype, WIDE_WEIGHT)
-    tl.store(out + row * dim + at, normed, mask=inside)
+    tl.store(out + row * dim + columns, normed, mask=inside)
 
 
 @reference.rms_norm.implementation("triton", supports=on_gpu)
@@ -53,15 +53,15 @@ def _add_rms_norm(
     x, residual, weight, x_stride, residual_stride, dim, eps, WIDE_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < dim
-    values = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
-    stream = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < dim
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    stream = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
     total = (values.to(tl.float32) + stream.to(tl.float32)).to(values.dtype)
-    tl.store(residual + row * residual_stride + at, total, mask=inside)
-    scales = tl.load(weight + at, mask=inside, other=0.0)
+    tl.store(residual + row * residual_stride + columns, total, mask=inside)
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
     normed = _norm(total.to(tl.float32), scales, dim, eps, total.dtype, WIDE_WEIGHT)
-    tl.store(x + row * x_stride + at, normed, mask=inside)
+    tl.store(x + row * x_stride + columns, normed, mask=inside)
 
 
 @reference.add_rms_norm.implementation("triton", supports=on_gpu)
@@ -94,16 +94,16 @@ def _sigmoid(x):
 @triton.jit
 def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < half
-    gates = tl.load(x + row * stride + at, mask=inside, other=0.0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < half
+    gates = tl.load(x + row * stride + columns, mask=inside, other=0.0)
     dtype = gates.dtype
     gate = gates.to(tl.float32)
-    up = tl.load(x + row * stride + half + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * stride + half + columns, mask=inside, other=0.0).to(tl.float32)
     if KIND == 3:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        made = (up + 1.0) * gate * _sigmoid(alpha * gate)
+        product = (up + 1.0) * gate * _sigmoid(alpha * gate)
     else:
         if KIND == 0:
             active = gate * _sigmoid(gate)
@@ -111,8 +111,8 @@ def _gate(x, out, stride, half, alpha, limit, KIND: tl.constexpr, BLOCK: tl.cons
             active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
         else:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y
             active = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        made = active.to(dtype).to(tl.float32) * up
-    tl.store(out + row * half + at, made.to(dtype), mask=inside)
+        product = active.to(dtype).to(tl.float32) * up
+    tl.store(out + row * half + columns, product.to(dtype), mask=inside)
 
 
 def _gated(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
@@ -143,7 +143,7 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
 
 @triton.jit
 def rotate(first, second, cos, sin, dtype: tl.constexpr):
-    """The two halves of pairs in `dtype`, turned by their angles."""
+    """Rotate the pairs (first, second) by their angles; the result is in `dtype`."""
     a, b = first.to(tl.float32), second.to(tl.float32)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
 
@@ -151,7 +151,7 @@ def rotate(first, second, cos, sin, dtype: tl.constexpr):
 @triton.jit
 def _rotary(q, k, cos, sin, q_stride, q_head_stride, heads, k_stride, k_head_stride, half, INTERLEAVED: tl.constexpr,
             BLOCK: tl.constexpr):  # fmt: skip
-    """A program for each token and head; those of q come first."""
+    """A program for each token and head. The heads of q come first."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if head < heads:
         x = q + token * q_stride + head * q_head_stride
@@ -160,14 +160,14 @@ def _rotary(q, k, cos, sin, q_stride, q_head_stride, heads, k_stride, k_head_str
     pair = tl.arange(0, BLOCK)
     inside = pair < half
     if INTERLEAVED:
-        at, other = 2 * pair, 2 * pair + 1
+        at_first, at_second = 2 * pair, 2 * pair + 1
     else:
-        at, other = pair, pair + half
-    first, second = tl.load(x + at, mask=inside, other=0.0), tl.load(x + other, mask=inside, other=0.0)
+        at_first, at_second = pair, pair + half
+    first, second = tl.load(x + at_first, mask=inside, other=0.0), tl.load(x + at_second, mask=inside, other=0.0)
     c, s = tl.load(cos + token * half + pair, mask=inside), tl.load(sin + token * half + pair, mask=inside)
     first, second = rotate(first, second, c, s, first.dtype)
-    tl.store(x + at, first, mask=inside)
-    tl.store(x + other, second, mask=inside)
+    tl.store(x + at_first, first, mask=inside)
+    tl.store(x + at_second, second, mask=inside)
 
 
 @reference.rotary_embedding.implementation("triton", supports=on_gpu)

@@ -1,7 +1,7 @@
-"""Matrix products that torch does not have: of experts' tokens, and with weights that stay quantized in memory.
+"""Matrix products that torch lacks: grouped by expert, and with weights that stay quantized in memory.
 
-Weights of 8 bits are multiplied by inputs that are rounded to 8 bits as well, each token with a scale of its own; other
-weights are dequantized where they are used. In float32 all are.
+For weights of 8 bits, the inputs are rounded to 8 bits as well, with a scale for each token. Other weights are
+dequantized where they are used, and so are all weights of float32 models.
 """
 
 from dataclasses import replace
@@ -26,7 +26,10 @@ def multiplied(a, b, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def part_of(bounds, tile, parts, SIZE: tl.constexpr):
-    """Which of `parts` runs of rows a tile of SIZE rows belongs to; each run has one tile more than whole ones."""
+    """The index of the part of the rows, of `parts` in all, that a tile of SIZE rows belongs to.
+
+    Part i has the rows bounds[i] : bounds[i + 1], and tile bounds[i] // SIZE + i is its first.
+    """
     low, high = 0, parts
     while low < high:
         middle = (low + high) // 2
@@ -39,7 +42,7 @@ def part_of(bounds, tile, parts, SIZE: tl.constexpr):
 
 @triton.jit
 def _rows_of(bounds, rows, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of this program's tile, its first row, and where the expert's rows end; without experts, of all."""
+    """(expert of the program's tile, first row of the tile, end of the expert's rows); without experts, of all rows."""
     tile = tl.program_id(0)
     expert, first, stop = tile * 0, tile * ROWS, rows
     if EXPERTS:
@@ -55,7 +58,7 @@ def _grouped(
     out, x, weight, bias, offsets, experts, outs, ins, x_stride, expert_stride, row_stride,
     BIAS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for a tile of one expert's rows, and OUTS outputs."""
+    """A program computes OUTS outputs for a tile of one expert's rows."""
     expert, first, stop = _rows_of(offsets, 0, experts, True, ROWS)
     if first >= stop:
         return
@@ -115,8 +118,8 @@ def _quantized(
     BITS: tl.constexpr, SHIFT: tl.constexpr, FLOAT8: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for ROWS x OUTS results (of one expert, if there are some). A weight is dequantized where it is used,
-    to the type of x."""
+    """A program computes ROWS x OUTS results (of one expert, if there are experts). Weights are dequantized to the type
+    of x where they are used."""
     expert, first, stop = _rows_of(bounds, rows, experts, EXPERTS, ROWS)
     if first >= stop:
         return
@@ -131,7 +134,7 @@ def _quantized(
     sums = tl.zeros([ROWS, OUTS], tl.float32)
     per_byte: tl.constexpr = 8 // BITS
     for begin in range(0, ins, INS * per_byte):
-        place = begin // per_byte + tl.arange(0, INS)  # of a byte
+        place = begin // per_byte + tl.arange(0, INS)  # indices of bytes
         inside = place * per_byte < ins
         stored = tl.load(code_rows + place[:, None], mask=inside[:, None] & is_column[None, :], other=0)
         for half in tl.static_range(per_byte):
@@ -155,7 +158,7 @@ def _quantized(
 
 @triton.jit
 def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for each row: its codes of 8 bits, and their scale."""
+    """A program for each row. It writes the row as codes of 8 bits, and their scale."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, ins, BLOCK):
@@ -181,7 +184,7 @@ def _eight_bits(
     FLOAT8: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
     INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Like _quantized, where x has 8 bits as well: products of codes, scaled once for each part of a group."""
+    """Like _quantized, but x has 8 bits as well. Products of codes are scaled once for each part of a group."""
     expert, first, stop = _rows_of(bounds, rows, experts, EXPERTS, ROWS)
     if first >= stop:
         return
@@ -228,7 +231,7 @@ def grouped_quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Te
 
 
 def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None) -> Tensor:
-    """bounds: of the experts' rows, None for one weight for all rows."""
+    """bounds: offsets of the experts' rows, None if one weight serves all rows."""
     x = x if weight.order is None else x[:, weight.order]
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, experts = len(x), 1 if bounds is None else len(bounds) - 1
@@ -266,7 +269,7 @@ def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Te
 
 
 def _part(weight: QuantizedMatrix) -> int:
-    """Inputs that products of 8 bits take at a time: they have one scale. 0 where weights have to be dequantized."""
+    """How many inputs a product of 8 bits takes at a time; they share one scale. 0 if weights must be dequantized."""
     if weight.bits != 8 or weight.offsets is not None:
         return 0
     if weight.group >= weight.in_features:
@@ -275,7 +278,7 @@ def _part(weight: QuantizedMatrix) -> int:
 
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Without factors, so that nothing is left to be computed of the scales."""
+    """Multiply the scales and offsets by their factors, so that products need not."""
     return replace(matrix, scales=matrix.effective_scales(), offsets=matrix.effective_offsets(), factors=None)
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens, with no synchronization: a program for each part of a row, then the best of the parts."""
+"""Drawing tokens without synchronization. Each program finds the best token of one part of a row."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from quire.ops.reference import sampling as reference
 from quire.ops.triton import on_gpu
 
 _PART = 8192  # tokens of a program
-_BLOCK = 1024  # tokens at a time
+_BLOCK = 1024  # tokens of an iteration
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _gumbel(word):
 
 @triton.jit
 def _first_best(value, token, best, best_token):
-    """The larger value, of equal ones that of the smaller token."""
+    """The larger value and its token; of equal values, the smaller token."""
     better = (value > best) | ((value == best) & (token < best_token))
     return tl.where(better, value, best), tl.where(better, token, best_token)
 
@@ -40,10 +40,10 @@ def _sample(
         zero = tl.zeros_like(group).to(tl.uint32)
         words = tl.philox(seed, group.to(tl.uint32), zero + position, zero, zero)
         for i in tl.static_range(4):
-            at = group * 4 + i
-            value = tl.load(logits + row * row_stride + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
+            t = group * 4 + i
+            value = tl.load(logits + row * row_stride + t.to(tl.int64) * stride, mask=t < vocab, other=float("-inf"))
             value = tl.where(value == float("-inf"), value, value + _gumbel(words[i]))
-            top, token = _first_best(value, at, top, token)
+            top, token = _first_best(value, t, top, token)
     value = tl.max(top)
     tl.store(best + row * parts + part, value)
     tl.store(best_token + row * parts + part, tl.min(tl.where(top == value, token, 2147483647)))
@@ -65,30 +65,33 @@ def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 @triton.jit
 def _key(x):
-    """An unsigned integer that is larger for larger numbers."""
+    """Map floats to unsigned integers of the same order."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return (bits ^ ((bits >> 31) & 2147483647) ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _number(key):
+    """The inverse of _key."""
     bits = key.to(tl.int32, bitcast=True) ^ -2147483648
     return (bits ^ ((bits >> 31) & 2147483647)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _threshold(row, stride, vocab, top, floor, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key such that so many keys, of those above floor, are at least it; or with MASS, keys with so much of
-    exp(number - top). Found four bits at a time."""
+    """The largest key such that, among the keys above `floor`, at least `wanted` keys are not smaller than it.
+
+    With MASS, `wanted` is not a count but a sum of exp(number - top). The search fixes four bits in each iteration.
+    """
     found = floor * 0
     for digit in tl.static_range(8):
         candidates = found + (tl.arange(0, 16).to(tl.uint32) << (28 - 4 * digit))
         totals = tl.zeros([16], tl.float32)
         for begin in range(0, vocab, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            x = tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
+            tokens = begin + tl.arange(0, BLOCK)
+            x = tl.load(row + tokens.to(tl.int64) * stride, mask=tokens < vocab, other=float("-inf"))
             key = _key(x)
-            counted = (at < vocab) & (key > floor)
+            counted = (tokens < vocab) & (key > floor)
             if MASS:
                 weight = tl.where(counted, tl.exp(x - top), 0.0)
             else:
@@ -101,13 +104,13 @@ def _threshold(row, stride, vocab, top, floor, wanted, MASS: tl.constexpr, BLOCK
 
 @triton.jit
 def _above(row, stride, vocab, top, key, BLOCK: tl.constexpr):
-    """How many keys are larger, and their sum of exp(number - top)."""
+    """How many keys are larger than `key`, and the sum of exp(number - top) over them."""
     count = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
-        counted = (at < vocab) & (_key(x) > key)
+        tokens = begin + tl.arange(0, BLOCK)
+        x = tl.load(row + tokens.to(tl.int64) * stride, mask=tokens < vocab, other=float("-inf"))
+        counted = (tokens < vocab) & (_key(x) > key)
         count += counted.to(tl.float32)
         mass += tl.where(counted, tl.exp(x - top), 0.0)
     return tl.sum(count), tl.sum(mass)
@@ -117,7 +120,7 @@ def _above(row, stride, vocab, top, key, BLOCK: tl.constexpr):
 def _keep(
     logits, top_k, top_p, row_stride, stride, vocab, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row. What stays is what is above a threshold, and the first few of what is equal to it."""
+    """A program for each row. It keeps the logits above a bound, and the first few of those equal to the bound."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * row_stride
     k, p = vocab, 1.0
@@ -129,11 +132,11 @@ def _keep(
         return
     tops = tl.full([BLOCK], float("-inf"), tl.float32)
     for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        tops = tl.maximum(tops, tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf")))
+        tokens = begin + tl.arange(0, BLOCK)
+        tops = tl.maximum(tops, tl.load(row + tokens.to(tl.int64) * stride, mask=tokens < vocab, other=float("-inf")))
     top = tl.max(tops)
     bound = _key(top) * 0  # below every key
-    equals = tl.full([], 0.0, tl.float32)  # how many of those that are equal to the bound stay
+    equals = tl.full([], 0.0, tl.float32)  # how many logits equal to the bound stay
     if TOP_K:
         if k < vocab:
             bound = _threshold(row, stride, vocab, top, bound, k.to(tl.float32), False, BLOCK)
@@ -142,31 +145,31 @@ def _keep(
     if TOP_P:
         if p < 1.0:
             _, mass = _above(row, stride, vocab, top, bound, BLOCK)
-            each = tl.exp(_number(bound) - top)
+            weight = tl.exp(_number(bound) - top)
             if equals == 0.0:
-                each = equals
-            wanted = p * (mass + equals * each)
-            if mass >= wanted:  # without any of those that are equal
+                weight = equals
+            wanted = p * (mass + equals * weight)
+            if mass >= wanted:  # even without the logits equal to the bound
                 bound = _threshold(row, stride, vocab, top, bound, wanted, True, BLOCK)
                 _, mass = _above(row, stride, vocab, top, bound, BLOCK)
-                each = tl.exp(_number(bound) - top)
+                weight = tl.exp(_number(bound) - top)
                 equals = tl.full([], 16777216.0, tl.float32)
-            equals = tl.minimum(equals, tl.maximum(tl.ceil((wanted - mass) / tl.maximum(each, 1e-38)), 1.0))
+            equals = tl.minimum(equals, tl.maximum(tl.ceil((wanted - mass) / tl.maximum(weight, 1e-38)), 1.0))
     seen = 0
     for begin in range(0, vocab, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(row + at.to(tl.int64) * stride, mask=at < vocab, other=float("-inf"))
+        tokens = begin + tl.arange(0, BLOCK)
+        x = tl.load(row + tokens.to(tl.int64) * stride, mask=tokens < vocab, other=float("-inf"))
         key = _key(x)
-        same = (key == bound) & (at < vocab)
+        same = (key == bound) & (tokens < vocab)
         order = seen + tl.cumsum(same.to(tl.int32), 0)
         stays = (key > bound) | (same & (order.to(tl.float32) <= equals))
-        tl.store(row + at.to(tl.int64) * stride, tl.where(stays, x, float("-inf")), mask=at < vocab)
+        tl.store(row + tokens.to(tl.int64) * stride, tl.where(stays, x, float("-inf")), mask=tokens < vocab)
         seen += tl.sum(same.to(tl.int32))
 
 
 @reference.keep_top_k_top_p.implementation("triton", supports=on_gpu)
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Overwrites logits. Nothing is sorted: the bound is searched for, in at most 19 readings of a row."""
+    """Overwrites logits. Nothing is sorted: a search finds the bound, reading each row at most 19 times."""
     rows, vocab = logits.shape
     if rows:
         _keep[(rows,)](
