@@ -124,7 +124,7 @@ def _value(text: str) -> Any:
 
 
 def _put(tree: dict[str, Any], path: str, text: str) -> None:
-    """--flag.a.b TEXT sets tree["a"]["b"] = TEXT. --flag.a.b+ TEXT appends TEXT, split at commas, to the list there."""
+    """--flag.a.b TEXT sets tree["a"]["b"] = TEXT. --flag.a.b+ TEXT appends TEXT, split at commas, to that list."""
     *keys, last = path.split(".")
     for key in keys:
         tree = tree.setdefault(key, {})
