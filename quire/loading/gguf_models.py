@@ -139,7 +139,7 @@ def _check_sizes(gguf: GgufFile, arch: str, read: Mapping[str, Any]) -> None:
     for key in (*limits, "attention.head_count", *optional):
         value, smallest = read.get(key), key in limits or "attention" in key
         if not isinstance(value, int) or not smallest <= value <= limits.get(key, largest):
-            raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which does not fit the file's tensors")
+            raise WeightError(f"{gguf.path}: {arch}.{key} is {value!r}, which its tensors do not have")
 
 
 def _rope_scaling(gguf: GgufFile, read: Mapping[str, Any]) -> dict[str, Any] | None:
