@@ -95,10 +95,10 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
     def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
         """The slots in which the entries of a step's tokens are stored: block id * block_size + offset.
 
-        tables: block ids [..., rows, indices], as the worker has them. rows, positions: [tokens]. -> [..., tokens]
+        tables: block ids of the group, [rows, indices]. rows, positions: [tokens] -> [tokens]
         """
         indices, offsets = divmod(positions, block_size)
-        return tables[..., rows, indices].astype(positions.dtype) * block_size + offsets
+        return tables[rows, indices].astype(positions.dtype) * block_size + offsets
 
 
 class FullAttentionSpec(KVCacheSpec, frozen=True, tag=True):

@@ -1,5 +1,6 @@
 """The running batch in fixed arrays, one row per request, and the flat batch of each step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from quire.kvcache.specs import KVCacheSpec
 from quire.layers.step_inputs import Array, StepSize
 from quire.messages.step import NewRequest, SchedulerOutput
 from quire.sampling.batch_state import BatchState
@@ -57,13 +59,15 @@ class InputBatch:
     """The requests that have a row, as the worker knows them. SchedulerOutput and the sampled tokens update it."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, vocab_size: int
+        self, max_num_seqs: int, max_model_len: int, block_size: int, kv_specs: Sequence[KVCacheSpec], vocab_size: int
     ) -> None:
+        """kv_specs: one for each KV group."""
         rows = max_num_seqs
+        self.kv_specs = kv_specs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One column more than max_model_len: the last token of a full row is sampled but never computed.
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
-        self.block_tables = np.zeros((num_groups, rows, -(-max_model_len // block_size)), np.int32)
+        self.block_tables = np.zeros((len(kv_specs), rows, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_computed = np.zeros(rows, np.int64)
         self.num_prompt = np.zeros(rows, np.int64)
@@ -151,14 +155,19 @@ class InputBatch:
     def gather(self, flat: FlatBatch) -> dict[str, Array]:
         """The inputs that depend on tokens and block tables. On a device that works late, the op flat_batch makes them.
         Block tables are as wide as the longest request needs."""
-        blocks, offsets = np.divmod(flat.positions, self.block_size)
         width = -(-int(flat.seq_lens.max(initial=1)) // self.block_size)
-        block_ids = self.block_tables[:, flat.token_rows, blocks].astype(np.int64, order="C")  # contiguous per group
         return {
             "input_ids": self.token_ids[flat.token_rows, flat.positions].astype(np.int64),
-            "slot_mapping": block_ids * self.block_size + offsets,
+            "slot_mapping": self._slots(flat),
             "block_tables": self.block_tables[:, flat.rows, :width],
         }
+
+    def _slots(self, flat: FlatBatch) -> Array:
+        """[groups, tokens], by the rule of each group's spec."""
+        slots = np.empty((len(self.kv_specs), len(flat.positions)), np.int64)
+        for group, spec in enumerate(self.kv_specs):
+            slots[group] = spec.slots(self.block_tables[group], flat.token_rows, flat.positions, self.block_size)
+        return slots
 
     def named_tokens(self, rows: Ints) -> Ints | None:
         """[rows, most]: the token ids whose logprobs each row asks for by name, padded with -1. None if no row names

@@ -59,7 +59,7 @@ class Worker:
                     hidden = torch.compiler.disable(getattr(backend, method))  # type: ignore[no-untyped-call]
                     setattr(backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, len(model.kv_specs), model.vocab_size)
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.vocab_size)
         most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
         staging = Staging(self.device, batch, model.kernels, most_tokens)
         forward = _forward(config, model, self.backends, staging, group)

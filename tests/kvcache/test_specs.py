@@ -79,10 +79,9 @@ def test_nine_tenths_of_the_memory_hold_what_must_be_kept(
 
 
 def test_a_slot_is_the_place_in_a_block_of_the_requests_table() -> None:
-    tables = np.array([[[3, 5], [7, 0]], [[4, 6], [8, 0]]], np.int32)  # [groups, rows, indices]
+    tables = np.array([[4, 6], [8, 0]], np.int32)  # [rows, indices]
     rows, positions = np.array([0, 0, 1]), np.array([3, 4, 1])
-    assert attention_spec([0]).slots(tables, rows, positions, 4).tolist() == [[15, 20, 29], [19, 24, 33]]
-    assert attention_spec([0]).slots(tables[1], rows, positions, 4).tolist() == [19, 24, 33]
+    assert attention_spec([0]).slots(tables, rows, positions, 4).tolist() == [19, 24, 33]
 
 
 def test_full_attention_needs_every_token() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kvcache.specs import attention_spec
 from quire.layers.step_inputs import StepInputs, StepSize, dimensions
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
@@ -23,7 +24,7 @@ BLOCK_SIZE, LONGEST = 16, 1600
 
 def random_batch(draw: np.random.Generator, num_rows: int, groups: int) -> tuple[InputBatch, SchedulerOutput]:
     """Some rows with requests of any length, and a step that computes some tokens of some of them."""
-    batch = InputBatch(num_rows, LONGEST, BLOCK_SIZE, groups, 1000)
+    batch = InputBatch(num_rows, LONGEST, BLOCK_SIZE, [attention_spec([])] * groups, 1000)
     lengths = draw.integers(1, draw.choice([20, LONGEST]), num_rows)
     computed = [int(draw.integers(0, n)) for n in lengths]
     for row, (length, start) in enumerate(zip(lengths.tolist(), computed, strict=True)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.config import ConfigError, EngineConfig
+from quire.kvcache.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops import Kernels, Target
@@ -33,7 +34,7 @@ class Batch:
     def __init__(self, rows: int = ROWS, vocab: int = VOCAB, **options: Any) -> None:
         config = EngineConfig.create(max_num_seqs=rows, **options)
         self.sampler = Sampler(Kernels(Target(CPU, torch.float32)), config, CPU)
-        self.rows = InputBatch(rows, LONGEST, 16, 1, vocab)
+        self.rows = InputBatch(rows, LONGEST, 16, [attention_spec([])], vocab)
         self.requests: dict[int, NewRequest] = {}
 
     def install(self, row: int, tokens: list[int], num_prompt: int, params: SamplingParams, bad_words=()) -> None:

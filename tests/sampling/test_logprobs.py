@@ -12,6 +12,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.engine.logprobs import LogprobUnpacker
+from quire.kvcache.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops import Kernels, Target
@@ -79,7 +80,7 @@ def test_decoded_tokens_make_up_the_text_and_a_character_is_shown_where_it_ends(
 def test_every_mode_reports_what_its_name_says_of_the_rows_that_ask(mode, temperatures, dtype):
     config = EngineConfig.create(max_num_seqs=8, logprobs_mode=mode)
     sampler = Sampler(Kernels(Target(CPU, torch.float32)), config, CPU)
-    rows = InputBatch(8, 20, 16, 1, VOCAB)
+    rows = InputBatch(8, 20, 16, [attention_spec([])], VOCAB)
     wishes: list[dict[str, Any]] = [
         {"logprobs": 5, "frequency_penalty": 1.5},
         {"repetition_penalty": 3.0},

@@ -257,9 +257,7 @@ class LateExecutor(Executor):
         self.waits = 0  # of the host for the device while it launches a step
         self._unread: deque[int] = deque()  # submitted steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
-        batch = InputBatch(
-            len(old.num_tokens), old.max_model_len, old.block_size, len(old.block_tables), old.vocab_size
-        )
+        batch = InputBatch(len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size)
         self.real_model = getattr(real.model, "real", real.model)
         model: Any = LateModel(self.real_model, self.stream)
         backends: Any = [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kvcache.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.worker.input_batch import InputBatch
@@ -39,7 +40,7 @@ def test_the_state_follows_requests_that_come_go_and_are_preempted(checkpoints, 
 
 
 def test_on_a_cpu_the_state_is_the_batch_itself():
-    batch = InputBatch(3, 32, 16, 2, 100)
+    batch = InputBatch(3, 32, 16, [attention_spec([])] * 2, 100)
     state = shared_state(batch)
     batch.install(NewRequest("a", 1, [4, 5, 6], 2, 1, SamplingParams(), 0))
     assert state.token_ids[1, :3].tolist() == [4, 5, 6]
@@ -48,7 +49,7 @@ def test_on_a_cpu_the_state_is_the_batch_itself():
 
 def test_changes_are_applied_in_any_number():
     """None, one and several requests and edits, a cell edited twice, a row that another request had before."""
-    batch, draw = InputBatch(4, 40, 16, 2, 100), np.random.default_rng(0)
+    batch, draw = InputBatch(4, 40, 16, [attention_spec([])] * 2, 100), np.random.default_rng(0)
     state = DeviceState.empty(batch, torch.device("cpu"))
     for step_id, count in enumerate([0, 1, 4, 2, 0, 3]):
         rows = draw.permutation(4)[:count].tolist()
@@ -73,7 +74,7 @@ def test_changes_are_applied_in_any_number():
 
 
 def test_tokens_that_were_sampled_at_several_places_of_a_row_follow_the_tokens_of_their_places():
-    batch = InputBatch(3, 40, 16, 1, 100)
+    batch = InputBatch(3, 40, 16, [attention_spec([])], 100)
     for row in range(3):
         batch.install(NewRequest("a", row, [1, 2, 3, 4, 5], 2, 0, SamplingParams(), 0))
     state = DeviceState.empty(batch, torch.device("cpu"))
