@@ -89,7 +89,7 @@ def _gguf_in(directory: Path) -> Path | None:
     found = sorted(f for f in directory.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", f.name))
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
-        raise ModelNotFoundError(f"{directory} has several models; give the path of one of these files: {names}")
+        raise ModelNotFoundError(f"{directory} has several models, give one of them: {names}")
     return found[0] if found else None
 
 
