@@ -182,16 +182,17 @@ def _latency(arguments: argparse.Namespace) -> int:
     from quire.bench import datasets, offline
     from quire.engine.llm import LLM  # torch comes with it
 
-    size, lengths = arguments.batch_size, (arguments.input_len, arguments.output_len)
+    batch_size = arguments.batch_size
+    lengths = (arguments.input_len, arguments.output_len)
     llm = LLM(arguments.model, **{"enable_prefix_caching": False, **options})
     offline.check_lengths(llm, *lengths)
     prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
-    batch = datasets.random_requests(prompts, size, *lengths)
+    batch = datasets.random_requests(prompts, batch_size, *lengths)
     requests = offline.with_params(batch, n=arguments.n, detokenize=not arguments.disable_detokenize)
     measured = offline.latencies(llm, requests, arguments.num_iters_warmup, arguments.num_iters)
     llm.shutdown()
     record = offline.latency_record(measured)
-    print(offline.latency_table(record, size, *lengths))
+    print(offline.latency_table(record, batch_size, *lengths))
     _write(arguments.output_json, record)
     return 0
 

@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options, config = engine_options(arguments), ServerConfig.create(**_with_api_key(server_options(arguments)))
+    options = engine_options(arguments)
+    config = ServerConfig.create(**_with_api_key(server_options(arguments)))
     from quire.server.serve import serve
 
     return serve(arguments.model, config, options)

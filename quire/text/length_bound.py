@@ -32,17 +32,17 @@ class LengthBound(NamedTuple):
         """The bound of a tokenizer. None if the tokenizer may drop text or make one token of a text of any length, or
         if that is not known."""
         normalizer, splitter = _state(backend.normalizer), _state(backend.pre_tokenizer)
-        shortening, splitting = _normalizer_effect(normalizer), _splitter_effect(splitter)
-        if shortening is None or splitting is None:
+        normalizer_effect, splitter_keeps_spaces = _normalizer_effect(normalizer), _splitter_effect(splitter)
+        if normalizer_effect is None or splitter_keeps_spaces is None:
             return None
-        factor, normalizer_keeps_spaces = shortening
+        factor, normalizer_keeps_spaces = normalizer_effect
         is_byte_level = "ByteLevel" in _kinds(normalizer) | _kinds(splitter)
         longest = _longest_token(backend, is_byte_level)
         if longest is None:
             return None
         added = backend.get_added_tokens_decoder().values()
         strips = any(token.lstrip or token.rstrip for token in added)
-        return cls(longest * factor, normalizer_keeps_spaces and splitting and not strips)
+        return cls(longest * factor, normalizer_keeps_spaces and splitter_keeps_spaces and not strips)
 
 
 def _state(component: Any) -> Mapping[str, Any] | None:
