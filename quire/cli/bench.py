@@ -107,7 +107,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     options = engine_options(arguments)
     from quire.bench import offline
-    from quire.engine.llm import LLM  # torch comes with it
+    from quire.engine.llm import LLM  # imports torch
 
     from_file = None if arguments.requests is None else offline.read_requests(arguments.requests)
     for_prefill = None if arguments.prefill_requests is None else offline.read_requests(arguments.prefill_requests)
@@ -180,7 +180,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from quire.bench import datasets, offline
-    from quire.engine.llm import LLM  # torch comes with it
+    from quire.engine.llm import LLM  # imports torch
 
     batch_size = arguments.batch_size
     lengths = (arguments.input_len, arguments.output_len)
@@ -222,7 +222,7 @@ def _add_claims(benches: Any) -> None:
 
 def _claims(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
-    from quire.bench import claims  # torch comes with it
+    from quire.bench import claims  # imports torch
 
     result = claims.measure(arguments.model, options, arguments.only or [], claims.Sizes(rounds=arguments.rounds))
     print(claims.table(result))

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     terminal, options = Terminal(), engine_options(arguments)
     from quire.config import EngineConfig
     from quire.engine.frontend import Frontend
-    from quire.engine.llm import LLM  # torch comes with it
+    from quire.engine.llm import LLM  # imports torch
     from quire.loading.hub import model_directory
 
     config = EngineConfig.create(model=arguments.model, **options)

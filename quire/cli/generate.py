@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         if sys.stdin.isatty():
             raise ValueError('no prompt; try: quire generate "Once upon a time"')
         prompt = sys.stdin.read().rstrip("\n")
-    from quire.engine.llm import LLM  # torch comes with it
+    from quire.engine.llm import LLM  # imports torch
 
     llm = LLM(arguments.model, **options)
     params = llm.processor.default_sampling_params(**sampling_options(arguments))
