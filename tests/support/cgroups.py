@@ -16,27 +16,27 @@ QUOTA = ("cpu.max", "cpu.cfs_quota_us")
 
 
 class Cgroup:
-    """wrapper: a command that runs the one behind it in this cgroup."""
+    """wrapper: a prefix of a command that runs it in this cgroup."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.wrapper = ["sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$@"', "sh"]
 
     def number(self, *names: str) -> int:
-        """What the first file that exists says."""
+        """The number in the first of these files that exists."""
         return next(int((self.folder / n).read_text()) for n in names if (self.folder / n).exists())
 
     @property
     def peak_memory(self) -> int:
-        """Bytes, with the page cache."""
+        """In bytes, including the page cache."""
         return self.number("memory.peak", "memory.max_usage_in_bytes")
 
 
 @contextmanager
 def cgroup(controller: str, names: tuple[str, str], value: int) -> Iterator[Cgroup]:
-    """A cgroup with a limit: below this process's own, or a folder further up. Skips the test where none can be made.
+    """A cgroup with a limit, below this process's own cgroup or an ancestor. Skips the test if none can be created.
 
-    names: the limit's file in both versions.
+    names: the file of the limit in both versions.
     """
     for parent in limits._cgroups(controller, Path("/")):
         folder = parent / f"quire-test-{os.getpid()}"

@@ -104,7 +104,7 @@ VARIANTS: dict[str, Variant] = {
             "attention_bias": True,
             "tie_word_embeddings": True,
             "use_sliding_window": True,
-            "sliding_window": 18,  # a block is let go in the very step after its last use
+            "sliding_window": 18,  # a block is freed in the step right after its last use
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
         {"seed": 5},
@@ -112,7 +112,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 ALL_VARIANTS = {**VARIANTS, **NEW_VARIANTS}
-FAMILIES: dict[str, list[str]] = {}  # the variants of each model type, its usual form first
+FAMILIES: dict[str, list[str]] = {}  # the variants of each model type, the usual form first
 for _name, (_kind, _, _) in ALL_VARIANTS.items():
     FAMILIES.setdefault(_kind, []).append(_name)
 
@@ -129,7 +129,7 @@ def model_class(kind: str) -> Any:
 
 
 def build(kind: str, config: dict[str, Any], seed: int = 0) -> Any:
-    """The model itself. config: differences from those fields of BASE that the family has."""
+    """A model of transformers. config: differences from the fields of BASE that the family has."""
     config_class, model = model_class(kind)
     known = {*config_class().to_dict(), *config_class.attribute_map}
     base = {name: value for name, value in BASE.items() if name in known}
@@ -139,7 +139,7 @@ def build(kind: str, config: dict[str, Any], seed: int = 0) -> Any:
 
 
 def scale_weights(model: Any, seed: int) -> None:
-    """Draw every parameter so that each of them shows in the logits."""
+    """Draw all parameters at random, such that each of them affects the logits."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -160,7 +160,7 @@ def scale_weights(model: Any, seed: int) -> None:
                 transposed = (kind == "gpt2" and ".h." in name) or (kind == "gpt_oss" and "experts" in name)
                 inputs = -2 if transposed else -1
                 if re.search(PLAIN_DOWN, name):
-                    noise -= noise.mean(inputs, keepdim=True)  # else the mean of GELU, which is not 0, says most
+                    noise -= noise.mean(inputs, keepdim=True)  # else the mean of GELU, which is not 0, dominates
                 noise *= gain(name, kind) / parameter.shape[inputs] ** 0.5
             parameter.copy_(noise)
 
@@ -182,7 +182,7 @@ def norm_size(name: str, kind: str) -> float:
 
 
 def gain(name: str, kind: str) -> float:
-    """How large the outputs of a weight are, if its inputs are of size 1."""
+    """The size of a weight's outputs if its inputs have size 1."""
     if re.search(rf"{PLAIN_DOWN}|fc1|c_fc|h_to_4h", name):
         return 2.5
     if kind.startswith("gemma") and re.search(EMBEDDINGS, name):
@@ -228,8 +228,8 @@ def write_checkpoint(
 ) -> Path:
     """A whole checkpoint: config, weights, tokenizer, generation_config.
 
-    network: what `build` made and somebody changed, if not a new one; hub_layout: with the tensors' names of the
-    family's first checkpoints; save_options: of save_pretrained.
+    network: a changed model from `build`, by default a new one. hub_layout: use the tensor names of the family's first
+    checkpoints. save_options: of save_pretrained.
     """
     import torch
     from transformers.utils import logging
@@ -248,7 +248,7 @@ def write_checkpoint(
 
 
 class Checkpoints:
-    """The variants on disk, each written when it is first asked for."""
+    """The variants on disk. Each is written when it is first requested."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory

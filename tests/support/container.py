@@ -26,9 +26,9 @@ _UNPRIVILEGED = """setpriv --reuid=54321 --regid=54321 --clear-groups --no-new-p
 
 
 def container(shared_memory: bool = True, **environment: str) -> list[str]:
-    """A command to be put before another one, which it runs as in a container, as far as this user can make one.
+    """A prefix of a command that runs it as in a container, as far as this user may create one.
 
-    shared_memory: whether /dev/shm, the only folder that can be written, can be.
+    shared_memory: whether /dev/shm is writable. No other folder is.
     """
     script, privileges = "set -e\nulimit -n 64\ncd /\n", ""
     before = []
@@ -36,7 +36,7 @@ def container(shared_memory: bool = True, **environment: str) -> list[str]:
         before = ["unshare", "--mount", "--propagation", "private"]
         script += _READ_ONLY.format(options="" if shared_memory else ",ro")
     if os.geteuid() == 0 and shutil.which("setpriv"):
-        # An interpreter in root's own folder can be read with this capability only; it allows no writing.
+        # Without this capability, an interpreter in root's own folder cannot be read. It does not allow writing.
         keep = "" if _others_can_enter(Path(sys.executable).resolve()) else ",+dac_read_search"
         privileges = _UNPRIVILEGED.format(keep=keep)
     script += f'exec {privileges} "$@"'
@@ -49,7 +49,7 @@ def container(shared_memory: bool = True, **environment: str) -> list[str]:
 
 @functools.cache
 def can_unshare() -> bool:
-    """Whether this process may make mount namespaces: root may, outside of most containers."""
+    """Whether this process may create mount namespaces. Root may, except in most containers."""
     if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
         return False
     tried = ["unshare", "--mount", "--propagation", "private", "mount", "-o", "remount,bind,ro", "/"]

@@ -1,4 +1,4 @@
-"""Engines for tests: small, in float32, with either set of kernels; and what can be asked of them."""
+"""Small engines in float32 for tests, with either set of kernels, and helpers to run and inspect them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
-    """backend: "cpu" or "reference", for attention and all other ops alike."""
+    """backend: "cpu" or "reference", for attention and for all other ops."""
     if backend == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
     pins = dict.fromkeys(OPS, "reference") if backend == "reference" else {}
@@ -39,7 +39,7 @@ def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
 def generate(
     llm: LLM, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] = GREEDY
 ) -> list[RequestOutput]:
-    """All at once; afterwards nothing may be left in the engine."""
+    """Run all prompts at once. Afterwards the engine must hold no request and no block."""
     outputs = llm.generate(list(prompts), params, use_tqdm=False)
     assert_nothing_is_left(llm.core)
     return outputs
@@ -54,7 +54,7 @@ def core_request(llm: LLM, request_id: str, prompt: list[int], params: SamplingP
 
 
 def finish(core: EngineCore, limit: int = 10_000) -> dict[str, tuple[list[int], str | None, int | str | None]]:
-    """Step until nothing is left: (token ids, finish reason, stop reason) by request id."""
+    """Step until all requests have finished: (token ids, finish reason, stop reason) by request id."""
     made: dict[str, tuple[list[int], str | None, int | str | None]] = {}
     for _ in range(limit):
         if not core.has_unfinished:
@@ -72,7 +72,7 @@ def collect(core: EngineCore, made: dict[str, tuple[list[int], str | None, int |
 
 
 def assert_nothing_is_left(core: EngineCore) -> None:
-    """Every block and every row is free, once the steps that are still in flight have retired."""
+    """Assert that every block and row is free once the steps in flight have retired."""
     while core.has_unfinished:
         assert not core.step(), "these requests are over"
     scheduler = core.scheduler
@@ -97,7 +97,7 @@ def teacher_forced_logits(llm: LLM, text: list[int], chunks: Sequence[int] = ())
 
 @torch.inference_mode()
 def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = ()) -> Tensor:
-    """The same of one rank's runner; all ranks must be asked at once."""
+    """Like teacher_forced_logits, for the runner of one rank. All ranks must call it at the same time."""
     batch, model = runner.batch, runner.model
     groups, count = len(batch.block_tables), -(-len(text) // batch.block_size)
     blocks = list(range(1, groups * count + 1))

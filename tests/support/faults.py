@@ -1,4 +1,4 @@
-"""A plugin that breaks the engine from within a step, in the ways that engines break."""
+"""A plugin that makes the engine fail within a step, in the ways in which real engines fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ FAULTS = ["exception", "memory", "kill", "stop"]
 
 
 class Faults(LogitsProcessor):
-    """extra_args={"fault": one of FAULTS, "at": output position, "once": a file, if only while that is not there}."""
+    """extra_args={"fault": one of FAULTS, "at": output position, "once": a file}.
+
+    The file is optional. The fault creates it, and does not occur if it exists.
+    """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         super().__init__(config, device)

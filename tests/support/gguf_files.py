@@ -1,4 +1,4 @@
-"""GGUF files of every type, written from checkpoints by `tools/make_gguf.py`; and checkpoints of what they mean."""
+"""GGUF files of every type, written by `tools/make_gguf.py`, and checkpoints with the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE = {  # rows of whole super-blocks
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320,
 }  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {  # variants of `support.checkpoints`, but for what GGUF cannot say
+FAMILIES: dict[str, dict[str, Any]] = {  # variants of `support.checkpoints`, without what GGUF cannot express
     "llama-gqa2-tied-llama3": {},
     "llama-biases-linear-old": {},
     "mistral-no-window": {},
@@ -63,12 +63,12 @@ def tool() -> Any:
 
 
 def reference(checkpoint: Path, variant: str = "") -> Any:
-    """transformers' model of a checkpoint of this variant, or of none."""
+    """transformers' model of a checkpoint. variant: its variant, if it is one."""
     return load(checkpoint, **REFERENCE_CONFIG.get(variant, {}))
 
 
 def write_family(directory: Path, variant: str, changes: dict[str, Any] | None = None) -> Path:
-    """A checkpoint of a variant that GGUF can hold."""
+    """Write a checkpoint of a variant in a form that GGUF can express."""
     kind, config, writing = ALL_VARIANTS[variant]
     config = {**config, **FAMILIES[variant], **(changes or {})}
     return write_checkpoint(directory, kind, config, seed=writing.get("seed", 0))
@@ -80,7 +80,7 @@ def write_gguf(checkpoint: Path, out: Path, kind: str = "F32", pre: str = "gpt-2
 
 
 def write_meaning(checkpoint: Path, directory: Path, kind: str) -> Path:
-    """A checkpoint of the weights that the GGUF file of this type has, as the gguf package reads them."""
+    """Write a checkpoint with the weights of the GGUF file of this type, as the gguf package reads them."""
     shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("*.safetensors*"))
     state = {name: t for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub: the few endpoints that a download uses, over a folder of repositories."""
+"""A stand-in for the Hugging Face hub: the endpoints that a download uses, over a folder of repositories."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves `folder`/owner/name/*, as a context manager. tokens: what a gated/... repository may be read with.
+    """Serves `folder`/owner/name/*, as a context manager. tokens: those that give access to gated/... repositories.
 
-    requests: every (method, path) that came. revisions: names besides main and the commit that exist.
+    requests: (method, path) of every request. revisions: names that exist besides main and the commit.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Hub:
         return status, headers, json.dumps({"error": message}).encode()
 
     def fetched(self) -> set[str]:
-        """The files whose contents were asked for."""
+        """The files whose contents were requested."""
         paths = [path for method, path in self.requests if method == "GET" and "/resolve/" in path]
         return {path.split(f"/resolve/{COMMIT}/")[-1] for path in paths}
 

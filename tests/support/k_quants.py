@@ -1,5 +1,7 @@
-"""ggml's K-quants, written as its comments describe the blocks of 256 weights. Rounding is plain: llama.cpp's own
-quantizer searches for better scales, but what the bytes mean is the same."""
+"""ggml's K-quants, written as its comments describe the blocks of 256 weights.
+
+Rounding is plain. llama.cpp's own quantizer searches for better scales, but the meaning of the bytes is the same.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,7 @@ WRITERS: dict[Type, Callable[[Array], Array]] = {
 
 
 def quantize(values: Array, kind: Type) -> Array:
-    """As `gguf.quants.quantize`, which knows no K-quants: floats [..., in] -> bytes [..., bytes of a row]"""
+    """Like `gguf.quants.quantize`, which lacks K-quants: floats [..., in] -> bytes [..., bytes of a row]"""
     if kind not in WRITERS:
         return gguf.quants.quantize(values, kind)
     blocks = WRITERS[kind](np.ascontiguousarray(values, np.float32).reshape(-1, 256))

@@ -1,4 +1,4 @@
-"""Two KV specs that no model has yet: a recurrent state, and blocks that differ by head. They test the interface."""
+"""Two KV specs that no model uses yet, to test the interface: a recurrent state, and blocks that differ by head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class StateSpec(KVCacheSpec, frozen=True, tag=True):
     """A recurrent layer's state, which has a fixed size.
 
-    A step reads the state that the step before left, and leaves its own in the block of its last token. A block whose
-    last step ended with the block's last token is a checkpoint, which other requests may start from. num_blocks: the
+    A step reads the state of the step before, and stores its own in the block of its last token. If a step ended with
+    the last token of a block, that block is a checkpoint from which other requests may start. num_blocks: one for the
     state that is read, and one for each step in flight.
     """
 
@@ -45,9 +45,10 @@ class StateSpec(KVCacheSpec, frozen=True, tag=True):
 class HeadBudgetSpec(KVCacheSpec, frozen=True, tag=True):
     """Each KV head keeps as many tokens as its budget allows, in blocks of its own.
 
-    The worker decides which tokens those are (here, the last ones, in a ring); the scheduler only grants blocks. Their
-    order in a table: the first block of each head, then the second of each head that has one, and so on. What a head
-    keeps depends on later tokens, so nothing can be shared. budgets: tokens of each head, full blocks.
+    The worker decides which tokens a head keeps (in this test the last ones, in a ring). The scheduler only grants
+    blocks. A table lists the first block of each head, then the second block of each head that has one, and so on.
+    Which tokens a head keeps depends on later tokens, so blocks cannot be shared. budgets: tokens of each head, in full
+    blocks.
     """
 
     budgets: tuple[int, ...]
@@ -68,7 +69,7 @@ class HeadBudgetSpec(KVCacheSpec, frozen=True, tag=True):
         return 0, []
 
     def index(self, head: int, number: int, block_size: int) -> int:
-        """Where a table has the block of this number of a head."""
+        """The index in a table of block `number` of a head."""
         lengths = [budget // block_size for budget in self.budgets]
         return sum(min(number, length) for length in lengths) + sum(length > number for length in lengths[:head])
 

@@ -1,10 +1,10 @@
-"""A device that works late: what is launched happens when its result is demanded, and not before.
+"""A device that works as late as possible: operations run only when their results are demanded.
 
-A GPU runs behind the host. Here it does so as far as it can: every operation of a step is put into a queue, and until
-it runs, its result holds rubbish. A host that needs to know something of a result (how many elements of it are not
-zero, say) gets an error; one that looks at it, or changes memory that is yet to be read, goes wrong and fails the test.
-A host that asks for the results of a step while it could still have submitted another one gets an error as well: it
-would have left the device idle.
+A GPU runs behind the host. This device runs as far behind as it can. Every operation of a step is queued, and its
+result holds rubbish until it runs. A host that needs to know a property of a result, such as its number of nonzero
+elements, gets an error. A host that reads the result, or changes memory that is yet to be read, computes rubbish and
+fails the test. A host that asks for the results of a step although it could have submitted another one gets an error as
+well, since it would have left the device idle.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from quire.worker.staging import Staging
 
 
 class Stream(TorchDispatchMode):
-    """While it is entered, torch's operations are put into its queue. It can be entered again and again."""
+    """A queue of torch operations: while it is entered, they are queued. It can be entered repeatedly."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue: deque[Callable[[], object]] = deque()
         self.running = False
-        self.waits = 0  # of the host for something in the queue
+        self.waits = 0  # how often the host waited for a queued operation
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -55,7 +55,7 @@ class Stream(TorchDispatchMode):
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """What happens in here is not put into the queue."""
+        """Operations within this block run at once instead of being queued."""
         before, self.running = self.running, True
         try:
             yield
@@ -63,7 +63,7 @@ class Stream(TorchDispatchMode):
             self.running = before
 
     def launch(self, run: Callable[[], Tensor], *shape: int, dtype: torch.dtype) -> Tensor:
-        """Have `run` called later. Where its result will be."""
+        """Queue `run`. Returns the tensor that will hold its result."""
         with self.at_once():
             out = spoilt(torch.empty(shape, dtype=dtype))
         self.queue.append(lambda: out.copy_(run()))
@@ -74,7 +74,7 @@ class Stream(TorchDispatchMode):
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         returns = [r.alias_info for r in func._schema.returns]
         if self.running or not tensors:
-            return func(*args, **kwargs)  # what makes a new tensor reads nothing
+            return func(*args, **kwargs)  # creating a tensor reads nothing
         if any(alias is not None and not alias.is_write for alias in returns):
             made = func(*args, **kwargs)
             theirs = {x.untyped_storage().data_ptr() for x in tensors}
@@ -101,7 +101,7 @@ class Stream(TorchDispatchMode):
         return outs
 
     def run_until(self, position: Callable[[], object]) -> None:
-        """Run the queue up to what `position` is, since the host waits for it."""
+        """Run the queue up to the operation `position`, for which the host waits."""
         self.waits += 1
         with self.at_once(), torch.inference_mode():
             while True:
@@ -116,7 +116,7 @@ def _to_meta(x: Any) -> Any:
 
 
 def spoilt(x: Tensor) -> Tensor:
-    """Filled with what is no result."""
+    """The tensor, filled with rubbish."""
     return x.fill_(float("nan") if x.is_floating_point() else True if x.dtype is torch.bool else -128)
 
 
@@ -126,7 +126,7 @@ class LateDevice(Device):
     def __init__(self, stream: Stream) -> None:
         super().__init__(torch.device("cpu"))
         self.stream = stream
-        self.waits = 0  # for memory of an earlier upload
+        self.waits = 0  # how often the host waited for the memory of an earlier upload
         # Two steps, and the next; and what copies the bytes of each.
         self._buffers = deque((torch.empty(1 << 22, dtype=torch.uint8), lambda: None) for _ in range(3))
 
@@ -168,7 +168,7 @@ class LateDevice(Device):
 
 
 class _Late:
-    """Something whose methods are launched."""
+    """A wrapper that launches the methods of the real object."""
 
     def __init__(self, real: Any, stream: Stream) -> None:
         self.real, self.stream = real, stream
@@ -215,12 +215,12 @@ class LateKernels(_Late):
         return self.stream.launch(run, *logits.shape, dtype=logits.dtype)
 
     def flat_batch(self, *arguments: Any) -> None:
-        """Fills the memory that it is given."""
+        """Fills memory that the caller provides."""
         self.stream.queue.append(lambda: self.real.flat_batch(*arguments))
 
 
 class WatchedScheduler(Scheduler):
-    """Knows whether it could have given another step: not if the last one was empty, and nothing happened since."""
+    """Knows whether it could schedule another step. It cannot if the last step was empty and nothing happened since."""
 
     exhausted = False
 
@@ -254,7 +254,7 @@ class LateExecutor(Executor):
         self.kv_cache: KVCacheSize = llm.core.executor.kv_cache
         self.scheduler, self.stream = scheduler, Stream()
         self.most_in_flight = 0
-        self.waits = 0  # of the host for the device while it launches a step
+        self.waits = 0  # how often the host waited for the device while launching a step
         self._unread: deque[int] = deque()  # submitted steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
         batch = InputBatch(len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size)
@@ -303,7 +303,7 @@ class LateExecutor(Executor):
         assert self._unread.popleft() == step_id, "results are read in order"
 
     def shutdown(self) -> None:
-        """Nothing was started."""
+        """There is nothing to shut down."""
 
 
 def limits_of(llm: LLM, depth: int) -> SchedulerLimits:

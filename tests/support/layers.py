@@ -1,4 +1,4 @@
-"""Single layers with random weights, and the tensors of the checkpoint that they were filled from."""
+"""Single layers with random weights, and the checkpoint tensors that filled them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Tensors = dict[str, Tensor]
 
 
 def draw(name: str, *shape: int) -> Tensor:
-    """Normal values that depend on the name alone."""
+    """Normally distributed values that depend only on the name."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
 
 
 def build_layer(
     make: Callable[[Builder], Layer], kernels: str = "reference", group: Communicator | None = None
 ) -> tuple[Layer, Tensors]:
-    """The layer, and its whole tensors by their names in the checkpoint."""
+    """Returns the layer, and its whole tensors by checkpoint name."""
     if kernels == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
     pins = dict.fromkeys(OPS, "reference") if kernels == "reference" else {}
@@ -49,5 +49,5 @@ def build_layer(
 
 
 def on_two_ranks(make: Callable[[Builder], Any], x: Tensor) -> list[Tensor]:
-    """What each rank's share of the layer computes of x."""
+    """The result of each rank's share of the layer for x."""
     return on_every_rank(2, lambda group: build_layer(make, group=group)[0](x.clone()))

@@ -1,4 +1,4 @@
-"""What the hub's checkpoints have and `save_pretrained` does not write: older fields, other names, more tensors."""
+"""Edits that make saved checkpoints like those of the hub: older fields, other names, extra tensors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
-# Families that transformers does not have, as the one that computes the same
+# Families that transformers lacks, by the family that computes the same
 STAND_INS = {"internlm2": "llama", "minicpm": "granite"}
 
 
 def stand_in_config(kind: str, config: Config) -> Config:
-    """A family's differences from the base, in the words of the one that stands in for it."""
+    """A family's differences from the base, in the field names of the family that stands in for it."""
     if kind != "minicpm":
         return config
     config = dict(config)
@@ -38,8 +38,8 @@ def edit_config(
     directory: Path, kind: str, differences: Config, *, old_rope: bool, without: list[str], adds: Config
 ) -> None:
     """
-    old_rope: the fields that came before `rope_parameters`, and `torch_dtype`, as files written before transformers 5
-    have. without, adds: fields dropped from the file, and put into it.
+    old_rope: write the fields that preceded `rope_parameters`, and `torch_dtype`, as before transformers 5. without:
+    fields to drop from the file. adds: fields to add to it.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
@@ -53,7 +53,7 @@ def edit_config(
 
 
 def before_transformers_5(config: Config) -> None:
-    """Rename the fields to what files written before transformers 5 have."""
+    """Rename the fields to their names before transformers 5."""
     if "dtype" in config:
         config["torch_dtype"] = config.pop("dtype")
     if "rope_parameters" in config:
@@ -92,7 +92,7 @@ def _old_rope(config: Config, parameters: Config) -> None:
     if parameters["rope_type"] in oldest or family.startswith("deepseek"):
         parameters["type"] = parameters.pop("rope_type")
     if family == "phi3":
-        parameters.pop("original_max_position_embeddings", None)  # it stands beside
+        parameters.pop("original_max_position_embeddings", None)  # it is a field of its own
     config["rope_scaling"] = None if parameters in ({"rope_type": "default"}, {"type": "default"}) else parameters
 
 
@@ -106,7 +106,7 @@ def edit_tensors(directory: Path, edit: Callable[[Tensors, Config], Tensors]) ->
 
 
 def gpt2_hub(tensors: Tensors, config: Config) -> Tensors:
-    """openai-community/gpt2: the names of the inner model, and every layer's causal mask."""
+    """openai-community/gpt2 has the names of the inner model, and a causal mask in every layer."""
     length = config["n_positions"]
     mask = torch.ones(1, 1, length, length).tril()
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -114,17 +114,17 @@ def gpt2_hub(tensors: Tensors, config: Config) -> Tensors:
 
 
 def opt_hub(tensors: Tensors, config: Config) -> Tensors:
-    """facebook/opt-125m: saved from the inner model, too."""
+    """facebook/opt-125m has the names of the inner model, too."""
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
 def falcon_hub(tensors: Tensors, config: Config) -> Tensors:
-    """tiiuae/falcon-7b: tied, and stored twice nevertheless."""
+    """tiiuae/falcon-7b stores its tied embeddings twice."""
     return tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
 
 
 def gpt_neox_hub(tensors: Tensors, config: Config) -> Tensors:
-    """EleutherAI/pythia-*: with the buffers that attention layers had then."""
+    """EleutherAI/pythia-* have the buffers of earlier attention layers."""
     length = config["max_position_embeddings"]
     for i in range(config["num_hidden_layers"]):
         prefix = f"gpt_neox.layers.{i}.attention."
@@ -135,7 +135,7 @@ def gpt_neox_hub(tensors: Tensors, config: Config) -> Tensors:
 
 
 def deepseek_v3_hub(tensors: Tensors, config: Config) -> Tensors:
-    """One more layer than num_hidden_layers says: the one that predicts a second token."""
+    """DeepSeek-V3 has one layer more than num_hidden_layers, which predicts a second token."""
     last, extra = (f"model.layers.{config['num_hidden_layers'] - i}." for i in (1, 0))
     more = {name.replace(last, extra): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     hidden = config["hidden_size"]
@@ -148,7 +148,7 @@ def deepseek_v3_hub(tensors: Tensors, config: Config) -> Tensors:
 
 
 def internlm2_hub(tensors: Tensors, config: Config) -> Tensors:
-    """InternLM2: other names, and q, k and v in one, grouped by the heads of k."""
+    """InternLM2 has other names, and one tensor for q, k and v, grouped by KV head."""
     renames = {
         "model.embed_tokens": "model.tok_embeddings",
         "lm_head": "output",

@@ -1,4 +1,4 @@
-"""Ways to be wrong: what a mutation changes in a spec, or in the layers of a loaded model."""
+"""Mutations: changes of a spec or of a loaded model that make it compute something wrong."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def rotary(**fields: Any) -> SpecMutation:
 
 
 def scaling(**fields: Any) -> SpecMutation:
-    """Of those layers whose rotation is scaled."""
+    """Change fields of the scaling, in layers that have one."""
 
     def mutate(spec: DecoderSpec) -> DecoderSpec:
         def scaled(r: RotarySpec | None) -> RotarySpec | None:
@@ -73,13 +73,13 @@ def windows(change: Callable[[int], int | None]) -> SpecMutation:
 
 
 def exchanged(*roles: str) -> SpecMutation:
-    """The names of two roles in the checkpoint."""
+    """Exchange the checkpoint names of two roles."""
     a, b = roles
     return lambda spec: replace(spec, names={**spec.names, a: spec.names.get(b), b: spec.names.get(a)})
 
 
 def rotated_alike(spec: DecoderSpec) -> DecoderSpec:
-    """All layers as the first that is rotated."""
+    """Give all layers the rotary spec of the first layer that has one."""
     return replace(spec, rotary=(next(filter(None, spec.rotary)),) * spec.num_layers)
 
 
@@ -100,7 +100,7 @@ def head_rotated_whole(spec: DecoderSpec) -> DecoderSpec:
 
 
 def zeroed(pick: Callable[[Any], Tensor]) -> ModelMutation:
-    """pick: from a layer, or from the model, the tensor to zero."""
+    """pick: returns the tensor to zero, from a layer or from the model."""
 
     def mutate(model: Decoder) -> None:
         for layer in model.layers:
@@ -110,7 +110,7 @@ def zeroed(pick: Callable[[Any], Tensor]) -> ModelMutation:
 
 
 def without(part: str, instead: Any = None) -> ModelMutation:
-    """part: such as mixer.sinks. instead: what takes its place."""
+    """part: an attribute such as mixer.sinks. instead: its replacement."""
     *owner, name = part.split(".")
 
     def mutate(model: Decoder) -> None:
@@ -162,7 +162,7 @@ def qk_norm_after_rotary(model: Decoder) -> None:
 
 
 def qk_norm_of_each_head(model: Decoder) -> None:
-    """In place of one over all heads."""
+    """Norm each head separately, instead of all heads as one vector."""
     for layer in model.layers:
         for name in ("q_norm", "k_norm"):
             norm = getattr(layer.mixer, name)
@@ -174,14 +174,14 @@ def qk_norm_of_each_head(model: Decoder) -> None:
 
 
 def qk_norm_weight_of_first_head(model: Decoder) -> None:
-    """One weight for all heads."""
+    """Use the norm weight of the first head for all heads."""
     for layer in model.layers:
         for norm in (layer.mixer.q_norm, layer.mixer.k_norm):
             norm.weight.copy_(norm.weight[:1].expand_as(norm.weight))
 
 
 def heads_in_another_order(model: Decoder) -> None:
-    """Query heads dealt out to the KV heads in turn, in place of neighbours sharing one."""
+    """Assign query heads to KV heads in turn, although neighbours should share one."""
     for layer in model.layers:
         a = layer.mixer
         queries = a.qkv.weight.weight[: a.num_heads * a.head_dim].view(a.num_heads, a.head_dim, -1)  # a view
@@ -200,7 +200,7 @@ def untied(model: Decoder) -> None:
 
 
 def positions_from_one(model: Decoder) -> None:
-    """Only relative positions count in rotation, so this one must change nothing: the opposite of a mutation."""
+    """Not a mutation: rotation depends only on relative positions, so this must change nothing."""
     model.rotary = [lambda positions, table=table: table(positions + 1) for table in model.rotary]
 
 

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of every format, written as plainly as their descriptions read, and what their weights mean."""
+"""Quantized checkpoints of every format, written plainly as the formats are described, and the weights they mean."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LINEAR = r"\.((self_attn|mlp)\..*_proj|experts\.\d+\.w[123])\.weight$"
 
 @dataclass(frozen=True)
 class Format:
-    """quantize: a weight [out, in] -> (the tensors of the layer, by the ends of their names; the weight they mean)."""
+    """quantize: a weight [out, in] -> (tensors of the layer by the ends of their names, the weight that they mean)."""
 
     config: dict[str, Any]
     quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
-    group: int = 1  # inputs that cannot be divided between ranks; 0: none can
-    left_over: Tensors = field(default_factory=dict)  # what else such checkpoints have in each layer
+    group: int = 1  # inputs that must stay on one rank; 0: all of them
+    left_over: Tensors = field(default_factory=dict)  # other tensors of each layer in such checkpoints
 
 
 def integers(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +50,7 @@ def meaning(codes: Tensor, scales: Tensor, zeros: Tensor, group_of: list[int]) -
 
 
 def words(rows: Tensor, bits: int) -> Tensor:
-    """Each row's numbers as one long number, the first lowest, cut into words of 32 bits."""
+    """Each row's numbers, concatenated as bits from the lowest up, and cut into words of 32 bits."""
     length = -(-rows.shape[1] * bits // 32) * 4
     numbers = [sum(value << (bits * i) for i, value in enumerate(row)) for row in rows.tolist()]
     return torch.from_numpy(np.stack([np.frombuffer(n.to_bytes(length, "little"), np.int32).copy() for n in numbers]))
@@ -78,7 +78,7 @@ def gptq(bits: int, group: int, *, v2: bool = False, act_order: bool = False, sy
 
 def awq(group: int) -> Format:
     def interleaved(rows: Tensor) -> Tensor:
-        """Of eight neighbours, those at even places fill the low half of a word, those at odd places the high one."""
+        """Of eight neighbours, those at even indices fill the low half of a word, the others the high half."""
         return words(rows.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -189,7 +189,7 @@ FORMATS = {
 
 
 def write_quantized(source: Path, directory: Path, form: Format, linear: str = LINEAR) -> tuple[Path, Path]:
-    """(a checkpoint with the linear layers of `source` in this format, a dense one with the weights that those mean)"""
+    """(a checkpoint with the linear layers of `source` in this format, a dense checkpoint of the weights they mean)"""
     quantized, dense = directory / "quantized", directory / "dense"
     state = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
     made, meant = {}, {}

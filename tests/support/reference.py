@@ -1,4 +1,4 @@
-"""What transformers says: greedy continuations, and logits of a given text."""
+"""References computed by transformers: greedy continuations, and the logits of a given text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.families import REFERENCE_CONFIG
 from support.layouts import STAND_INS
 
 NUM_TOKENS = 64
-TIE = 1e-4  # where the two best logits are nearer than this, either is right, and what follows may differ
+TIE = 1e-4  # if the two best logits are closer than this, either token is right, and later tokens may differ
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 100)  # around the borders of blocks of 16
 NUM_PROMPTS = 32
 FEWER_PROMPTS = 12  # for all but the first variant of a family
 
 
 def prompts(vocab_size: int, count: int = NUM_PROMPTS) -> list[list[int]]:
-    """`count` random prompts; the first of them have the lengths of LENGTHS."""
+    """`count` random prompts. The first ones have the lengths in LENGTHS."""
     draw = random.Random(5)
     lengths = [*LENGTHS, *(draw.randint(1, 70) for _ in range(count - len(LENGTHS)))]
     return [[draw.randrange(4, vocab_size) for _ in range(length)] for length in lengths]
@@ -30,7 +30,7 @@ def prompts(vocab_size: int, count: int = NUM_PROMPTS) -> list[list[int]]:
 
 @dataclass
 class Continuation:
-    """token_ids: the greedy tokens; certain: how many of them are no ties, from the first on."""
+    """token_ids: the greedy tokens. certain: how many of them come before the first tie."""
 
     prompt: list[int]
     token_ids: list[int]
@@ -42,7 +42,7 @@ class Continuation:
 
 
 def load(path: Path, **config: Any) -> Any:
-    """config: what the reference's config has otherwise than the file."""
+    """config: fields that replace those of the file."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -52,9 +52,9 @@ def load(path: Path, **config: Any) -> Any:
         path,
         config=settings,
         dtype=torch.float32,
-        # Falcon's eager attention of transformers 5 adds the slopes of ALiBi twice
+        # transformers 5's eager attention of Falcon adds the slopes of ALiBi twice
         attn_implementation="sdpa" if getattr(settings, "alibi", False) else "eager",
-        experts_implementation="eager",  # grouped products ask for widths that divide by 4
+        experts_implementation="eager",  # grouped products need widths that are multiples of 4
     ).eval()
 
 

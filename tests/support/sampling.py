@@ -1,4 +1,4 @@
-"""Sampling, one request at a time, in plain Python: what the vectorized sampler is compared with."""
+"""Sampling of one request at a time in plain Python, the reference of the vectorized sampler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.worker.state import shared_state
 
 
 def places(batch: InputBatch, rows: Sequence[int], num_tokens: Sequence[int] | None = None) -> SamplingPlaces:
-    """Behind the first num_tokens[i] tokens of rows[i], or behind all that are known; from logits[i]."""
+    """Place i follows the first num_tokens[i] tokens of rows[i], by default all known tokens, and uses logits[i]."""
     of = np.asarray(rows)
     lengths = batch.num_tokens[of] if num_tokens is None else np.asarray(num_tokens)
     state, on_device = shared_state(batch), torch.from_numpy(lengths)
@@ -31,7 +31,7 @@ def processed(
     bad_words: Sequence[list[int]] = (),
     stop_token_ids: Sequence[int] = (),
 ) -> list[float]:
-    """The logits after everything that comes before the temperature."""
+    """The logits after all processing that precedes the temperature."""
     made = list(logits)
     if params.allowed_token_ids is not None:
         made = [x if token in params.allowed_token_ids else -math.inf for token, x in enumerate(made)]
@@ -52,9 +52,9 @@ def processed(
 
 
 def distribution(logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
-    """What a row is drawn from, in the order temperature, min-p, top-k, top-p. Zero: not allowed."""
+    """The probabilities after temperature, min-p, top-k and top-p, in this order. Excluded tokens have zero."""
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
-    weights = [w if w >= min_p else 0.0 for w in weights]  # the largest is 1
+    weights = [w if w >= min_p else 0.0 for w in weights]  # the largest weight is 1
     order = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
     for token in order[top_k:]:
         weights[token] = 0.0
@@ -68,13 +68,13 @@ def distribution(logits: Sequence[float], temperature: float, top_k: int, top_p:
 
 
 def gumbel_scores(probabilities: Sequence[float], seed: int, position: int) -> list[float]:
-    """The token with the largest is the one that is drawn."""
+    """A score for each token. The token with the largest score is drawn."""
     noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), len(probabilities))[0].tolist()
     return [math.log(p) + n if p else -math.inf for p, n in zip(probabilities, noise, strict=True)]
 
 
 def scores(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> list[float]:
-    """The token with the largest is the one that a request takes, given its processed logits."""
+    """A score for each token, given the processed logits. The request gets the token with the largest score."""
     if params.greedy:
         return list(logits)
     top_k = params.top_k if params.top_k > 0 else len(logits)
@@ -83,12 +83,12 @@ def scores(logits: Sequence[float], params: SamplingParams, seed: int, position:
 
 
 def chi_square_bound(freedom: int) -> float:
-    """Beyond one in ten thousand."""
+    """The bound that a right distribution exceeds in one of ten thousand tests."""
     return freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
 def chi_square(observed: Sequence[int], probabilities: Sequence[float]) -> float:
-    """Pearson's statistic. What is impossible must not have been seen."""
+    """Pearson's statistic. Tokens of probability zero must not have been observed."""
     count = sum(observed)
     assert all(seen == 0 for seen, p in zip(observed, probabilities, strict=True) if p == 0)
     return sum((seen - p * count) ** 2 / (p * count) for seen, p in zip(observed, probabilities, strict=True) if p > 0)

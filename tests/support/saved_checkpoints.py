@@ -1,4 +1,4 @@
-"""What versions of transformers wrote with `save_pretrained`, recorded by tests/data/record_saved_checkpoints.py.
+"""Records of what versions of transformers save, made by tests/data/record_saved_checkpoints.py.
 
 The tensors' names are kept short: {"layers.{0,1}.experts.{0,1}.w": [4, 6]} stands for four tensors of that shape.
 """
@@ -34,7 +34,7 @@ def write_record(version: str, record: dict[str, Any]) -> Path:
 
 
 def fold(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Shapes by short names. Numbers that do not occur in every combination, or with other shapes, are left alone."""
+    """Shapes by short names. Names are shortened only if all combinations of their numbers occur, with one shape."""
     groups: dict[tuple[str, ...], dict[str, list[int]]] = {}
     for name, shape in shapes.items():
         groups.setdefault((re.sub(r"\d+(?=\.)", "{}", name), *map(str, shape)), {})[name] = shape
@@ -48,7 +48,7 @@ def fold(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 def unfold(folded: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Shapes by the tensors' whole names."""
+    """Shapes by the full names of the tensors."""
     shapes = {}
     for short, shape in folded.items():
         texts, choices = re.split(r"{[\d,]+}", short), re.findall(r"{([\d,]+)}", short)

@@ -1,4 +1,4 @@
-"""A server in a thread of this process: one engine, and any number of applications with it; and an HTTP client."""
+"""A server in a thread of this process, with one engine and any number of applications, and an HTTP client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Raises unless it is an error in OpenAI's shape."""
+        """The error. Raises if the answer is not an error in OpenAI's format."""
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str)
@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream that ended with [DONE]."""
+        """The events of a stream, which must end with [DONE]."""
         assert self.headers["content-type"].startswith("text/event-stream")
         *events, done, rest = self.body.decode().split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
@@ -53,7 +53,7 @@ class Answer:
 
 @dataclass
 class Service:
-    """An application that is served."""
+    """A running application."""
 
     app: FastAPI
     port: int
@@ -74,13 +74,13 @@ class Service:
         )
 
     def complete(self, prompt: Any, **fields: Any) -> Any:
-        """What /v1/completions answers, greedy if nothing else is said."""
+        """The answer of /v1/completions, greedy by default."""
         answer = self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
         assert answer.status == 200, answer.body
         return answer.events if fields.get("stream") else answer.json
 
     def chat(self, content: Any, **fields: Any) -> Any:
-        """What /v1/chat/completions answers to a message."""
+        """The answer of /v1/chat/completions to a message."""
         messages = [{"role": "user", "content": content}]
         answer = self.post("/v1/chat/completions", {"messages": messages, "temperature": 0, **fields})
         assert answer.status == 200, answer.body
@@ -92,7 +92,7 @@ class Service:
 
     @contextmanager
     def connection(self, path: str, content: Any, receive_buffer: int = 0) -> Iterator[socket.socket]:
-        """A raw connection on which a request was sent."""
+        """A raw connection, on which the request has been sent."""
         body = json.dumps(content).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -143,7 +143,7 @@ class Host:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
 
     def serve(self, send_buffer: int = 0, **options: Any) -> Service:
-        """send_buffer: bytes that the kernel takes of a connection. options: of ServerConfig."""
+        """send_buffer: bytes that Linux buffers for a connection. options: of ServerConfig."""
         config = ServerConfig.create(**options)
         app = create_app(self.llm, config, config.served_model_name or ["demo"])
         listening = socket.create_server(("127.0.0.1", 0))
@@ -161,7 +161,7 @@ class Host:
             await asyncio.sleep(0.01)
 
     def post_until_time_is_up(self, path: str, body: dict[str, Any], **options: Any) -> Answer:
-        """The answer to a streamed request whose time ends within the stream, on a machine of any speed."""
+        """The answer to a streamed request that times out within the stream, on a machine of any speed."""
         for seconds in (0.3, 1, 3, 9):
             answer = self.serve(request_timeout=seconds, **options).post(path, {**body, "stream": True})
             if answer.status == 200:
@@ -170,7 +170,7 @@ class Host:
 
     @property
     def is_idle(self) -> bool:
-        """Neither requests nor blocks are held, as far as the core has said."""
+        """Whether the core holds no requests and no blocks, by its last report."""
         client = self.llm.client
         return client.num_unfinished == 0 and client.stats.num_running == 0 and client.stats.kv_cache_usage == 0
 

@@ -23,7 +23,7 @@ import psutil
 class Server:
     """`quire serve` on a free port of the loopback device; a context manager.
 
-    url: of the server; log: what it has written so far.
+    url: of the server. log: its output so far.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Server:
         wrapper: Sequence[str] = (),
         **environment: str,
     ) -> None:
-        """files: soft and hard limit of open files. wrapper: a command that runs the one behind it."""
+        """files: soft and hard limit of open files. wrapper: a prefix of the command."""
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
             [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE,
@@ -71,7 +71,7 @@ class Server:
 
     @property
     def core(self) -> psutil.Process:
-        """The process of the engine's core: the newest child that is no helper of multiprocessing."""
+        """The process of the engine core: the newest child that is not a helper of multiprocessing."""
         children = psutil.Process(self.process.pid).children()
         cores = [p for p in children if "resource_tracker" not in " ".join(p.cmdline())]
         return max(cores, key=lambda p: p.create_time())
@@ -89,7 +89,7 @@ class Server:
         return float(found[1])
 
     def wait_until_idle(self, seconds: float = 20.0) -> None:
-        """Until no sequence runs or waits and no block is held."""
+        """Wait until no sequence runs or waits and no block is held."""
         names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
         deadline = time.monotonic() + seconds
         while any(values := [self.metric(name) for name in names]):
@@ -97,7 +97,7 @@ class Server:
             time.sleep(0.05)
 
     def stop(self, seconds: float = 40.0) -> int:
-        """SIGTERM, and wait; the exit status."""
+        """Send SIGTERM and wait. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 

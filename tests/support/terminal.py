@@ -28,7 +28,7 @@ class Session:
             command,
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
             env={**os.environ, "TERM": "xterm", **environment},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # makes Ctrl-C a signal
         )  # fmt: skip
         os.close(slave)
         self.screen, self._seen = "", 0
@@ -37,13 +37,16 @@ class Session:
         os.write(self._master, text.encode())
 
     def interrupt(self) -> None:
-        """Press Ctrl-C as a person does, a moment after the last key: a signal that comes in the microseconds between
-        the echo of a key and the wait for the next one is noticed by Python's readline at the next key only."""
+        """Press Ctrl-C a moment after the last key, as a person does.
+
+        A signal in the microseconds between the echo of a key and the wait for the next key would be noticed by
+        Python's readline only at the next key.
+        """
         time.sleep(0.5)
         self.type(CTRL_C)
 
     def wait_for(self, text: str, timeout: float = 60) -> str:
-        """What was written since the last call, up to and including `text`."""
+        """Wait for `text`. Returns the output since the last call, up to and including `text`."""
         deadline = time.monotonic() + timeout
         while (found := self.screen.find(text, self._seen)) < 0:
             assert time.monotonic() < deadline, f"no {text!r} in {self.screen[self._seen :]!r}"
@@ -53,7 +56,7 @@ class Session:
         return written
 
     def end(self, timeout: float = 30) -> int:
-        """The exit status."""
+        """Wait for the process to end. Returns its exit status."""
         deadline = time.monotonic() + timeout
         while self._read():
             assert time.monotonic() < deadline, f"it goes on: {self.screen[self._seen :]!r}"
@@ -66,7 +69,7 @@ class Session:
         os.close(self._master)
 
     def _read(self) -> bool:
-        """False once nobody has the terminal open."""
+        """Read output. Returns False once no process has the terminal open."""
         if not select.select([self._master], [], [], 0.2)[0]:
             return True
         try:
@@ -79,7 +82,7 @@ class Session:
 
 @contextlib.contextmanager
 def terminal(*arguments: str, state: Path, columns: int = 70) -> Iterator[Session]:
-    """`quire ...` in a terminal. state: where it keeps what it remembers of a user."""
+    """Run `quire ...` in a terminal. state: the folder in which it keeps the user's state."""
     session = Session([sys.executable, "-m", "quire", *arguments], columns, {"XDG_STATE_HOME": str(state)})
     try:
         yield session

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks as threads of one process: every split of a model is tried in milliseconds."""
+"""Tensor-parallel ranks as threads of one process, so tests try every split of a model in milliseconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the ranks lay down their tensors and take up the others'."""
+    """The point at which ranks exchange their tensors."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
@@ -50,7 +50,7 @@ class ThreadGroup(Communicator):
 
 
 def on_every_rank(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
-    """The results of `work(group)` on `size` ranks."""
+    """Run `work(group)` on `size` ranks. Returns the result of each rank."""
     meeting = Meeting(size)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, ThreadGroup(rank, size, None, meeting)) for rank in range(size)]

@@ -1,7 +1,7 @@
-"""The GPU's kernels, run by Triton's interpreter where there is no GPU. To be imported before whatever imports triton.
+"""The GPU's kernels, run by Triton's interpreter if there is no GPU. Import this before anything imports triton.
 
-Triton looks at TRITON_INTERPRET when a function of its own or ours is decorated, and again when it runs; other tests,
-and the processes that they start, are not to see it.
+Triton reads TRITON_INTERPRET when a kernel is decorated and again when it runs. Other tests, and the processes that
+they start, must not see the variable.
 """
 
 from __future__ import annotations

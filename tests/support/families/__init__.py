@@ -1,7 +1,7 @@
-"""Variants of every family: the odd choices that its checkpoints make, in the words of their config.json.
+"""Variants of every family, with the unusual choices of its checkpoints, as fields of config.json.
 
-The first variant of a family is its usual form. Where sizes are odd, they are so on purpose; the numbers of heads and
-the widths of MLPs and experts divide by 2, for tests with two ranks.
+The first variant of a family is its usual form. Unusual sizes are intended. The numbers of heads and the
+widths of MLPs and experts are even, for tests with two ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from support.families.rms_norm import RMS_NORM
 
 NEW_VARIANTS = {**RMS_NORM, **LAYER_NORM, **EXPERTS}
 
-# Where transformers must be told what an engine decides otherwise: differences of the reference's config.
-# longrope: an engine takes the long factors, for every request, if its longest one may exceed the original length;
-# transformers in each forward pass by the length there.
+# Differences of the reference's config, where transformers decides differently from an engine.
+# longrope: an engine uses the long factors for every request if the longest request may exceed the original length.
+# transformers decides in each forward pass, by the length of that pass.
 REFERENCE_CONFIG: dict[str, dict[str, Any]] = {}
 for _name in ("phi3-longrope", "phi3-longrope-partial"):
     _parameters = NEW_VARIANTS[_name][1]["rope_parameters"]

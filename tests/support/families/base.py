@@ -1,4 +1,4 @@
-"""What the tables of variants are written in."""
+"""Types and helpers for the tables of variants."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 YARN = {"factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0, "original_max_position_embeddings": 128}
 
 
-def rope(theta: float, kind: str = "default", **more: Any) -> dict[str, Any]:
-    return {"rope_theta": theta, "rope_type": kind, **more}
+def rope(theta: float, kind: str = "default", **extra: Any) -> dict[str, Any]:
+    return {"rope_theta": theta, "rope_type": kind, **extra}
