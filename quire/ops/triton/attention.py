@@ -118,8 +118,8 @@ def prepare_kernel(
             c = tl.load(cos + token * half + pair, mask=turned, other=1.0)
             s = tl.load(sin + token * half + pair, mask=turned, other=0.0)
             across = other.to(tl.float32) * s
-            made = values.to(tl.float32) * c + tl.where(is_second, across, -across)
-            values = tl.where(turned, made, values.to(tl.float32)).to(values.dtype)
+            rotated = values.to(tl.float32) * c + tl.where(is_second, across, -across)
+            values = tl.where(turned, rotated, values.to(tl.float32)).to(values.dtype)
         tl.debug_barrier()  # all threads have read the values that are overwritten next
         tl.store(x + at, values, mask=inside)
     if head >= heads:
