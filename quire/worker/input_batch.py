@@ -110,7 +110,9 @@ class InputBatch:
         self.num_prompt_logprobs[row] = -1 if resumed else self._count(params.prompt_logprobs)
 
     def _count(self, logprobs: int | None) -> int:
-        return -1 if logprobs is None else self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
+        if logprobs is None:
+            return -1
+        return self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
 
     def edit_block_tables(self, step: SchedulerOutput) -> None:
         edits = step.block_table_edits
