@@ -29,7 +29,7 @@ from support.thread_group import ThreadGroup, on_every_rank
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop strings, n > 1",
     "tensor parallelism × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop "
-    "strings, n > 1",
+    "strings, n > 1, two steps in flight",
 ]
 
 
