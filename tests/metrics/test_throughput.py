@@ -1,0 +1,74 @@
+"""The periodic log line of an engine's throughput."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from quire.messages.engine import CoreStats
+from quire.metrics import throughput
+from quire.metrics.throughput import LOG_SECONDS, ThroughputLog
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(throughput, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The log lines so far."""
+    said: list[str] = []
+    logger = logging.getLogger("quire")
+    monkeypatch.setattr(logger, "info", lambda message, *arguments: said.append(message % arguments))
+    return said
+
+
+def test_a_line_has_the_mean_rates_over_the_time_with_work(clock: Clock, lines: list[str]):
+    log = ThroughputLog()
+    log.begin_work()
+    clock.now += 4
+    log.step(CoreStats(num_running=3, num_waiting=2, kv_cache_usage=0.25), 400, 20, 400, 100)
+    assert not lines
+    log.end_work()
+    clock.now += 90  # idle
+    log.begin_work()
+    clock.now += 6
+    log.step(CoreStats(num_running=1, num_waiting=0, kv_cache_usage=0.5), 200, 30, 0, 0)
+    [line] = lines
+    assert line.startswith("Running 1, waiting 0; computed 60.0 prompt tokens/s, generated 5.0 tokens/s in 10.0 s of")
+    assert line.endswith("KV cache 50.0 % in use, prefix cache hits 25.0 %")
+
+
+def test_each_line_counts_from_the_one_before(clock: Clock, lines: list[str]):
+    log = ThroughputLog()
+    log.begin_work()
+    for generated in (100, 200):
+        clock.now += LOG_SECONDS
+        log.step(CoreStats(), 0, generated, 0, 0)
+    assert "generated 10.0 tokens/s in 10.0 s" in lines[0]
+    assert "generated 20.0 tokens/s in 10.0 s" in lines[1]
+    assert all(line.endswith("prefix cache hits none looked up") for line in lines)
+
+
+def test_idle_time_before_the_first_request_does_not_count(clock: Clock, lines: list[str]):
+    log = ThroughputLog()
+    clock.now += 100
+    log.begin_work()
+    clock.now += 1
+    log.step(CoreStats(), 10, 1, 0, 0)
+    assert not lines
+    clock.now += LOG_SECONDS
+    log.step(CoreStats(), 0, 10, 0, 0)
+    assert "generated 1.0 tokens/s in 11.0 s" in lines[0]
