@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
 
@@ -35,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if family:
             item.add_marker(pytest.mark.family(name=family))
         item.add_marker(pytest.mark.xdist_group(family or item.nodeid.partition("::")[0]))
+
+
+@pytest.fixture(autouse=True)
+def _log_handlers() -> Iterator[None]:
+    """A command that a test runs sends the log to standard error as it is then; it would be closed in later tests."""
+    logger = logging.getLogger("quire")
+    before, propagate = list(logger.handlers), logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = before, propagate
 
 
 @pytest.fixture(scope="session")
