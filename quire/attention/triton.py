@@ -70,7 +70,9 @@ class TritonAttention(PreparingBackend):
             previous.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
             return previous
         tokens, requests = len(layout.slot_mapping), len(layout.seq_lens)
-        rows = 128 if self.shape.head_dim <= 128 else 16 if self._is_wide else 64
+        rows = 16 if self._is_wide else 64
+        if self.shape.head_dim <= 128:
+            rows = 128
         rows = max(rows, triton.next_power_of_2(self._group))
         tile_tokens, splits = rows // self._group, 1
         if 0 < layout.tokens_per_request <= tile_tokens:  # one tile for each request; its keys are split

@@ -23,14 +23,14 @@ from quire.worker.device import on_gpu
 def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
     """The scheduler's limits from the options. Raises ConfigError for a device that does not exist."""
     options, gpu = config.scheduler, on_gpu(config.kernels.device)
-    depth = 2 if (gpu if options.async_scheduling is None else options.async_scheduling) else 1
+    is_async = gpu if options.async_scheduling is None else options.async_scheduling
     tokens = options.tokens_of_a_step(gpu)
     return SchedulerLimits(
         options.max_num_seqs,
         tokens,
         max_model_len,
         options.scheduling_policy,
-        depth,
+        2 if is_async else 1,
         options.long_prefill_token_threshold,
     )
 

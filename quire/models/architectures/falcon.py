@@ -16,11 +16,14 @@ def falcon(config: HfConfig) -> DecoderSpec:
         "embedding": "transformer.word_embeddings", "qkv": layer + "self_attention.query_key_value",
         "o": layer + "self_attention.dense", "up": layer + "mlp.dense_h_to_4h", "down": layer + "mlp.dense_4h_to_h",
         "attention_norm": layer + ("ln_attn" if two_norms else "input_layernorm"),
-        "mlp_norm": layer + "ln_mlp" if two_norms else None if parallel else layer + "post_attention_layernorm",
+        "mlp_norm": None if parallel else layer + "post_attention_layernorm",
         "final_norm": "transformer.ln_f",
     }  # fmt: skip
+    if two_norms:
+        names["mlp_norm"] = layer + "ln_mlp"
+    kv_heads = (grouped and config.get("num_kv_heads")) or heads
     attention = {
-        "num_kv_heads": 1 if one_kv_head else config.get("num_kv_heads") or heads if grouped else heads,
+        "num_kv_heads": 1 if one_kv_head else kv_heads,
         "qkv_layout": "concatenated" if one_kv_head else "by_kv_head", "alibi": alibi,
         "qkv_bias": bias, "output_bias": bias,
     }  # fmt: skip

@@ -88,7 +88,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, kwargs = func._schema.name, kwargs or {}
         if name in _NEW:
             like = args[0] if isinstance(args[0], Tensor) else None
-            shape = args[0] if like is None else like.shape if name == "aten::empty_like" else args[1]
+            shape = args[0 if like is None else 1] if name != "aten::empty_like" else args[0].shape
             dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
             return self.arena.empty(tuple(shape), dtype)
         result = func(*args, **kwargs)

@@ -10,7 +10,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 def precision(dtype: torch.dtype) -> str:
     """The value of PRECISION for `multiplied`."""
-    return "interpreted" if INTERPRETED else "ieee" if dtype is torch.float32 else "tf32"
+    if INTERPRETED:
+        return "interpreted"
+    return "ieee" if dtype is torch.float32 else "tf32"
 
 
 def on_gpu(target: Target) -> bool:

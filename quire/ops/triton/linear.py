@@ -247,7 +247,11 @@ def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Te
         x_codes = torch.empty(rows, weight.in_features, dtype=torch.uint8, device=x.device)
         x_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
         _rounded[(rows,)](x, x_codes, x_scales, weight.in_features, x.stride(0), is_float8, 1024)
-        size = 16 if rows <= 16 * experts else 128 if rows >= 128 * experts else 64
+        size = 64
+        if rows <= 16 * experts:
+            size = 16
+        elif rows >= 128 * experts:
+            size = 128
         tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
         _eight_bits[(tiles, triton.cdiv(outs, 64))](
             out, x_codes, x_scales, weight.codes.view(torch.uint8), scales, x if bias is None else bias.contiguous(),
