@@ -33,7 +33,8 @@ class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
-    """The arithmetic of a KV group. Subclasses must say which tokens are needed; the other methods have defaults.
+    """The arithmetic of a KV group. Subclasses must define first_needed_token and max_blocks, which raise
+    NotImplementedError here (msgspec's structures have no abstract methods); the other methods have defaults.
 
     Index i of a block table stands for the block_size tokens from i * block_size on. The manager knows a group only
     through these methods, which are pure arithmetic: a spec has no state.

@@ -12,17 +12,10 @@ from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics import engine, throughput
 from quire.metrics.engine import EngineMetrics
+from support.clock import Clock
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 LABELS = {"model_name": "m", "engine": "0"}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -9,14 +9,7 @@ import pytest
 from quire.messages.engine import CoreStats
 from quire.metrics import throughput
 from quire.metrics.throughput import LOG_SECONDS, ThroughputLog
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+from support.clock import Clock
 
 
 @pytest.fixture
