@@ -74,7 +74,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
-        "(%.0f %% of their bytes hold what must be kept)",
+        "(%.0f %% of that memory is needed)",
         kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", block_size, f"{int(room * max_model_len):,}",
         room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip

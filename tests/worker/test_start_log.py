@@ -72,5 +72,5 @@ def test_the_log_of_a_start_names_model_size_context_cache_and_url(checkpoints):
         cache = (
             r"KV cache: [\d.]+ GiB, 81 blocks of 16 tokens, room for 1,280 tokens: 10.0 requests of the full 128 tokens"
         )
-        assert re.search(cache + re.escape(" (100 % of their bytes hold what must be kept)"), server.log)
+        assert re.search(cache + re.escape(" (100 % of that memory is needed)"), server.log)
         assert f"Serving at {server.url}: model {path}, API {server.url}/v1, " in server.log
