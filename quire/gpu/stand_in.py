@@ -1,0 +1,248 @@
+"""A GPU that is not there. The engine's own code runs on it unchanged; only the work of the GPU is left out.
+
+Tensors on the stand-in have shapes, types and strides, but no memory, so models of any size fit. An operation on such
+tensors gives a tensor of the right shape. A launch of a Triton kernel compiles the kernel for the card, down to machine
+code, but does not run it. Copies to the host arrive as zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from quire.gpu.cards import Card
+
+_CUDA, _META = 1, 14  # torch's numbers of these types of devices
+_BASE = 2**40  # the address at which every allocation of the stand-in begins, as far as kernels can tell
+
+
+@dataclass
+class Launch:
+    """Work that the engine gave to the device. arguments: the tensors and numbers; tensors are of the stand-in.
+
+    kernel: Triton's compiled kernel with its machine code, or None if `name` is an operation of torch.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    grid: tuple[int, ...] = ()
+    kernel: Any = None
+    result: Any = None
+
+
+@dataclass
+class StandIn:
+    """What happened on the device so far. compilations: one line for each kernel that Triton compiled or read from its
+    cache. waits: how often the host waited for a value. launches: filled while `traced` is entered."""
+
+    card: Card
+    compilations: list[str] = field(default_factory=list)
+    waits: int = 0
+    launches: list[Launch] | None = None
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[list[Launch]]:
+        """Record the launches of this block."""
+        before, self.launches = self.launches, []
+        try:
+            yield self.launches
+        finally:
+            self.launches = before
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operations on tensors of the stand-in compute shapes only. Operations on tensors of the host run as usual."""
+
+    def __init__(self, device: StandIn) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0])
+        target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if not is_ours and (target is None or target.type != "cuda"):
+            return func(*args, **kwargs)
+        aten = torch.ops.aten
+        if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+            return args[0].zero_()
+        if func is aten._to_copy.default and target is not None and target.type == "cpu":
+            self.device.waits += not kwargs.get("non_blocking")
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is aten._local_scalar_dense.default:
+            self.device.waits += 1
+            return args[0].dtype.is_floating_point and 0.0
+        if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            func, args, kwargs = aten.empty.memory_format, (args[0].shape,), {"dtype": args[0].dtype, **kwargs}
+        with self.shapes:
+            result = func(*args, **kwargs)
+        if self.device.launches is not None and func.namespace == "aten":
+            self.device.launches.append(Launch(str(func), {"args": args, **kwargs}, result=result))
+        return result
+
+
+class _Pointer:
+    """What Triton's launcher may know of a tensor: its type and its address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self._offset = tensor.dtype, int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return _BASE + self._offset
+
+
+class _Driver:
+    """Triton's driver for a card: names the target, and launches nothing."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self._card.backend, self._card.capability, self._card.warp_size)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+class _Event:
+    """An event of a device that is always done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0  # milliseconds
+
+
+class _Stream(_Event):
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event()
+
+
+class _Graph:
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
+def _torch_cuda(device: StandIn) -> dict[str, Any]:
+    """What replaces the functions of torch.cuda."""
+    card = device.card
+    major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
+    properties = SimpleNamespace(
+        name=card.name, major=major, minor=minor, total_memory=card.memory, multi_processor_count=card.processors,
+        shared_memory_per_block_optin=card.shared_memory, shared_memory_per_multiprocessor=card.processor_memory,
+        regs_per_multiprocessor=card.registers, warp_size=card.warp_size,
+        gcnArchName=card.capability if card.backend == "hip" else "",
+    )  # fmt: skip
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    return {
+        "_lazy_init": nothing, "init": nothing, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: 1, "current_device": zero, "set_device": nothing, "synchronize": nothing,
+        "empty_cache": nothing, "ipc_collect": nothing, "_sleep": nothing, "set_sync_debug_mode": nothing,
+        "get_device_name": lambda *_: card.name, "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
+        "mem_get_info": lambda *_: (card.memory, card.memory), "memory_allocated": zero, "memory_reserved": zero,
+        "max_memory_allocated": zero, "reset_peak_memory_stats": nothing, "graph_pool_handle": lambda: (0, 0),
+        "Event": _Event, "Stream": _Stream, "CUDAGraph": _Graph, "current_stream": lambda *_: _Stream(),
+        "stream": lambda *_: contextlib.nullcontext(),
+    }  # fmt: skip
+
+
+def _allow_device_type() -> None:
+    """Let torch's CPU build handle tensors that claim to be on a GPU: views of them ask for a guard of the device type.
+    A guard that does nothing is borrowed from the type `meta`. (torch does the same itself in its CUDA builds.)"""
+    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    library = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[_CUDA] = guards[_CUDA] or guards[_META]
+
+
+@contextlib.contextmanager
+def stand_in(card: Card) -> Iterator[StandIn]:
+    """Within this block, in this thread, torch finds one GPU of the kind `card`, as device cuda:0."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    device, run = StandIn(card), JITFunction.run
+    operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
+
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
+        compiled = run(kernel, *pointers, grid=grid, warmup=True, **options)
+        if device.launches is not None:
+            names = dict(zip(kernel.arg_names, args, strict=False)) | options
+            device.launches.append(Launch(kernel.__name__, names, tuple(grid), compiled))
+        return compiled
+
+    def compiled(*args: Any, **kwargs: Any) -> None:
+        device.compilations.append(kwargs["repr"])
+
+    _allow_device_type()
+    lift = torch._C._only_lift_cpu_tensors()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch._C._set_only_lift_cpu_tensors, lift)
+        torch._C._set_only_lift_cpu_tensors(True)
+        for name, replacement in _torch_cuda(device).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(mock.patch.object(JITFunction, "run", launch))
+        stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
+        triton.runtime.driver.set_active(_Driver(card))
+        stack.callback(
+            setattr, triton.knobs.runtime, "jit_post_compile_hook", triton.knobs.runtime.jit_post_compile_hook
+        )
+        triton.knobs.runtime.jit_post_compile_hook = compiled
+        stack.enter_context(operations)
+        yield device

@@ -1,0 +1,30 @@
+"""The engine on a GPU that is not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.support.stand_in import run_on_stand_in
+
+
+def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():
+    printed = run_on_stand_in("""
+        import json
+        from quire import LLM, SamplingParams
+        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64)
+        compiled = len(device.compilations)
+        with device.traced() as launches:
+            outputs = llm.generate(["one", "two words"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+        kernels = sorted({launch.name for launch in launches if launch.kernel is not None})
+        shared = max(launch.kernel.metadata.shared for launch in launches if launch.kernel is not None)
+        print(json.dumps([[len(o.outputs[0].token_ids) for o in outputs], compiled, kernels, shared, device.waits]))
+    """)
+    lengths, compiled, kernels, shared, waits = json.loads(printed.splitlines()[-1])
+    assert lengths == [5, 5]
+    assert compiled > 5
+    assert {"_flat_batch", "_sample"} <= set(kernels)
+    assert 0 <= shared <= 227 * 1024
+    assert waits == 0

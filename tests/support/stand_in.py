@@ -1,0 +1,28 @@
+"""Runs code in a process of its own in which torch finds a GPU: a stand-in that compiles kernels but runs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+_FRAME = """
+import warnings
+warnings.simplefilter("ignore")
+from quire.gpu.cards import CARDS
+from quire.gpu.stand_in import stand_in
+with stand_in(CARDS[{card!r}]) as device:
+{code}
+"""
+
+
+def run_on_stand_in(code: str, card: str = "sm_90", timeout: float = 600) -> str:
+    """What the code prints. In it, `device` is the StandIn. Triton's interpreter is off."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = _FRAME.format(card=card, code=textwrap.indent(textwrap.dedent(code), "    "))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    return done.stdout
