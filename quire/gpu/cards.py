@@ -4,7 +4,14 @@ Sources: NVIDIA's CUDA C++ Programming Guide, "Technical Specifications per Comp
 the cards; for AMD the CDNA3 white paper.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -29,14 +36,48 @@ class Card:
     programs: int = 32
     reserved_memory: int = 1024
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it converts float8_e4m3fn by its own instructions. Triton has no such conversion for others."""
+        return isinstance(self.capability, int) and self.capability >= 89
+
 
 _KIB, _GIB = 2**10, 2**30
 
 CARDS = {
     "sm_80": Card("NVIDIA A100", "cuda", 80, 108, 163 * _KIB, 164 * _KIB, 80 * _GIB),
+    "sm_86": Card("NVIDIA GeForce RTX 3090", "cuda", 86, 82, 99 * _KIB, 100 * _KIB, 24 * _GIB, warps=48, programs=16),
+    "sm_89": Card("NVIDIA GeForce RTX 4090", "cuda", 89, 128, 99 * _KIB, 100 * _KIB, 24 * _GIB, warps=48, programs=24),
     "sm_90": Card("NVIDIA H100", "cuda", 90, 132, 227 * _KIB, 228 * _KIB, 80 * _GIB),
     "sm_100": Card("NVIDIA B200", "cuda", 100, 148, 227 * _KIB, 228 * _KIB, 180 * _GIB),
     "sm_120": Card("NVIDIA RTX PRO 6000", "cuda", 120, 188, 99 * _KIB, 100 * _KIB, 96 * _GIB, warps=48, programs=24),
+    "sm_121": Card("NVIDIA GB10", "cuda", 121, 48, 99 * _KIB, 100 * _KIB, 128 * _GIB, warps=48, programs=24),
     "gfx942": Card("AMD MI300X", "hip", "gfx942", 304, 64 * _KIB, 64 * _KIB, 192 * _GIB, 64, warps=32,
                    reserved_memory=0),
 }  # fmt: skip
+
+
+@cache
+def card_of(device: torch.device) -> Card:
+    """The card that a device is: the entry of CARDS for its capability, with the device's own sizes.
+
+    A capability that CARDS does not know is taken for the nearest lower one. A CPU, on which Triton's interpreter runs
+    kernels, counts as an A100 with one processor.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return replace(CARDS["sm_80"], name=str(device), processors=1)
+    found: Any = torch.cuda.get_device_properties(device)
+    architecture = getattr(found, "gcnArchName", "").partition(":")[0]
+    if architecture.startswith("gfx"):
+        return replace(CARDS["gfx942"], name=found.name, capability=architecture,
+                       processors=found.multi_processor_count, memory=found.total_memory)  # fmt: skip
+    capability = 10 * found.major + found.minor
+    known = {card.capability: card for card in CARDS.values() if isinstance(card.capability, int)}
+    nearest = max((number for number in known if number <= capability), default=min(known))
+    return replace(
+        known[nearest], name=found.name, processors=found.multi_processor_count,
+        shared_memory=found.shared_memory_per_block_optin, processor_memory=found.shared_memory_per_multiprocessor,
+        registers=found.regs_per_multiprocessor, memory=found.total_memory,
+    )  # fmt: skip

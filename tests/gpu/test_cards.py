@@ -1,0 +1,51 @@
+"""Which card a device is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.gpu.cards import CARDS, card_of
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    card_of.cache_clear()
+
+
+def properties(capability: int, name: str = "a card", architecture: str = "") -> SimpleNamespace:
+    major, minor = divmod(capability, 10)
+    return SimpleNamespace(
+        name=name, major=major, minor=minor, multi_processor_count=7, total_memory=10**9,
+        shared_memory_per_block_optin=50_000, shared_memory_per_multiprocessor=60_000, regs_per_multiprocessor=32_768,
+        gcnArchName=architecture or name,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "nearest"), [(75, 80), (80, 80), (86, 86), (87, 86), (90, 90), (103, 100), (120, 120), (121, 121)]
+)
+def test_a_device_is_the_nearest_lower_card_with_its_own_sizes(monkeypatch, capability, nearest):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties(capability))
+    card = card_of(torch.device("cuda", 0))
+    assert card.capability == nearest
+    assert (card.name, card.processors, card.memory) == ("a card", 7, 10**9)
+    assert (card.shared_memory, card.processor_memory, card.registers) == (50_000, 60_000, 32_768)
+    assert card.warps == CARDS[f"sm_{nearest}"].warps
+
+
+def test_a_card_of_amd_is_known_by_its_architecture(monkeypatch):
+    found = properties(94, architecture="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    card = card_of(torch.device("cuda", 0))
+    assert (card.capability, card.backend, card.warp_size, card.processors) == ("gfx942", "hip", 64, 7)
+
+
+def test_the_interpreter_has_one_processor():
+    assert card_of(torch.device("cpu")).processors == 1
+
+
+def test_float8_is_converted_from_ada_on():
+    assert [name for name, card in CARDS.items() if card.has_float8] == ["sm_89", "sm_90", "sm_100", "sm_120", "sm_121"]
