@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 import torch
+import triton
 import triton.language as tl
 
 from quire.ops.triton.float8 import from_float8, to_float8
@@ -13,13 +14,13 @@ from quire.ops.triton.float8 import from_float8, to_float8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _decode(codes, out, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _decode(codes, out, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
     tl.store(out + at, from_float8(tl.load(codes + at), out.dtype.element_ty, False))
 
 
-def _encode(x, out, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def _encode(x, out, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
     tl.store(out + at, to_float8(tl.load(x + at), False))
 
 

@@ -1,7 +1,7 @@
 """Conversion of float8_e4m3fn, whose codes kernels keep as bytes.
 
-Cards convert it themselves from compute capability 8.9 on. On other cards, and under Triton's interpreter, integer arithmetic gives equal
-results.
+Cards have instructions for it from compute capability 8.9 on. On other cards, and under Triton's interpreter, integer
+arithmetic gives equal results.
 """
 
 import torch
