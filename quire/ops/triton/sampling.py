@@ -154,7 +154,8 @@ def _keep(
                 _, mass = _above(row, stride, vocab, top, bound, BLOCK)
                 weight = tl.exp(_number(bound) - top)
                 equals = tl.full([], 16777216.0, tl.float32)
-            equals = tl.minimum(equals, tl.maximum(tl.ceil((wanted - mass) / tl.maximum(weight, 1e-38)), 1.0))
+            # Triton 3.6 would take a constant below 2^-126 for a float64.
+            equals = tl.minimum(equals, tl.maximum(tl.ceil((wanted - mass) / tl.maximum(weight, 1.2e-38)), 1.0))
     seen = 0
     for begin in range(0, vocab, BLOCK):
         tokens = begin + tl.arange(0, BLOCK)
