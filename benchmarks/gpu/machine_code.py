@@ -1,0 +1,417 @@
+"""What a compiled kernel needs and does, read from its machine code.
+
+    with stand_in(CARDS["sm_90"]) as device, device.traced() as launches:
+        ...
+    code = read(launches[0].kernel)
+    code.shared, code.registers, code.spilled, code.programs(CARDS["sm_90"]), code.widths(), code.products()
+
+Registers and instructions of NVIDIA's cards come from the cubin (SASS, as cuobjdump prints it; Triton brings this
+program along). Which argument a load reads comes from Triton's first representation (TTIR) and from PTX, which name the
+same lines of source. For AMD's cards the assembler text is read.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from quire.gpu.cards import Card
+
+_WARPGROUP = re.compile(r"^[HIQ]GMMA")
+_TENSOR_MEMORY = re.compile(r"^UTC\w*MMA")
+_WARP = re.compile(r"^([HIQOD]MMA|v_s?mfma)")
+_FLOAT64 = re.compile(
+    r"^(D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|F2F\.F64|F2F\.F32\.F64|[FI]2[FI]\S*F64|MUFU\.\w*64H|v_\w+_f64)"
+)
+_TENSOR_COLUMNS = 512  # columns of tensor memory of a processor of compute capability 10.0
+_SCHEDULERS = 4  # of a processor; each has a quarter of the registers
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop, without the loops inside it. instructions: the opcodes (with modifiers) of one iteration of a warp, with
+    all branches taken. depth: 1 for an outermost loop. bytes_loaded: from global memory, by a warp in one iteration."""
+
+    instructions: Counter[str]
+    depth: int
+    bytes_loaded: int
+    is_innermost: bool = True
+
+    def share_of_products(self) -> float:
+        return sum(n for name, n in self.instructions.items() if _product(name)) / max(1, self.instructions.total())
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of Triton's source as it was compiled: how, and the sizes of one program's tile."""
+
+    kind: str
+    rows: int
+    columns: int
+    inner: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Sizes are bytes. registers: of a thread. spilled: size of the local memory loads and stores.
+
+    tensor_columns: columns of tensor memory (compute capability 10.0). loads: how often a load of so many bytes a
+    thread occurs, by (argument, type of an element, bytes). float64: instructions with float64, as SASS or PTX.
+    """
+
+    kernel: str
+    target: str
+    warps: int
+    shared: int
+    registers: int
+    spilled: int
+    instructions: Counter[str]
+    loops: tuple[Loop, ...]
+    tensor_columns: int
+    dots: tuple[Product, ...]
+    loads: Counter[tuple[str, str, int]]
+    float64: tuple[str, ...]
+
+    def programs(self, card: Card) -> int:
+        """How many programs a processor of the card runs at the same time, from registers, shared memory and warps."""
+        limits = [card.programs, card.warps // self.warps]
+        if card.backend == "cuda":
+            of_a_warp = -(-self.registers * card.warp_size // 256) * 256  # registers are given out in units of 256
+            if of_a_warp:
+                limits.append(card.registers // _SCHEDULERS // of_a_warp * _SCHEDULERS // self.warps)
+        elif self.registers:
+            limits.append(512 // (-(-self.registers // 8) * 8) * _SCHEDULERS // self.warps)
+        if needed := self.shared + card.reserved_memory:
+            limits.append(card.processor_memory // needed)
+        if self.shared > card.shared_memory:
+            return 0
+        if self.tensor_columns:
+            limits.append(_TENSOR_COLUMNS // self.tensor_columns)
+        return min(limits)
+
+    def widths(self) -> Counter[int]:
+        """How many instructions load 1, 2, 4, 8, 16 or 32 bytes a thread from global memory."""
+        widths: Counter[int] = Counter()
+        for name, count in self.instructions.items():
+            if width := _loaded(name):
+                widths[width] += count
+        return widths
+
+    def products(self) -> frozenset[str]:
+        """The kinds of instructions that compute matrix products: wgmma, tcgen05, mma.sync (mfma on AMD) or fma."""
+        kinds = {_product(name) for name in self.instructions} - {""}
+        return frozenset(kinds | {"fma" for dot in self.dots if dot.kind == "fma"})
+
+    def hot(self) -> tuple[Loop, ...]:
+        """The innermost loops, those with the most instructions first."""
+        return tuple(sorted((x for x in self.loops if x.is_innermost), key=lambda x: -x.instructions.total()))
+
+
+def read(kernel: Any) -> MachineCode:
+    """The machine code of one of Triton's compiled kernels. Kernels with equal machine code are read once."""
+    asm, metadata = kernel.asm, kernel.metadata
+    target = metadata.target
+    name = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+    is_cuda = target.backend == "cuda"
+    return _read(
+        asm["cubin"] if is_cuda else asm["amdgcn"], asm["ptx"] if is_cuda else asm["amdgcn"], asm["ttir"],
+        asm["ttgir"], metadata.name, name, metadata.num_warps, metadata.shared, getattr(metadata, "tmem_size", 0) or 0,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _read(
+    machine_code: bytes | str, assembler: str, ttir: str, ttgir: str, kernel: str, target: str, warps: int, shared: int,
+    tensor_columns: int,
+) -> MachineCode:  # fmt: skip
+    if isinstance(machine_code, bytes):
+        sass, usage = _disassembled(machine_code)
+        registers = max(map(int, re.findall(r"REG:(\d+)", usage)))
+        lines = list(_sass(sass))
+        spilled = sum(_width(line.opcode, 4) for line in lines if line.opcode.startswith(("LDL", "STL")))
+    else:
+        lines = list(_amdgcn(machine_code))
+        registers = int(_found(r"\.vgpr_count:\s+(\d+)", machine_code)) + int(
+            _found(r"\.agpr_count:\s+(\d+)", machine_code)
+        )
+        spilled = int(_found(r"\.private_segment_fixed_size:\s+(\d+)", machine_code))
+    instructions = Counter(line.opcode for line in lines if line.opcode not in ("NOP", "s_nop"))
+    return MachineCode(
+        kernel, target, warps, shared, registers, spilled, instructions, _loops(lines), tensor_columns, _dots(ttgir),
+        _loads(ttir, assembler), _float64(instructions, assembler),
+    )  # fmt: skip
+
+
+def _found(pattern: str, text: str) -> str:
+    return found[1] if (found := re.search(pattern, text)) else "0"
+
+
+def _program(name: str) -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
+
+
+def _disassembled(cubin: bytes) -> tuple[str, str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        outputs = [
+            subprocess.run([_program("cuobjdump"), option, file.name], capture_output=True, text=True, check=True)
+            for option in ("-sass", "-res-usage")
+        ]
+    return outputs[0].stdout, outputs[1].stdout
+
+
+# ---- instructions
+
+
+@dataclass(frozen=True)
+class _Line:
+    """An instruction. targets: where it may jump. falls: whether the next instruction may follow."""
+
+    address: int
+    opcode: str
+    targets: tuple[int, ...] = ()
+    falls: bool = True
+
+
+_SASS = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?\w+)\s+)?([A-Z][\w.]*)\s*(.*?);", re.MULTILINE)
+
+
+def _sass(text: str) -> Iterable[_Line]:
+    meetings: dict[str, int] = {}  # of BSSY: where BSYNC with the same register jumps
+    for address, predicate, opcode, operands in _SASS.findall(text):
+        target = re.search(r"(?<![\w\[+])0x([0-9a-f]+)\s*$", operands)
+        base = opcode.split(".")[0]
+        at = int(address, 16)
+        if base == "BSSY" and target:
+            meetings[operands.split(",")[0]] = int(target[1], 16)
+        if base in ("BRA", "JMP") and target:
+            is_sure = not predicate and "," not in operands
+            yield _Line(at, opcode, (int(target[1], 16),), not is_sure)
+        elif base == "BSYNC":
+            meeting = meetings.get(operands.split(",")[0].strip())
+            yield _Line(at, opcode, () if meeting is None else (meeting,))
+        else:
+            yield _Line(at, opcode, (), bool(predicate) or base not in ("EXIT", "RET", "BRX"))
+
+
+def _amdgcn(text: str) -> Iterable[_Line]:
+    body = text.split("s_endpgm")[0] + "s_endpgm"
+    labels: dict[str, int] = {}
+    found: list[tuple[str, str]] = []
+    for line in body.splitlines():
+        if label := re.match(r"(\.?\w+):", line):
+            labels[label[1]] = len(found)
+        elif instruction := re.match(r"\s+([a-z]+_\w+)\s*(.*)", line):
+            found.append((instruction[1], instruction[2]))
+    for at, (opcode, operands) in enumerate(found):
+        targets = tuple(labels[x] for x in operands.split()[:1] if x in labels) if "branch" in opcode else ()
+        yield _Line(at, opcode, targets, opcode not in ("s_branch", "s_endpgm"))
+
+
+def _product(opcode: str) -> str:
+    if _WARPGROUP.match(opcode):
+        return "wgmma"
+    if _TENSOR_MEMORY.match(opcode):
+        return "tcgen05"
+    return "mma.sync" if _WARP.match(opcode) else ""
+
+
+_SIZES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+_AMD_SIZES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+
+
+def _width(opcode: str, otherwise: int) -> int:
+    return next((size for part in opcode.split(".")[1:] if (size := _SIZES.get(part))), otherwise)
+
+
+def _loaded(opcode: str) -> int:
+    """Bytes that a thread loads from global memory with this instruction."""
+    if re.match(r"(LDG|LDGSTS)\b", opcode):
+        return _width(opcode, 4)
+    if re.match(r"(global|buffer|flat)_load_", opcode):
+        return next((size for part in opcode.split("_") if (size := _AMD_SIZES.get(part))), 4)
+    return 0
+
+
+def _float64(instructions: Counter[str], assembler: str) -> tuple[str, ...]:
+    in_code = {name for name in instructions if _FLOAT64.match(name)}
+    return tuple(sorted(in_code | set(re.findall(r"^\s+(?:@!?%\w+\s+)?(\w[\w.]*\.f64\b)", assembler, re.MULTILINE))))
+
+
+# ---- loops
+
+
+def _loops(lines: list[_Line]) -> tuple[Loop, ...]:
+    """Natural loops: a branch back to a block that all ways to the branch pass through."""
+    if not lines:
+        return ()
+    index = {line.address: i for i, line in enumerate(lines)}
+    starts = {0} | {index[t] for line in lines for t in line.targets if t in index}
+    starts |= {i + 1 for i, line in enumerate(lines[:-1]) if line.targets or not line.falls}
+    first = sorted(starts)
+    block_of = {start: block for block, start in enumerate(first)}
+    ends = [*first[1:], len(lines)]
+    following = []
+    for end in ends:
+        last = lines[end - 1]
+        ways = [block_of[index[t]] for t in last.targets if t in index]
+        following.append(ways + ([block_of[end]] if last.falls and end in block_of else []))
+    order, parent = _order(following), _dominators(following)
+    bodies: dict[int, set[int]] = {}
+    before: dict[int, list[int]] = {}
+    for block in order:
+        for after in following[block]:
+            before.setdefault(after, []).append(block)
+    for block in order:
+        for head in following[block]:
+            if _dominates(head, block, parent):
+                body, waiting = bodies.setdefault(head, {head}), [block]
+                while waiting:
+                    if (at := waiting.pop()) not in body:
+                        body.add(at)
+                        waiting += before.get(at, [])
+    loops = []
+    for head, body in bodies.items():
+        inner = [other for other_head, other in bodies.items() if other_head != head and other < body]
+        own = body.difference(*inner)
+        names = Counter(line.opcode for b in own for line in lines[first[b] : ends[b]])
+        if len(body) <= 2 and names.total() <= 6 and any("TRYWAIT" in name for name in names):
+            continue  # waits for a barrier
+        depth = 1 + sum(body < other for other_head, other in bodies.items() if other_head != head)
+        is_innermost = all(len(other) <= 2 for other in inner)
+        loaded = sum(_loaded(name) * count for name, count in names.items()) * 32
+        loops.append(Loop(names, depth, loaded, is_innermost))
+    return tuple(loops)
+
+
+def _order(following: list[list[int]]) -> list[int]:
+    """The blocks that can be reached, in reverse postorder."""
+    order: list[int] = []
+    seen, stack = {0}, [(0, iter(following[0]))]
+    while stack:
+        block, ways = stack[-1]
+        for way in ways:
+            if way not in seen:
+                seen.add(way)
+                stack.append((way, iter(following[way])))
+                break
+        else:
+            order.append(block)
+            stack.pop()
+    return order[::-1]
+
+
+def _dominators(following: list[list[int]]) -> dict[int, int]:
+    """The immediate dominator of each block (Cooper, Harvey and Kennedy, A Simple, Fast Dominance Algorithm)."""
+    order = _order(following)
+    rank = {block: i for i, block in enumerate(order)}
+    before: dict[int, list[int]] = {block: [] for block in order}
+    for block in order:
+        for way in following[block]:
+            before[way].append(block)
+    parent, changed = {0: 0}, True
+    while changed:
+        changed = False
+        for block in order[1:]:
+            new = -1
+            for other in before[block]:
+                if other not in parent:
+                    continue
+                if new < 0:
+                    new = other
+                while new != other:
+                    while rank[new] > rank[other]:
+                        new = parent[new]
+                    while rank[other] > rank[new]:
+                        other = parent[other]
+            if parent.get(block) != new:
+                parent[block], changed = new, True
+    return parent
+
+
+def _dominates(head: int, block: int, parent: dict[int, int]) -> bool:
+    while block != head and block:
+        block = parent[block]
+    return block == head
+
+
+# ---- what Triton's own representations say
+
+
+_DOT = re.compile(
+    r"(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*) .*? : "
+    r"(?:tensor|!ttg\.memdesc)<(\d+)x(\d+)x(\w+),.*?(?:\*|, )\s*(?:tensor|!ttg\.memdesc)<(\d+)x(\d+)x(\w+),(.*)"
+)
+
+
+def _dots(ttgir: str) -> tuple[Product, ...]:
+    kinds = {"ttng.warp_group_dot": "wgmma", "tt.dot": "mma.sync"}
+    dots = {}
+    for operation, rows, inner, dtype, _, columns, _, rest in _DOT.findall(ttgir):
+        kind = "tcgen05" if operation.startswith("ttng.tc_gen5") else kinds[operation]
+        if kind == "mma.sync" and re.search(r"-> tensor<[^>]*#blocked", rest):
+            kind = "fma"
+        dots[Product(kind, int(rows), int(columns), int(inner), dtype)] = None
+    return tuple(dots)
+
+
+def _loads(ttir: str, assembler: str) -> Counter[tuple[str, str, int]]:
+    """(argument, type of an element, bytes a thread loads at once) of each load in PTX."""
+    arguments = _arguments_of_loads(ttir)
+    found: Counter[tuple[str, str, int]] = Counter()
+    place: tuple[tuple[int, int], ...] = ()
+    for line in assembler.splitlines():
+        if location := re.match(r"\s+\.loc\s+\d+ (\d+) (\d+)(?:.*?inlined_at \d+ (\d+) (\d+))?", line):
+            numbers = [int(x) for x in location.groups() if x]
+            place = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+            continue
+        width = 0
+        if load := re.search(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)\b", line):
+            width = int(load[1] or 1) * int(load[2]) // 8
+        elif copy := re.search(r"\bcp\.async\.\w+\.shared\.global[\w.:]*\s+\[.*?\],\s*\[.*?\],\s*(\w+)", line):
+            width = int(copy[1], 0)
+        elif instruction := re.match(r"\s+((?:global|buffer)_load_\w+)", line):
+            width = _loaded(instruction[1])
+        if width:
+            found[(*arguments.get(place, ("?", "?")), width)] += 1
+    return found
+
+
+def _arguments_of_loads(ttir: str) -> dict[tuple[tuple[int, int], ...], tuple[str, str]]:
+    """The argument and the type of an element that a load reads, by its place in the source (and that of the call)."""
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
+
+    def resolved(text: str) -> list[tuple[int, int]]:
+        if call := re.match(r"callsite\((#loc\d*) at (#loc\d*)\)", text):
+            return resolved(places.get(call[1], "")) + resolved(places.get(call[2], ""))
+        if file := re.match(r'".*?":(\d+):(\d+)', text):
+            return [(int(file[1]), int(file[2]))]
+        named = re.match(r'".*?"\((#loc\d*)\)', text)
+        return resolved(places.get(named[1], "")) if named else []
+
+    bases: dict[str, str] = {}
+    found = {}
+    for line in ttir.splitlines():
+        if "tt.func public" in line:
+            bases |= {name: name[1:] for name in re.findall(r"(%\w+): !tt\.ptr", line)}
+        if load := re.search(r"tt\.load (%[\w#]+).*: .*?!tt\.ptr<(\w+)>.* loc\((#loc\d*)\)", line):
+            found[tuple(resolved(places.get(load[3], ""))[:2])] = (bases.get(load[1], "?"), load[2])
+        elif defined := re.match(r"\s+(%\w+)(?::\d+)? = (?:tt|arith|scf)\.\w+(.*)", line):
+            for name, start in re.findall(r"(%\w+) = (%[\w#]+)", defined[2]):  # what a loop carries
+                if start in bases:
+                    bases[name] = bases[start]
+            if "!tt.ptr" in line:
+                operands = [bases[x] for x in re.findall(r"%[\w#]+", defined[2]) if x in bases]
+                bases[defined[1]] = operands[0] if operands else "?"
+    return found
