@@ -44,10 +44,12 @@ class Launch:
 @dataclass
 class StandIn:
     """What happened on the device so far. compilations: one line for each kernel that Triton compiled or read from its
-    cache. waits: how often the host waited for a value. launches: filled while `traced` is entered."""
+    cache. cache_misses: the names of those that Triton had to compile. waits: how often the host waited for a value.
+    launches: filled while `traced` is entered."""
 
     card: Card
     compilations: list[str] = field(default_factory=list)
+    cache_misses: list[str] = field(default_factory=list)
     waits: int = 0
     launches: list[Launch] | None = None
 
@@ -71,11 +73,18 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        aten = torch.ops.aten
+        if func in (aten.pin_memory.default, aten._pin_memory.default):
+            return args[0].clone()
+        if func is aten.is_pinned.default:
+            return False
         is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0])
         target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
         if not is_ours and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
-        aten = torch.ops.aten
+        if func.name() in ("aten::to.device", "aten::to.dtype", "aten::to.dtype_layout", "aten::to.other"):
+            with self:  # in inference mode, torch does not take these apart by itself
+                return func.decompose(*args, **kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
             return args[0].zero_()
@@ -86,7 +95,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.device.waits += 1
             return args[0].dtype.is_floating_point and 0.0
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
-            func, args, kwargs = aten.empty.memory_format, (args[0].shape,), {"dtype": args[0].dtype, **kwargs}
+            func, kwargs = aten.empty_like.default, {"dtype": kwargs.get("dtype"), "device": target}
         with self.shapes:
             result = func(*args, **kwargs)
         if self.device.launches is not None and func.namespace == "aten":
@@ -123,6 +132,17 @@ class _Driver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cuda", 0)
+
+
+def _specialization(function: Any, compilation: Any) -> str:
+    """A kernel and what it is compiled for: types of arguments ("*bf16 % 16" is an aligned pointer) and constants."""
+    aligned = {path[0] for path, value in compilation["configs"][0].items() if value}
+    constants = {path[0]: value for path, value in compilation["constants"].items()}
+    arguments = [
+        f"{name}={constants[place]!r}" if place in constants else f"{name}: {kind}{' % 16' * (place in aligned)}"
+        for place, (name, kind) in enumerate(compilation["signature"].items())
+    ]
+    return f"{function.name}[num_warps={compilation['num_warps']}]({', '.join(arguments)})"
 
 
 class _Event:
@@ -227,8 +247,12 @@ def stand_in(card: Card) -> Iterator[StandIn]:
             device.launches.append(Launch(kernel.__name__, names, tuple(grid), compiled))
         return compiled
 
-    def compiled(*args: Any, **kwargs: Any) -> None:
-        device.compilations.append(kwargs["repr"])
+    def compiled(*, fn: Any, compile: Any, **_: Any) -> None:
+        device.compilations.append(_specialization(fn, compile))
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            device.cache_misses.append(src.name)
 
     _allow_device_type()
     lift = torch._C._only_lift_cpu_tensors()
@@ -237,12 +261,12 @@ def stand_in(card: Card) -> Iterator[StandIn]:
         torch._C._set_only_lift_cpu_tensors(True)
         for name, replacement in _torch_cuda(device).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        generator = torch.Generator
+        stack.enter_context(mock.patch.object(torch, "Generator", lambda *_: generator()))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
         triton.runtime.driver.set_active(_Driver(card))
-        stack.callback(
-            setattr, triton.knobs.runtime, "jit_post_compile_hook", triton.knobs.runtime.jit_post_compile_hook
-        )
-        triton.knobs.runtime.jit_post_compile_hook = compiled
+        stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_post_compile_hook", compiled))
+        stack.enter_context(mock.patch.object(triton.knobs.compilation, "listener", listen))
         stack.enter_context(operations)
         yield device

@@ -214,9 +214,9 @@ def _normal(target: Tensor, generator: torch.Generator) -> None:
     """Repeat one tile of normal values: drawing every value of a large model would take longer than reading it."""
     tile = torch.randn(2**20 + 1, generator=generator, device=target.device).mul_(0.02).to(target.dtype)
     flat = target.view(-1)
-    for start in range(0, flat.numel(), tile.numel()):
-        part = flat[start : start + tile.numel()]
-        part.copy_(tile[: part.numel()])
+    tiles, rest = divmod(flat.numel(), tile.numel())
+    flat[: tiles * tile.numel()].view(tiles, tile.numel()).copy_(tile)
+    flat[tiles * tile.numel() :].copy_(tile[:rest])
 
 
 def _fill(builder: Builder, fill: Callable[[WeightSlot], None], show_progress: bool, label: str) -> None:

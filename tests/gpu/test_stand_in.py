@@ -14,10 +14,11 @@ def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():
     printed = run_on_stand_in("""
         import json
         from quire import LLM, SamplingParams
-        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64)
+        llm = LLM(device="cuda", max_num_seqs=4, max_model_len=64, load_format="dummy")
         compiled = len(device.compilations)
         with device.traced() as launches:
-            outputs = llm.generate(["one", "two words"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)
+            params = [SamplingParams(max_tokens=5, ignore_eos=True, logprobs=n, min_p=0.1) for n in (None, 2)]
+            outputs = llm.generate(["one", "two words"], params, use_tqdm=False)
         kernels = sorted({launch.name for launch in launches if launch.kernel is not None})
         shared = max(launch.kernel.metadata.shared for launch in launches if launch.kernel is not None)
         print(json.dumps([[len(o.outputs[0].token_ids) for o in outputs], compiled, kernels, shared, device.waits]))
