@@ -189,6 +189,13 @@ class _Graph:
         pass
 
 
+class _Generator(torch.Generator):
+    """Random numbers for the stand-in: torch's CPU build has no generator for a GPU."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+
 def _torch_cuda(device: StandIn) -> dict[str, Any]:
     """What replaces the functions of torch.cuda."""
     card = device.card
@@ -261,8 +268,7 @@ def stand_in(card: Card) -> Iterator[StandIn]:
         torch._C._set_only_lift_cpu_tensors(True)
         for name, replacement in _torch_cuda(device).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        generator = torch.Generator
-        stack.enter_context(mock.patch.object(torch, "Generator", lambda *_: generator()))
+        stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
         triton.runtime.driver.set_active(_Driver(card))
