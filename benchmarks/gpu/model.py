@@ -1,0 +1,179 @@
+"""The time that a launch must take, counted from its work and from the rates of a card (rates.py).
+
+A program (thread block) passes through stations of its processor: tensor cores, exponentials, arithmetic, comparisons,
+shared memory and instruction issue. If the work at one station depends on the one before, as a softmax between two
+products does, only independent streams of instructions overlap: warps for mma.sync, programs or warpgroups for wgmma
+and tcgen05, whose results all warps of a group wait for. The streams are the customers of a closed queueing network,
+whose throughput mean value analysis gives (Reiser and Lavenberg, 1980). Work without such dependences, as in a matrix
+product, overlaps perfectly. Memory is shared by all processors, and limited by the bytes in flight (Little's law).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from benchmarks.gpu.rates import (
+    ISSUED_PER_CLOCK,
+    LAUNCH,
+    LOAD_STORE_LANES,
+    MEMORY_LATENCY,
+    SHARED_BYTES_PER_CLOCK,
+    STORE,
+    Rates,
+)
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a launch does. All counts are averages of one program.
+
+    programs: with work. resident: how many of them a processor can run at a time. longest: the longest program's work
+    as a multiple of the average. moved: bytes between memory and the chip, of a program. cached: bytes that it loads or
+    stores, from the second-level cache or memory. in_flight: bytes that it has requested and not received, at most.
+    products: operations of tensor cores. synchronous: issued as mma.sync. Lanes: operations of single threads, by
+    pipe: fma, alu, special, memory. instructions: of warps, all pipes. shared: bytes of shared memory read and written.
+    streams: independent streams of instructions for each scheduler in one program; 0 if stations do not depend on each
+    other. is_prefetched: loads of later iterations are in flight during the computation of this one. is_persistent:
+    programs take several tiles each, and overlap the end of one with the start of the next.
+    """
+
+    name: str
+    programs: int
+    resident: int = 1
+    longest: float = 1.0
+    moved: float = 0.0
+    cached: float = 0.0
+    in_flight: float = math.inf
+    products: float = 0.0
+    synchronous: bool = True
+    lanes: dict[str, float] = field(default_factory=dict)
+    instructions: float = 0.0
+    shared: float = 0.0
+    streams: float = 0.0
+    is_prefetched: bool = True
+    is_persistent: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """seconds of a launch inside a graph. bound: what it would help to improve. share: of the roofline, which is the
+    larger of bytes / bandwidth and operations / tensor rate, both of the data sheet. parts: seconds that each bound
+    would take alone."""
+
+    name: str
+    seconds: float
+    bound: str
+    share: float
+    parts: dict[str, float]
+
+
+def queueing(demands: list[float], streams: float) -> float:
+    """The time in which stations serve `demands` in all, if only `streams` streams are under way at once."""
+    if streams <= 0:
+        return max(demands, default=0.0)
+    queues, response = [0.0] * len(demands), 0.0
+    count = max(1, round(streams))
+    for customers in range(1, count + 1):
+        waits = [demand * (1 + queue) for demand, queue in zip(demands, queues, strict=True)]
+        response = sum(waits)
+        queues = [customers * wait / response for wait in waits]
+    return response / count
+
+
+def stations(work: Work, rates: Rates) -> dict[str, float]:
+    """Clocks of a processor that one program needs at each station."""
+    card = rates.card
+    tensor = rates.tensor / card.processors / rates.clock * (rates.synchronous if work.synchronous else 1.0)
+    lanes = {"fma": rates.fma, "alu": rates.alu, "special": rates.special, "memory": LOAD_STORE_LANES}
+    clocks = {name: count / lanes[name] for name, count in work.lanes.items()}
+    clocks["tensor"] = work.products / tensor
+    clocks["shared"] = work.shared / SHARED_BYTES_PER_CLOCK
+    return {name: count for name, count in clocks.items() if count}
+
+
+def _computing(work: Work, rates: Rates, resident: int) -> tuple[float, dict[str, float]]:
+    """Seconds in which a processor computes `resident` programs at a time, and the share of each station."""
+    clocks = {name: count * resident for name, count in stations(work, rates).items()}
+    issue = work.instructions * resident / ISSUED_PER_CLOCK
+    if not clocks and not issue:
+        return 0.0, {}
+    total = max(queueing(list(clocks.values()), work.streams * resident), issue)
+    clocks["issue"] = issue
+    tensor_share = clocks.get("tensor", 0.0) * (rates.synchronous if work.synchronous else 1.0) / total
+    clock = rates.clock * (1 - (1 - rates.sustained) * tensor_share)
+    return total / clock, {name: count / clock for name, count in clocks.items()}
+
+
+def estimate(work: Work, rates: Rates) -> Estimate:
+    """The time of the launch on a card."""
+    processors, resident = rates.card.processors, max(1, work.resident)
+    slots = processors * resident
+    waves, rest = divmod(work.programs, slots)
+    if work.is_persistent:
+        waves, rest = work.programs / slots, 0
+    parts: dict[str, float] = {"launch": LAUNCH, "memory": 0.0, "latency": 0.0, "compute": 0.0, "tail": 0.0}
+
+    def wave(programs: int, at_once: int) -> float:
+        """Seconds of programs that start together."""
+        compute, _ = _computing(work, rates, at_once)
+        moved = max(programs * work.moved / rates.memory_bandwidth, programs * work.cached / rates.l2_bandwidth)
+        waiting = (max(work.cached, work.moved) / work.in_flight) * MEMORY_LATENCY
+        if not work.is_prefetched:
+            waiting += _computing(work, rates, 1)[0]
+        return max(compute, moved, waiting)
+
+    start = (MEMORY_LATENCY + STORE) / resident  # neighbours on the processor hide the rest
+    body = 0.0
+    if work.longest > 1 and waves >= 1:  # programs of different lengths fill each other's gaps, up to the last ones
+        average = wave(slots, resident)
+        count = work.programs / slots
+        last = 0.5 * work.longest * _alone(work, rates)
+        body = count * (average + start) + last
+        parts["tail"] = last
+    else:
+        full = wave(slots, resident) + start if waves else 0.0
+        at_once = math.ceil(rest / processors)
+        last = wave(rest, at_once) + start if rest else 0.0
+        body = waves * full + last
+        if rest and waves:
+            parts["tail"] = last - rest / slots * full
+        if rest and not waves and work.longest > 1:
+            body *= work.longest
+    compute, by_station = _computing(work, rates, resident)
+    share_of_wave = work.programs / slots
+    for name, seconds in by_station.items():
+        parts[name] = seconds * share_of_wave
+    parts["compute"] = compute * share_of_wave
+    parts["memory"] = work.programs * work.moved / rates.memory_bandwidth
+    parts["l2"] = work.programs * work.cached / rates.l2_bandwidth
+    if math.isfinite(work.in_flight):
+        parts["latency"] = max(work.cached, work.moved) / work.in_flight * MEMORY_LATENCY * max(1.0, share_of_wave)
+    seconds = body + LAUNCH
+    ideal = max(work.programs * work.moved / rates.bandwidth, work.programs * work.products / rates.tensor)
+    return Estimate(work.name, seconds, _bound(parts, seconds), ideal / seconds, parts)
+
+
+def _alone(work: Work, rates: Rates) -> float:
+    """Seconds of an average program that is alone on its processor."""
+    return _computing(work, rates, 1)[0]
+
+
+def _bound(parts: dict[str, float], seconds: float) -> str:
+    """The part that takes the most time. Fixed costs are the bound if they are more than half of all."""
+    named = {name: parts.get(name, 0.0) for name in ("memory", "l2", "latency", "tensor", "fma", "alu", "special",
+                                                      "shared", "issue", "tail")}  # fmt: skip
+    name = max(named, key=lambda key: named[key])
+    if named[name] < seconds / 2 and named[name] < parts["compute"]:
+        return "dependences" if parts["compute"] > seconds / 2 else "launch"
+    return name if named[name] > seconds / 2 or named[name] > LAUNCH * 2 else "launch"
+
+
+def resident_programs(rates: Rates, warps: int, registers: int, shared: int) -> int:
+    """Programs that fit a processor at a time. registers: of a thread. shared: bytes of a program."""
+    card = rates.card
+    allocated = math.ceil(registers / 8) * 8 * WARP * warps
+    by_memory = card.processor_memory // (shared + card.reserved_memory) if shared + card.reserved_memory else math.inf
+    return int(max(1, min(card.registers // max(1, allocated), by_memory, card.warps // warps, card.programs)))

@@ -1,0 +1,185 @@
+"""Published times of kernels, and what the model predicts for them with the same assumptions.
+
+    python -m benchmarks.gpu.published
+
+There is no machine code of these kernels: tiles, warps and resident programs are as their papers and sources describe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from benchmarks.gpu.model import WARP, Estimate, Work, estimate, resident_programs
+from benchmarks.gpu.rates import RATES
+
+FA2 = "FlashAttention-2, arXiv:2307.08691"
+FA3 = "FlashAttention-3, arXiv:2407.08608, figure 5"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A kernel's measured speed: `amount` operations or bytes, as the publication counts, `speed` of them a second.
+    overhead: seconds that the measurement adds to a launch."""
+
+    name: str
+    card: str
+    work: Work
+    amount: float
+    speed: float
+    source: str
+    overhead: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.amount / self.speed
+
+    def predicted(self) -> Estimate:
+        return estimate(self.work, RATES[self.card])
+
+    def error(self) -> float:
+        """Predicted over published time, less one."""
+        return (self.predicted().seconds + self.overhead) / self.seconds - 1
+
+
+def attention(
+    name: str,
+    card: str,
+    batch: int,
+    heads: int,
+    length: int,
+    dim: int,
+    causal: bool,
+    rows: int,
+    keys: int,
+    warps: int,
+    groups: int = 0,
+    stages: int = 1,
+    registers: int = 255,
+    is_persistent: bool = False,
+) -> Work:
+    """Attention over prompts. rows, keys: of a tile. warps: that compute. groups: independent groups of warps of a
+    program, for wgmma and tcgen05 (0: mma.sync, each warp for itself). stages: tiles of keys in flight."""
+    tiles = math.ceil(length / rows)
+    steps = sum(math.ceil(min(length, (tile + 1) * rows) / keys) if causal else length / keys
+                for tile in range(tiles)) / tiles  # fmt: skip
+    scores, values = rows * keys, rows * dim
+    lanes = {
+        "fma": steps * (2 * scores + values),  # scaling and maximum's difference, sum, rescaled values
+        "alu": steps * 1.5 * scores,  # maximum; conversion of two at a time
+        "special": steps * scores,
+    }
+    instructions = sum(lanes.values()) / WARP
+    shared_tile = keys * dim * 2 * 2  # bytes of a tile of keys and of values
+    shared = 0.0
+    if not groups:
+        shared = steps * shared_tile * warps  # each warp loads all keys and values for its rows
+        instructions += steps * (4 * scores * dim / 4096 + shared_tile * warps / 512)
+    memory = rows * dim * 2 + stages * shared_tile
+    resident = resident_programs(RATES[card], warps, registers, memory)
+    return Work(
+        name, batch * heads * tiles, resident, longest=2.0 if causal else 1.0,
+        moved=(rows * dim * 2 * 2 + length * dim * 4 / tiles), cached=steps * shared_tile,
+        in_flight=stages * shared_tile,
+        products=4.0 * steps * scores * dim, synchronous=not groups, lanes=lanes, instructions=instructions,
+        shared=shared, streams=groups or warps / 4, is_persistent=is_persistent,
+    )  # fmt: skip
+
+
+def product(name: str, card: str, m: int, n: int, k: int, tiles: tuple[tuple[int, int], ...]) -> Work:
+    """A matrix product by the best of some tiles, as a library chooses them."""
+
+    def work(tile: tuple[int, int]) -> Work:
+        rows, columns = tile
+        programs = math.ceil(m / rows) * math.ceil(n / columns)
+        step = (rows + columns) * 64 * 2
+        is_synchronous = RATES[card].card.capability == 80
+        sharers = 1 if is_synchronous else 2  # two programs of a cluster load one of the operands together
+        return Work(
+            name, programs, 1, moved=(m + n) * k * 2 / programs + rows * columns * 2,
+            cached=(rows + columns / sharers) * k * 2,
+            in_flight=3 * step, products=2.0 * rows * columns * k, synchronous=is_synchronous,
+        )  # fmt: skip
+
+    return min((work(tile) for tile in tiles), key=lambda work: estimate(work, RATES[card]).seconds)
+
+
+def _attention_flops(batch: int, heads: int, length: int, dim: int, causal: bool) -> float:
+    return 4.0 * batch * heads * length**2 * dim / (2 if causal else 1)
+
+
+FA2_TILES = {64: (128, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8)}  # rows, keys, warps: csrc of flash-attention 2
+FA3_TILES = {64: (128, 128), 128: (128, 128), 256: (128, 80)}  # two warpgroups that compute: hopper/ of flash-attention
+FA3_SPEEDS = {  # dim, causal: sequence length -> TFLOP/s of FlashAttention-2 and -3 on H100; heads * dim = 2048
+    (64, False): {2048: (318, 460), 16384: (324, 497)},
+    (64, True): {2048: (262, 371), 16384: (299, 473)},
+    (128, False): {2048: (362, 625), 16384: (370, 648)},
+    (128, True): {2048: (298, 521), 16384: (335, 616)},
+    (256, False): {2048: (321, 707), 16384: (326, 756)},
+    (256, True): {2048: (278, 537), 16384: (298, 642)},
+}
+EVENTS = 5e-6  # what events around one launch add: 256 cubed takes 8.2 µs by the same table, and 3 µs by the model
+MATMUL_TILES = ((128, 256), (256, 128), (128, 128), (128, 192), (192, 128), (64, 256))
+
+
+def _kernels() -> list[Published]:
+    found = []
+    for (dim, causal), speeds in FA3_SPEEDS.items():
+        for length, (second, third) in speeds.items():
+            batch, heads = 16384 // length, 2048 // dim
+            flops = _attention_flops(batch, heads, length, dim, causal)
+            shape = f"head {dim}, {batch} x {length}{', causal' if causal else ''}"
+            sizes = ("H100", batch, heads, length, dim, causal)
+            found.append(Published(f"FlashAttention-2, {shape}", "H100",
+                                   attention("fa2", *sizes, *FA2_TILES[dim]), flops, second * 1e12, FA3))  # fmt: skip
+            found.append(Published(f"FlashAttention-3, {shape}", "H100",
+                                   attention("fa3", *sizes, *FA3_TILES[dim], 8, 2, 2), flops,
+                                   third * 1e12, FA3))  # fmt: skip
+    flops = _attention_flops(1, 16, 16384, 128, False)
+    found.append(Published("FlashAttention-2, head 128, 1 x 16384", "A100",
+                           attention("fa2", "A100", 1, 16, 16384, 128, False, *FA2_TILES[128]), flops, 230e12,
+                           f"{FA2}: up to 230 TFLOP/s"))  # fmt: skip
+    for length, seconds in ((4096, 2.779694e-3), (16384, 41.799503e-3)):
+        flops = _attention_flops(4, 32, length, 128, True)
+        found.append(Published(f"FlashAttention-2, head 128, 4 x {length}, causal", "A100",
+                               attention("fa2", "A100", 4, 32, length, 128, True, *FA2_TILES[128]), flops,
+                               flops / seconds, "flash-attention issue 307 (card taken from its speed)"))  # fmt: skip
+    for length, speed in ((2048, 427.77), (16384, 486.99)):
+        flops = _attention_flops(4, 32, length, 128, False)
+        found.append(Published(f"Triton's fused attention, head 128, 4 x {length}", "H100",
+                               attention("triton", "H100", 4, 32, length, 128, False, 128, 128, 8, 1, 2), flops,
+                               speed * 1e12, "facebookexperimental/triton pull 206"))  # fmt: skip
+    for length, speed in ((4096, 566.918), (16384, 746.301)):
+        flops = _attention_flops(4, 48, length, 128, False)
+        found.append(Published(f"Triton's fused attention, head 128, 4 x {length}", "B200",
+                               attention("triton", "B200", 4, 48, length, 128, False, 128, 128, 8, 1, 2), flops,
+                               speed * 1e12, "meta-pytorch/tritonbench pull 1014"))  # fmt: skip
+    for n, speed in ((2048, 511.3), (2560, 533.4), (2816, 616.5), (3072, 584.7)):
+        found.append(Published(f"cuBLAS, {n} cubed", "H100", product("cublas", "H100", n, n, n, MATMUL_TILES),
+                               2.0 * n**3, speed * 1e12, "triton issue 3672", EVENTS))  # fmt: skip
+    size = 128 * 4096 * 576 * 2.0  # latents of DeepSeek-V3: 128 requests of 4096 tokens
+    latents = Work("flash_mla", 132, 1, moved=size / 132, cached=size / 132, in_flight=2 * 64 * 576 * 2,
+                   products=size / 132 * 2 * 16, synchronous=False)  # fmt: skip
+    found.append(Published("FlashMLA, 128 x 4096, memory-bound", "H100", latents, size, 3000e9,
+                           "FlashMLA, README: up to 3000 GB/s on H800"))  # fmt: skip
+    return found
+
+
+KERNELS = _kernels()
+
+
+def main() -> None:
+    print(f"{'kernel':62} {'card':5} {'published':>11} {'predicted':>11} {'error':>7}  bound")
+    for kernel in KERNELS:
+        found = kernel.predicted()
+        predicted = found.seconds + kernel.overhead
+        print(f"{kernel.name:62} {kernel.card:5} {kernel.seconds * 1e6:8.1f} µs {predicted * 1e6:8.1f} µs "
+              f"{kernel.error():+6.0%}  {found.bound}")  # fmt: skip
+    errors = [abs(kernel.error()) for kernel in KERNELS]
+    print(
+        f"{sum(error <= 0.15 for error in errors)} of {len(errors)} within 15 %; mean {sum(errors) / len(errors):.0%}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""How fast each card is: what the time model (model.py) assumes, and where each number comes from.
+
+Everything is in bytes, seconds, hertz and operations. A product of a multiplication and an addition counts as two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.gpu.cards import CARDS, Card
+
+KIB, MIB, GIB, TERA = 2**10, 2**20, 2**30, 1e12
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a card.
+
+    bandwidth: of its memory, as on the data sheet. tensor: dense products of 16-bit inputs a second, as on the data
+    sheet, which is counted at `clock`. sustained: the share of `tensor` that the largest products reach under the power
+    limit. synchronous: the share of `tensor` that mma.sync can issue; wgmma and tcgen05 issue all of it.
+    fma, alu, special: lanes of a processor for multiplications and additions, for comparisons and integers, and for
+    exponentials.
+    """
+
+    card: Card
+    bandwidth: float
+    tensor: float
+    clock: float
+    l2_size: int
+    sustained: float
+    synchronous: float
+    fma: int
+    alu: int = 64
+    special: int = 16
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """The bytes a second that a simple kernel over a large tensor is expected to reach: "measured bandwidth"."""
+        return self.bandwidth * MEMORY_SHARE
+
+    @property
+    def l2_bandwidth(self) -> float:
+        return L2_BYTES_PER_CLOCK * self.clock * L2_SHARE
+
+
+# Shares and latencies that hold for all cards.
+MEMORY_SHARE = 0.91  # of the data sheet's bandwidth
+L2_BYTES_PER_CLOCK = 5120
+L2_SHARE = 0.7
+SHARED_BYTES_PER_CLOCK = 128  # of a processor
+ISSUED_PER_CLOCK = 4  # instructions of a processor: one for each of its four schedulers
+LOAD_STORE_LANES = 32
+LAUNCH = 0.45e-6  # between the end of a kernel's work and the start of the next one's, inside a replayed graph
+MEMORY_LATENCY = 0.6e-6  # from a load to its data when memory is busy
+HOST_LAUNCH = 4.5e-6  # host time of a launch by torch or Triton outside graphs
+STORE = 0.25e-6  # from the last result of a program to the end of the program
+
+RATES = {
+    "A100": Rates(CARDS["sm_80"], 2.039e12, 312e12, 1.41e9, 40 * MIB, 267.9 / 312, 1.0, 64),
+    "H100": Rates(CARDS["sm_90"], 3.35e12, 989.4e12, 1.83e9, 50 * MIB, 794.5 / 989.4, 0.63, 128),
+    "H200": Rates(replace(CARDS["sm_90"], name="NVIDIA H200", memory=141 * GIB), 4.8e12, 989.4e12, 1.83e9, 50 * MIB,
+                  794.5 / 989.4, 0.63, 128),
+    "B200": Rates(CARDS["sm_100"], 8.0e12, 2250e12, 1.85e9, 126 * MIB, 1745 / 2250, 0.25, 128),
+    "RTX PRO 6000": Rates(CARDS["sm_120"], 1.792e12, 503.8e12, 2.617e9, 128 * MIB, 0.8, 1.0, 128),
+}  # fmt: skip
+
+ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a card confirms or refutes each
+    ("bandwidth, processors, second-level cache, dense 16-bit products and their clock", "RATES",
+     "data sheets of the cards; white papers of Ampere, Hopper and RTX Blackwell. B200: DGX B200's data sheet / 8"),
+    ("share of the bandwidth that a simple kernel reaches", f"{MEMORY_SHARE:.0%}",
+     "measured on an H100 NVL: 90.6 % for a copy, 91.4 % for two reads and a write; taken for all cards"),
+    ("largest products under the power limit", "A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s",
+     "Bekman, ml-engineering, Maximum Achievable Matmul FLOPS. RTX PRO 6000: estimate, 80 %"),
+    ("the clock sinks with the use of the tensor cores, linearly, down to the value above at full use", "model.py",
+     "estimate: power grows with the operations; fits FlashAttention-2 and -3 on H100"),
+    ("mma.sync on 9.0 issues 63 % of the tensor rate; on 8.0 and 12.0 all of it", "0.63",
+     "Luo et al., Dissecting the Hopper architecture, arXiv:2402.13499 (62.9 %). B200: estimate, 25 %"),
+    ("lanes of a processor: multiply-add 64 on 8.0 and 128 later; integers and comparisons 64; exponentials 16",
+     "RATES", "CUDA C++ Programming Guide, table of arithmetic throughput"),
+    ("instructions issued by a processor in a clock", str(ISSUED_PER_CLOCK), "white papers: four schedulers"),
+    ("bytes of shared memory in a clock and processor", str(SHARED_BYTES_PER_CLOCK), "CUDA C++ Programming Guide"),
+    ("second-level cache: bytes in a clock, and the share that is reached", f"{L2_BYTES_PER_CLOCK}, {L2_SHARE:.0%}",
+     "white paper of Ampere; the share is an estimate; taken for all cards"),
+    ("an empty kernel inside a replayed graph", f"{(LAUNCH + MEMORY_LATENCY + STORE) * 1e6:.2f} µs",
+     "measured on an H100 NVL: 1.28 µs for a kernel that adds one to a number"),
+    ("between two kernels of a graph", f"{LAUNCH * 1e6:.2f} µs",
+     "estimate: the 1.28 µs above less a load and the end of a program"),
+    ("latency of memory under load", f"{MEMORY_LATENCY * 1e6:.2f} µs",
+     "estimate: arXiv:2402.13499 measures about 0.3 µs without load"),
+    ("host time of a launch outside graphs", f"{HOST_LAUNCH * 1e6:.1f} µs",
+     "measured with an H100 NVL: 4.2 µs for an operation issued from Python"),
+)  # fmt: skip
