@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -80,6 +81,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0])
         target = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if target is not None and target.type == "cuda":
+            kwargs["device"] = target = torch.device("cuda", target.index or 0)
         if not is_ours and (target is None or target.type != "cuda"):
             return func(*args, **kwargs)
         if func.name() in ("aten::to.device", "aten::to.dtype", "aten::to.dtype_layout", "aten::to.other"):
@@ -179,14 +182,43 @@ class _Stream(_Event):
 
 
 class _Graph:
+    """Remembers the launches that it captures. A replay adds them to the device's launches."""
+
+    def __init__(self, device: StandIn) -> None:
+        self._device = device
+        self._launches: list[Launch] = []
+
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self._before, self._device.launches = self._device.launches, self._launches
 
     def capture_end(self) -> None:
-        pass
+        self._device.launches = self._before
 
     def replay(self) -> None:
-        pass
+        if self._device.launches is not None:
+            self._device.launches += self._launches
+
+
+class _Profiler:
+    """torch.profiler.profile for the stand-in. Each launch of a kernel is an event of the device, and takes 1 us."""
+
+    def __init__(self, device: StandIn, **options: Any) -> None:
+        self._traced = device.traced()
+
+    def __enter__(self) -> _Profiler:
+        self._launches = self._traced.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._traced.__exit__(*error)
+
+    def events(self) -> list[Any]:
+        names = [launch.name for launch in self._launches if launch.kernel is not None]
+        device_type = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        return [
+            SimpleNamespace(name=name, device_type=device_type, time_range=SimpleNamespace(start=i, end=i + 1))
+            for i, name in enumerate(names)
+        ]
 
 
 class _Generator(torch.Generator):
@@ -221,8 +253,8 @@ def _torch_cuda(device: StandIn) -> dict[str, Any]:
         "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
         "mem_get_info": lambda *_: (card.memory, card.memory), "memory_allocated": zero, "memory_reserved": zero,
         "max_memory_allocated": zero, "reset_peak_memory_stats": nothing, "graph_pool_handle": lambda: (0, 0),
-        "Event": _Event, "Stream": _Stream, "CUDAGraph": _Graph, "current_stream": lambda *_: _Stream(),
-        "stream": lambda *_: contextlib.nullcontext(),
+        "Event": _Event, "Stream": _Stream, "CUDAGraph": partial(_Graph, device),
+        "current_stream": lambda *_: _Stream(), "stream": lambda *_: contextlib.nullcontext(),
     }  # fmt: skip
 
 
@@ -269,6 +301,7 @@ def stand_in(card: Card) -> Iterator[StandIn]:
         for name, replacement in _torch_cuda(device).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        stack.enter_context(mock.patch.object(torch.profiler, "profile", partial(_Profiler, device)))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
         triton.runtime.driver.set_active(_Driver(card))

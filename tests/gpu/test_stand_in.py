@@ -29,3 +29,27 @@ def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():
     assert {"_flat_batch", "_sample"} <= set(kernels)
     assert 0 <= shared <= 227 * 1024
     assert waits == 0
+
+
+def test_a_replayed_graph_launches_again_what_it_captured_and_the_profiler_sees_it():
+    printed = run_on_stand_in("""
+        import json
+        import torch
+        from quire.ops.reference.elementwise import silu_and_mul
+        function = next(i.function for i in silu_and_mul.implementations if i.name == "triton")
+        x = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)  # a device without an index is the current one
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        function(x)
+        graph.capture_end()
+        with torch.profiler.profile(activities=[]) as profiler:
+            graph.replay()
+            graph.replay()
+        events = profiler.events()
+        print(json.dumps([str(x.device), [event.name for event in events], events[1].time_range.start]))
+    """)
+    device, names, start = json.loads(printed.splitlines()[-1])
+    assert device == "cuda:0"
+    assert len(names) == 2
+    assert "silu" in names[0] or "gate" in names[0]
+    assert start == 1
