@@ -372,7 +372,7 @@ def _loads(ttir: str, assembler: str) -> Counter[tuple[str, str, int]]:
     found: Counter[tuple[str, str, int]] = Counter()
     place: tuple[tuple[int, int], ...] = ()
     for line in assembler.splitlines():
-        if location := re.match(r"\s+\.loc\s+\d+ (\d+) (\d+)(?:.*?inlined_at \d+ (\d+) (\d+))?", line):
+        if location := re.match(r"\s+\.loc\s+\d+ (\d+) (\d+)(?:.*?(?:inlined_at \d+ |@\[ [\w.]+:)(\d+)[ :](\d+))?", line):
             numbers = [int(x) for x in location.groups() if x]
             place = tuple(zip(numbers[::2], numbers[1::2], strict=True))
             continue
