@@ -349,6 +349,8 @@ def _dominates(head: int, block: int, parent: dict[int, int]) -> bool:
 # ---- what Triton's own representations say
 
 
+Place = tuple[tuple[int, int], ...]  # (line, column) in the source, then those of the call
+
 _DOT = re.compile(
     r"(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma\w*) .*? : "
     r"(?:tensor|!ttg\.memdesc)<(\d+)x(\d+)x(\w+),.*?(?:\*|, )\s*(?:tensor|!ttg\.memdesc)<(\d+)x(\d+)x(\w+),(.*)"
@@ -370,9 +372,11 @@ def _loads(ttir: str, assembler: str) -> Counter[tuple[str, str, int]]:
     """(argument, type of an element, bytes a thread loads at once) of each load in PTX."""
     arguments = _arguments_of_loads(ttir)
     found: Counter[tuple[str, str, int]] = Counter()
-    place: tuple[tuple[int, int], ...] = ()
+    place: Place = ()
     for line in assembler.splitlines():
-        if location := re.match(r"\s+\.loc\s+\d+ (\d+) (\d+)(?:.*?(?:inlined_at \d+ |@\[ [\w.]+:)(\d+)[ :](\d+))?", line):
+        if location := re.match(
+            r"\s+\.loc\s+\d+ (\d+) (\d+)(?:.*?(?:inlined_at \d+ |@\[ [\w.]+:)(\d+)[ :](\d+))?", line
+        ):
             numbers = [int(x) for x in location.groups() if x]
             place = tuple(zip(numbers[::2], numbers[1::2], strict=True))
             continue
@@ -384,11 +388,23 @@ def _loads(ttir: str, assembler: str) -> Counter[tuple[str, str, int]]:
         elif instruction := re.match(r"\s+((?:global|buffer)_load_\w+)", line):
             width = _loaded(instruction[1])
         if width:
-            found[(*arguments.get(place, ("?", "?")), width)] += 1
+            found[(*_nearest(arguments, place), width)] += 1
     return found
 
 
-def _arguments_of_loads(ttir: str) -> dict[tuple[tuple[int, int], ...], tuple[str, str]]:
+def _nearest(arguments: dict[Place, tuple[str, str]], place: Place) -> tuple[str, str]:
+    """The load at this place. The lines may be shifted: Triton's cache does not tell files apart that differ only in
+    the lines before a kernel."""
+    distances = {
+        other: abs(other[0][0] - place[0][0])
+        for other in arguments
+        if place and [column for _, column in other] == [column for _, column in place]
+    }
+    best = min(distances, key=distances.__getitem__, default=None)
+    return ("?", "?") if best is None else arguments[best]
+
+
+def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str]]:
     """The argument and the type of an element that a load reads, by its place in the source (and that of the call)."""
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 

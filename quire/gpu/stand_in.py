@@ -258,6 +258,10 @@ def _torch_cuda(device: StandIn) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _collective(*args: Any, **kwargs: Any) -> None:
+    """A collective of a group of ranks of which only this one exists: Communicator(rank, size, group=None)."""
+
+
 def _allow_device_type() -> None:
     """Let torch's CPU build handle tensors that claim to be on a GPU: views of them ask for a guard of the device type.
     A guard that does nothing is borrowed from the type `meta`. (torch does the same itself in its CUDA builds.)"""
@@ -298,6 +302,8 @@ def stand_in(card: Card) -> Iterator[StandIn]:
     with contextlib.ExitStack() as stack:
         stack.callback(torch._C._set_only_lift_cpu_tensors, lift)
         torch._C._set_only_lift_cpu_tensors(True)
+        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier"):
+            stack.enter_context(mock.patch.object(torch.distributed, name, _collective))
         for name, replacement in _torch_cuda(device).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))

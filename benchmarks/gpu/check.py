@@ -1,0 +1,181 @@
+"""Compiles what engines launch on GPUs that are not here, and checks the machine code. No GPU is needed.
+
+    python -m benchmarks.gpu.check                          everything, or what is missing of it (about two hours)
+    python -m benchmarks.gpu.check --cards sm_90 --only llama-3-8b      one card; cases whose name contains a text
+    python -m benchmarks.gpu.check --triton /path           a folder with another Triton
+    python -m benchmarks.gpu.check --list                   the cases, without running them
+    python -m benchmarks.gpu.check --report                 only write the table in docs/gpu.md
+
+A case is an engine: a card, a model's shape and options. It runs in a process of its own, starts, and answers requests
+that launch every kind of kernel. Each compiled kernel is judged by `rules.py`. Results go to a file of JSON lines, one
+a case, when the case ends; a case is run again only if it, the kernels' sources or Triton changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cases import Case, all_cases
+from benchmarks.gpu.report import failures, write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/gpu-compiled.jsonl"
+SOURCES = ("quire/ops/triton/*.py", "quire/attention/triton.py", "benchmarks/gpu/rules.py")
+TIME_LIMIT = 600  # seconds of a case
+
+Result = dict[str, Any]
+
+
+def sources_hash() -> str:
+    digest = hashlib.sha256()
+    for pattern in SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def key(case: Case, triton: str) -> str:
+    return hashlib.sha256(f"{case.name} {triton} {sources_hash()}".encode()).hexdigest()[:12]
+
+
+def stored(path: Path) -> dict[tuple[str, str], Result]:
+    """The newest result of each case, by its name and the version of Triton."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(result["case"], result["triton"]): result for result in map(json.loads, lines)}
+
+
+def save(path: Path, results: Iterable[Result]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    temporary.write_text("".join(json.dumps(result) + "\n" for result in results))
+    temporary.replace(path)
+
+
+# ---- one case, in a process of its own
+
+
+def run_case(case: Case) -> Result:
+    """What became of the case. state: done, refused (a ConfigError, or a ValueError at start), or crashed."""
+    from quire.gpu.cards import CARDS
+    from quire.gpu.stand_in import stand_in
+
+    warnings.simplefilter("ignore")
+    result: Result = {"state": "done", "kernels": [], "while_serving": []}
+    with tempfile.TemporaryDirectory() as folder, stand_in(CARDS[case.card]) as device, device.traced() as launches:
+        from benchmarks.gpu.engine import serve, start
+        from benchmarks.gpu.rules import judged
+
+        try:
+            llm = start(case, Path(folder))
+        except ValueError as error:
+            result |= {"state": "refused", "reason": str(error)[:300]}
+            return result
+        except Exception:
+            result |= {"state": "crashed", "reason": traceback.format_exc()[-1500:]}
+        else:
+            at_start = set(device.compilations)
+            try:
+                serve(llm)
+            except Exception:
+                result |= {"state": "crashed", "reason": traceback.format_exc()[-1500:]}
+            result["while_serving"] = sorted(set(device.compilations) - at_start)
+        kernels = {launch.kernel.hash: launch for launch in launches if launch.kernel is not None}
+        for launch in kernels.values():
+            result["kernels"].append(judged(launch, CARDS[case.card]))
+    return result
+
+
+# ---- all cases
+
+
+def run_apart(case: Case, triton: str | None) -> Result:
+    paths = [str(ROOT), *([triton] if triton else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "benchmarks.gpu.check", "--case", case.name]
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT, env=environment, cwd=ROOT, check=False
+        )
+        lines = done.stdout.splitlines()
+        result: Result = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+        if done.returncode or not result:
+            result = {"state": "crashed", "reason": done.stderr[-1500:], "kernels": [], "while_serving": []}
+    except subprocess.TimeoutExpired:
+        result = {"state": "crashed", "reason": f"longer than {TIME_LIMIT} s", "kernels": [], "while_serving": []}
+    return result | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="run only cases whose name contains this text")
+    parser.add_argument("--cards", nargs="+", default=["sm_90", "sm_80", "sm_100", "sm_120"], help="default: all four")
+    parser.add_argument("--triton", help="a folder with another Triton, put in front of Python's path")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no further case after so many minutes")
+    parser.add_argument("--list", action="store_true", help="only print the cases")
+    parser.add_argument("--report", action="store_true", help="only write the report")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cases = {case.name: case for case in all_cases(options.cards)}
+    if options.case:
+        print(json.dumps(run_case(Case.parse(options.case))))
+        return
+    chosen = [case for name, case in cases.items() if all(text in name for text in options.only)]
+    if options.list:
+        print("\n".join(case.name for case in chosen))
+        return
+    if not options.report:
+        run_all(chosen, options.triton, options.results, options.minutes)
+    write_report(list(stored(options.results).values()), ROOT / "docs/gpu.md")
+
+
+def run_all(cases: list[Case], triton: str | None, path: Path, minutes: float) -> None:
+    begun = time.perf_counter()
+    version = _triton_version(triton)
+    results = stored(path)
+    missing = [
+        case for case in cases if results.get((case.name, version), {}).get("key") != key(case, version)
+    ]  # fmt: skip
+    print(f"Triton {version}: {len(cases)} cases, {len(cases) - len(missing)} of them done before", flush=True)
+    for number, case in enumerate(missing, 1):
+        if time.perf_counter() - begun > 60 * minutes:
+            print(f"{len(missing) - number + 1} cases are left for the next run")
+            return
+        begin = {"case": case.name, "card": case.card, "model": str(case.model), "triton": version}
+        result = begin | {"key": key(case, version)} | run_apart(case, triton)
+        results[(case.name, version)] = result
+        save(path, results.values())
+        found = failures(result)
+        state = result["state"] if result["state"] != "done" else f"{len(found)} failures" if found else "passed"
+        average = (time.perf_counter() - begun) / number
+        left = average * (len(missing) - number) / 60
+        print(
+            f"[{number}/{len(missing)}, {left:.0f} min left] {case.name}: {state} ({len(result['kernels'])} kernels, "
+            f"{result['seconds']:.0f} s)", flush=True,
+        )  # fmt: skip
+        for line in found[:12]:
+            print(f"    {line}", flush=True)
+
+
+def _triton_version(folder: str | None) -> str:
+    environment = os.environ | ({"PYTHONPATH": folder} if folder else {})
+    command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

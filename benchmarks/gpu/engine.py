@@ -1,0 +1,62 @@
+"""An engine of a case on the stand-in, and requests that launch every kind of kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.shapes import FORMATS, few_layers, write_config
+
+if TYPE_CHECKING:
+    from quire import LLM
+
+MAX_MODEL_LEN = 8192
+
+
+def start(case: Case, folder: Path) -> LLM:
+    """An engine of one rank of the model, with dummy weights. Raises ValueError if Quire refuses the options."""
+    from quire import LLM
+    from quire.parallel.mesh import Communicator, Mesh
+
+    config = few_layers(case.model.shape)
+    quantization: str | None = case.option("quantization")
+    if quantization in FORMATS:
+        config["quantization_config"] = FORMATS[quantization]
+        quantization = None
+    options: dict[str, Any] = {"quantization": None if quantization == "none" else quantization}
+    options |= {name: case.option(name) for name in ("dtype", "kv_cache_dtype")}
+    options |= {name: value == "True" for name, value in case.options if name in ("enforce_eager", "batch_invariant")}
+    mesh = Mesh(tp=Communicator(0, case.model.ranks)) if case.model.ranks > 1 else Mesh()
+    longest = min(MAX_MODEL_LEN, config["max_position_embeddings"])
+    path = write_config(folder / "model", config)
+    with mock.patch("quire.executor.uniproc.Mesh", return_value=mesh):
+        return LLM(
+            str(path), device="cuda", load_format="dummy", max_model_len=longest, enable_prefix_caching=False, **options
+        )
+
+
+def serve(llm: LLM) -> None:
+    """Requests: short and long prompts, steps of prompts and decoding together, few and many rows, every way to
+    sample."""
+    from quire import SamplingParams
+
+    def run(lengths: list[int], tokens: int = 4, **params: Any) -> None:
+        prompts: list[Any] = [[1 + i % 97 for i in range(length)] for length in lengths]
+        llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, **params), use_tqdm=False)
+
+    longest = llm.max_model_len - 8
+    run([10], temperature=0)
+    run([1], temperature=0)
+    run([longest], temperature=0)
+    run([longest // 2, longest, 3, longest - 5, 17], temperature=0)  # more than a step: prompts beside decoding
+    run([5, 1000, 20], temperature=0.7, seed=1)
+    run([7] * 3, top_k=5, seed=1)
+    run([7] * 5, top_p=0.9)
+    run([7] * 2, top_k=40, top_p=0.8, min_p=0.05)
+    run([33] * 2, temperature=0, logprobs=5, prompt_logprobs=2)
+    run([7] * 2, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5)
+    run([7], n=3, logit_bias={5: 1.0}, min_tokens=2, bad_words=[])
+    for rows in (9, 70, 256):
+        run([12] * rows, tokens=3, temperature=0)

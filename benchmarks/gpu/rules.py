@@ -1,0 +1,87 @@
+"""What the machine code of a kernel must be like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu.machine_code import MachineCode, Product, read
+from quire.gpu.cards import Card
+
+WIDE = 16  # bytes that a thread shall load at once
+STREAMED = ("cache", "codes", "weight")  # arguments of kernels with products that hold keys and values, or weights
+SMALL_TYPES = ("bf16", "f16", "i8", "f8E4M3FN", "f8E5M2", "u8")  # the types of inputs that tensor cores multiply
+
+
+def programs_wanted(name: str, code: MachineCode) -> int:
+    """How many programs of a processor the plan counts on: two if attention decodes, since one loads while the other
+    computes."""
+    decodes = "attend" in name and max((dot.rows for dot in code.dots), default=0) < 64
+    return 2 if decodes else 1
+
+
+def expected_product(card: Card, dot: Product) -> str:
+    """The instruction for a product of 16- or 8-bit inputs."""
+    if card.backend != "cuda" or not isinstance(card.capability, int):
+        return "mma.sync"
+    rows = max(dot.rows, dot.columns) if dot.kind in ("wgmma", "tcgen05") else dot.rows
+    if card.capability // 10 == 9 and rows >= 64:
+        return "wgmma"
+    return "tcgen05" if card.capability // 10 == 10 and rows >= 128 else "mma.sync"
+
+
+def broken(name: str, code: MachineCode, card: Card) -> list[str]:
+    """One line for each rule that the kernel breaks."""
+    found = []
+    if code.shared > card.shared_memory:
+        found.append(f"shared memory: {code.shared} bytes, the card has {card.shared_memory}")
+    wanted, programs = programs_wanted(name, code), code.programs(card)
+    if programs < wanted and code.shared <= card.shared_memory:
+        found.append(
+            f"programs: {programs} a processor, {wanted} wanted ({code.shared} bytes shared, {code.registers} "
+            f"registers, {code.warps} warps, {code.tensor_columns} columns of tensor memory)"
+        )  # fmt: skip
+    if code.spilled:
+        found.append(f"spills: {code.spilled} bytes of local memory loads and stores")
+    if code.float64:
+        found.append(f"float64: {', '.join(code.float64[:4])}")
+    for dot in code.dots:
+        if dot.dtype in SMALL_TYPES:
+            expected = expected_product(card, dot)
+            if dot.kind != expected and not (expected == "mma.sync" and dot.kind != "fma"):
+                sizes = f"{dot.rows} x {dot.columns} x {dot.inner}"
+                found.append(f"product: {dot.kind} instead of {expected} for {sizes} of {dot.dtype}")
+    if code.dots:
+        if not code.products():
+            found.append("product: no instruction of the machine code computes one")
+        found += _narrow(code)
+    return found
+
+
+def _narrow(code: MachineCode) -> list[str]:
+    """Loads of keys, values and weights that take fewer bytes than they could. Scales beside codes are not meant."""
+    found = []
+    if not any(name in STREAMED for name, _, _ in code.loads):
+        names = ", ".join(sorted({name for name, _, _ in code.loads}))
+        found.append(f"narrow loads: of these arguments, none is known to hold keys, values or weights: {names}")
+    for argument in STREAMED:
+        types = {dtype for name, dtype, _ in code.loads if name == argument}
+        if not types:
+            continue
+        main = min(types, key=lambda dtype: int("".join(x for x in dtype[:3] if x.isdigit()) or 0))
+        narrow = {width: n for (a, t, width), n in code.loads.items() if a == argument and t == main and width < WIDE}
+        if narrow:
+            listed = ", ".join(f"{n} of {width}" for width, n in sorted(narrow.items()))
+            found.append(f"narrow loads of {argument} ({main}): {listed} bytes a thread")
+    return found
+
+
+def judged(launch: Any, card: Card) -> dict[str, Any]:
+    """A compiled kernel as a line of the results."""
+    code = read(launch.kernel)
+    return {
+        "name": launch.name, "hash": launch.kernel.hash[:10], "warps": code.warps, "shared": code.shared,
+        "registers": code.registers, "spilled": code.spilled, "programs": code.programs(card),
+        "tensor_columns": code.tensor_columns, "instructions": code.instructions.total(),
+        "dots": [[d.kind, d.rows, d.columns, d.inner, d.dtype] for d in code.dots],
+        "broken": broken(launch.name, code, card),
+    }  # fmt: skip

@@ -1,0 +1,147 @@
+"""The shapes of models that people run: what their config.json says. Weights are never needed here.
+
+Sources: the config.json files that the models' authors publish. Fields that do not affect shapes are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+
+_SILU = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 8192, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128,
+    "num_key_value_heads": 8, "max_position_embeddings": 40_960, "rope_theta": 1e6, **_SILU,
+}  # fmt: skip
+
+SHAPES: dict[str, Config] = {
+    "qwen3-0.6b": {
+        **_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "llama-3-8b": {
+        **_LLAMA, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "llama-3-70b": {
+        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "gemma-2-9b": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 3584,
+        "intermediate_size": 14_336, "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 256, "max_position_embeddings": 8192, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "sliding_window": 4096,
+        "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma-3-27b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 5376,
+        "intermediate_size": 21_504, "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "head_dim": 128, "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rms_norm_eps": 1e-6, "sliding_window": 1024,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 168, "sliding_window_pattern": 6,
+    },
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "max_position_embeddings": 131_072, "rope_theta": 150_000, "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "attention_bias": True, "sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    },
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129_280,
+        "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "first_k_dense_replace": 3, "moe_layer_freq": 1, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "max_position_embeddings": 163_840, "rope_theta": 10_000.0,
+        "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        **_SILU,
+    },
+    "phi-3-mini": {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 32_064, "hidden_size": 3072,
+        "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "max_position_embeddings": 4096, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "sliding_window": 2047, "tie_word_embeddings": False,
+    },
+    "opt-6.7b": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50_272, "hidden_size": 4096,
+        "ffn_dim": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 4096, "do_layer_norm_before": True, "activation_function": "relu",
+    },
+    "tiny": {
+        **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+_LAYERS = {"gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4}  # one of each kind; others need 1
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, and over how many GPUs it is spread."""
+
+    shape: str
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return self.shape if self.ranks == 1 else f"{self.shape}, {self.ranks} ranks"
+
+
+SERVED = (
+    Served("llama-3-8b"), Served("qwen3-0.6b"), Served("deepseek-v3", 8), Served("gpt-oss-120b"),
+    Served("gemma-2-9b"), Served("qwen3-30b-a3b"), Served("llama-3-70b", 8), Served("gemma-3-27b"),
+    Served("phi-3-mini"), Served("qwen3-8b"), Served("llama-3-70b", 4), Served("opt-6.7b"),
+    Served("llama-3-8b", 4), Served("llama-3-8b", 8), Served("llama-3-70b"),
+)  # fmt: skip
+
+FORMATS: dict[str, Config] = {  # quantization_config of checkpoints
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+}
+
+
+def few_layers(name: str) -> Config:
+    """The config with one layer of each kind; these launch the same kernels as all layers."""
+    config = {**SHAPES[name], "num_hidden_layers": _LAYERS.get(name, 1)}
+    if name == "deepseek-v3":
+        config["first_k_dense_replace"] = 3
+    return config
+
+
+def write_config(directory: Path, config: Config) -> Path:
+    """A checkpoint without weights, for --load-format dummy; the tokenizer is the bundled model's."""
+    from quire.loading.hub import bundled_model
+
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    for file in bundled_model().glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
