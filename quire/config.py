@@ -207,6 +207,11 @@ class KernelConfig:
         "native", "instruction set of the CPU kernels; native is the best that the processor supports"
     )
     kernels: dict[str, str] = option({}, 'implementations to use for ops, such as {"rms_norm": "reference"}', json=True)
+    batch_invariant: bool = option(
+        False,
+        "on a GPU, compute each token in the same way in every batch, so that logits and samples do not depend on "
+        "other requests, on chunks of prompts or on preemption; slower (on a CPU, Quire always computes in this way)",
+    )
 
 
 @dataclass(frozen=True)
@@ -346,6 +351,11 @@ class EngineConfig:
         if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
             raise ConfigError(
                 f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
+            )
+        if self.kernels.batch_invariant and self.model.torch_compile:
+            raise ConfigError(
+                "batch_invariant and torch_compile exclude each other: what torch.compile generates depends on the "
+                "sizes of the batch; leave one of the two out"
             )
 
     @classmethod

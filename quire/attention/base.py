@@ -18,7 +18,8 @@ class AttentionShape:
     value_dim: None if a token has a key and a value of head_dim each. An integer means a latent cache (MLA in its
     absorbed form, arXiv:2405.04434): there is one KV head, only keys are stored, and the first value_dim elements of a
     key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache keeps cells of one byte (cells.py), None if
-    it keeps elements of dtype.
+    it keeps elements of dtype. batch_invariant: whether the result of a token must depend on its own request alone, and
+    not on how the step was put together.
     """
 
     num_heads: int
@@ -29,6 +30,7 @@ class AttentionShape:
     device: torch.device
     value_dim: int | None = None
     cell: torch.dtype | None = None
+    batch_invariant: bool = False
 
     @property
     def out_dim(self) -> int:

@@ -20,7 +20,7 @@ class ReferenceAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
-        return None
+        return "results of torch's products depend on the batch (batch_invariant)" if shape.batch_invariant else None
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

@@ -37,6 +37,7 @@ def choose_backend(shape: AttentionShape, pinned: str | None = None) -> Attentio
         chosen = choose_backend(shape)
         logger.warning("attention_backend=%s cannot be used here; %s takes its place", pinned, chosen.name)
         return chosen
+    reasons: list[str] = []
     for backend in BACKENDS:
         if pinned in (None, backend.name):
             reason = backend.unsupported(shape)
@@ -44,4 +45,7 @@ def choose_backend(shape: AttentionShape, pinned: str | None = None) -> Attentio
                 return backend(shape)
             if pinned is not None:
                 raise ValueError(f"attention_backend={pinned!r} cannot be used: {reason}")
+            reasons.append(f"{backend.name}: {reason}")
+    if reasons:
+        raise ValueError(f"no attention backend can be used; {'; '.join(reasons)}")
     raise ValueError(f"no attention_backend {pinned!r}; there are: {', '.join(b.name for b in BACKENDS)}")

@@ -75,7 +75,8 @@ class TritonAttention(PreparingBackend):
             rows = 128
         rows = max(rows, triton.next_power_of_2(self._group))
         tile_tokens, splits = rows // self._group, 1
-        if 0 < layout.tokens_per_request <= tile_tokens:  # one tile for each request; its keys are split
+        one_tile = 0 < layout.tokens_per_request <= tile_tokens
+        if one_tile and not self.shape.batch_invariant:  # one tile for each request; its keys are split
             tile_tokens = layout.tokens_per_request
             rows = max(16, triton.next_power_of_2(self._group * tile_tokens))
             wanted = _WAVES * self._processors / max(1, requests * self.shape.num_kv_heads)

@@ -38,7 +38,7 @@ def load_model(
     description = describe(directory, config.model)
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())
-    target = Target(device, resolve_dtype(config.model))
+    target = Target(device, resolve_dtype(config.model), config.kernels.batch_invariant)
     checkpoint: Checkpoint | None = None
     if directory.is_file():
         checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))

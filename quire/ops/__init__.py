@@ -32,6 +32,7 @@ def triton_works() -> bool:
 HAS_TRITON = triton_works()
 if HAS_TRITON:
     import quire.ops.triton.batch
+    import quire.ops.triton.dense
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
     import quire.ops.triton.sampling  # noqa: F401

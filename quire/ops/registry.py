@@ -11,41 +11,57 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 Function = Callable[..., Any]
+ANYWHERE = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class Target:
-    """The device and type for which an implementation is chosen."""
+    """The device and type for which an implementation is chosen.
+
+    batch_invariant: whether a row's result must not depend on the number of rows, nor on the other rows.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
 class Implementation:
+    """invariant_on: types of devices on which a row's result depends on that row alone, bit for bit."""
+
     name: str
     function: Function
     supports: Callable[[Target], bool]
+    invariant_on: tuple[str, ...]
+
+    def suits(self, target: Target) -> bool:
+        """Whether it supports the target, and computes rows independently of each other if the target asks for that."""
+        invariant = not target.batch_invariant or target.device.type in self.invariant_on
+        return invariant and self.supports(target)
 
 
 class Op:
     """An operation: its reference, and the implementations registered beside it, the best last."""
 
-    def __init__(self, reference: Function) -> None:
+    def __init__(self, reference: Function, invariant_on: tuple[str, ...] = ()) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.implementations = [Implementation("reference", reference, lambda target: True)]
+        self.implementations = [Implementation("reference", reference, lambda target: True, invariant_on)]
 
-    def implementation(self, name: str, supports: Callable[[Target], bool]) -> Callable[[Function], Function]:
+    def implementation(
+        self, name: str, supports: Callable[[Target], bool], invariant_on: tuple[str, ...] = ANYWHERE
+    ) -> Callable[[Function], Function]:
         """Decorator: register a faster implementation. Later registrations are preferred to earlier ones."""
 
         def register(function: Function) -> Function:
-            self.implementations.append(Implementation(name, function, supports))
+            self.implementations.append(Implementation(name, function, supports, invariant_on))
             return function
 
         return register
@@ -53,14 +69,27 @@ class Op:
     def choose(self, target: Target, pinned: str | None = None) -> Implementation:
         """The last registered implementation that supports `target`, or the one that is pinned by name.
 
-        Raises ValueError if the pinned name does not exist or does not support the target.
+        Raises ValueError if the pinned name does not exist or does not support the target, or if the target asks for
+        batch invariance, which the implementation does not give.
         """
+        where = f"{target.dtype} on {target.device.type}"
         if pinned is None:
-            return next(i for i in reversed(self.implementations) if i.supports(target))
+            best = next((i for i in reversed(self.implementations) if i.suits(target)), None)
+            if best is None:
+                raise ValueError(
+                    f"batch_invariant: {self.name} has no implementation for {where} whose results do not depend on "
+                    "the batch; a CPU needs a C++ compiler and bfloat16 or float32, a GPU needs Triton"
+                )
+            return best
         for candidate in self.implementations:
             if candidate.name == pinned:
                 if not candidate.supports(target):
                     raise ValueError(f"{self.name}: implementation {pinned!r} does not support {target}")
+                if not candidate.suits(target):
+                    raise ValueError(
+                        f"batch_invariant contradicts kernels: for {where}, results of {self.name}={pinned} depend on "
+                        "the batch; leave one of the two out"
+                    )
                 return candidate
         names = ", ".join(i.name for i in self.implementations)
         raise ValueError(f"{self.name} has no implementation {pinned!r}; it has: {names}")
@@ -69,9 +98,15 @@ class Op:
 OPS: dict[str, Op] = {}  # every operation by name; filled when the declaring modules are imported
 
 
-def declare(reference: Function) -> Op:
+def declare(reference: Function, invariant_on: tuple[str, ...] = ()) -> Op:
     """Decorator: declare an operation by its reference implementation."""
-    return OPS.setdefault(reference.__name__, Op(reference))
+    return OPS.setdefault(reference.__name__, Op(reference, invariant_on))
+
+
+def declare_invariant(*devices: str) -> Callable[[Function], Op]:
+    """Decorator: like `declare`, for a reference that is batch-invariant on these types of devices, as it computes each
+    element by itself."""
+    return partial(declare, invariant_on=devices)
 
 
 class Kernels:

@@ -114,7 +114,7 @@ def _backends(config: EngineConfig, model: Model) -> list[AttentionBackend]:
         if cache not in by_shape:
             shape = AttentionShape(
                 cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
-                cache.value_dim, _cell(config, cache),
+                cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
             by_shape[cache] = choose_backend(shape, config.kernels.attention_backend)
     return [by_shape[cache] for cache in model.cache_shapes]

@@ -18,6 +18,7 @@ if INSTALLED:
         os.environ["TRITON_INTERPRET"] = "1"
     import quire.attention.triton
     import quire.ops.triton.batch
+    import quire.ops.triton.dense
     import quire.ops.triton.elementwise
     import quire.ops.triton.float8
     import quire.ops.triton.linear

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from quire.ops.registry import declare
+from quire.ops.registry import ANYWHERE, declare_invariant
 
 
-@declare
+@declare_invariant(*ANYWHERE)
 def flat_batch(
     token_ids: Tensor,
     num_computed: Tensor,

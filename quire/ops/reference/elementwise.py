@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.registry import declare
+from quire.ops.registry import ANYWHERE, declare, declare_invariant
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,20 +35,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _norm(residual, weight, eps), residual
 
 
-@declare
+@declare_invariant(*ANYWHERE)
 def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     """Write x + residual to `out` and return `out`. All are [tokens, dim] and of one type."""
     return torch.add(x, residual, out=out)
 
 
-@declare
+@declare_invariant("cuda")
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(x[:, :half]) * x[:, half:], the gated activation of Llama's MLP. x: [tokens, 2 * half] -> [tokens, half]."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
-@declare
+@declare_invariant("cuda")
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """gelu(x[:, :half]) * x[:, half:], the gated activation of Gemma's MLP. x: [tokens, 2 * half] -> [tokens, half].
 
@@ -58,7 +58,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
-@declare
+@declare_invariant("cuda")
 def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """The clamped gated activation of gpt-oss, in float32: (up + 1) * gate * sigmoid(alpha * gate).
 
@@ -69,7 +69,7 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
-@declare
+@declare_invariant("cuda")
 def activate(x: Tensor, name: str) -> Tensor:
     """An activation that is not gated: "silu", "gelu_tanh" or "sigmoid". x: [rows, dim] -> [rows, dim]."""
     if name == "gelu_tanh":
@@ -77,7 +77,7 @@ def activate(x: Tensor, name: str) -> Tensor:
     return torch.sigmoid(x) if name == "sigmoid" else torch.nn.functional.silu(x)
 
 
-@declare
+@declare_invariant(*ANYWHERE)
 def rotary_embedding(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:

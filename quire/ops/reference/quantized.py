@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.registry import declare
+from quire.ops.registry import ANYWHERE, declare, declare_invariant
 
 _CHUNK = 2**18  # elements of a weight that are dequantized at a time, so that they stay in the processor's cache
 
@@ -112,7 +112,7 @@ def _alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
 FACTORS = {8: (1.0,), 4: tuple(1.04 - 0.04 * i for i in range(10))}
 
 
-@declare
+@declare_invariant(*ANYWHERE)
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedMatrix:
     """Quantize a dense weight [out, in] to 8 or 4 bits, with a scale for each `group` neighbouring inputs of a row.
 
@@ -164,7 +164,7 @@ def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) ->
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@declare
+@declare_invariant("cpu")  # where no layer calls it: experts are multiplied one after the other
 def grouped_quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Like grouped_linear, with the experts' weights concatenated. weight: [experts * out, in], bias: [experts, out].
     The weight may have been packed for quantized_linear."""

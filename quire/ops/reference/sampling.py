@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.ops.registry import declare
+from quire.ops.registry import ANYWHERE, declare, declare_invariant
 
 _MASK = 0xFFFFFFFF
 
@@ -46,7 +46,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
-@declare
+@declare_invariant(*ANYWHERE)
 def argmax(logits: Tensor) -> Tensor:
     """The largest logit of each row, the first of equal ones.
 
@@ -55,7 +55,7 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-@declare
+@declare_invariant("cuda")
 def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """One draw for each row from softmax(logits), by the Gumbel-max trick (arg-max of logits + noise): [rows], int64.
 

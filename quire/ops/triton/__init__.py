@@ -17,3 +17,8 @@ def precision(dtype: torch.dtype) -> str:
 
 def on_gpu(target: Target) -> bool:
     return target.device.type == "cuda" and target.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def on_gpu_in_any_batch(target: Target) -> bool:
+    """For implementations that are slower than others and batch-invariant, so they are used only if that is needed."""
+    return on_gpu(target) and target.batch_invariant

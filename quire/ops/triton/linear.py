@@ -5,6 +5,7 @@ dequantized where they are used, and so are all weights of float32 models.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from quire.ops.reference.elementwise import grouped_linear
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
-from quire.ops.triton import on_gpu, precision
+from quire.ops.registry import Function, Op
+from quire.ops.triton import on_gpu, on_gpu_in_any_batch, precision
 
 
 @triton.jit
@@ -83,15 +85,18 @@ def _grouped(
     tl.store(out + rows[:, None] * outs + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
-@grouped_linear.implementation("triton", supports=on_gpu)
-def grouped_linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+@grouped_linear.implementation("triton", supports=on_gpu, invariant_on=())
+def grouped_linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, fixed: bool = False
+) -> Tensor:
+    """fixed: the tile does not depend on the number of rows, so that results do not depend on the batch."""
     rows, experts = len(x), len(weight)
     outs, ins = weight.shape[1:]
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight if weight.stride(2) == 1 else weight.contiguous()
     out = x.new_empty(rows, outs)
     if rows:
-        size = 64 if rows >= 64 * experts else 16
+        size = 64 if fixed or rows >= 64 * experts else 16
         wide = min(128, max(16, triton.next_power_of_2(outs)))
         _grouped[(rows // size + experts, triton.cdiv(outs, wide))](
             out, x, weight, x if bias is None else bias.contiguous(), offsets, experts, outs, ins, x.stride(0),
@@ -220,17 +225,21 @@ def _eight_bits(
     tl.store(at_out, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@quantized_linear.implementation("triton", supports=on_gpu)
-def quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    return _product(x, weight, bias, None)
+@quantized_linear.implementation("triton", supports=on_gpu, invariant_on=())
+def quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, fixed: bool = False) -> Tensor:
+    """fixed: see grouped_linear_triton."""
+    return _product(x, weight, bias, None, fixed)
 
 
-@grouped_quantized_linear.implementation("triton", supports=on_gpu)
-def grouped_quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    return _product(x, weight, bias, offsets)
+@grouped_quantized_linear.implementation("triton", supports=on_gpu, invariant_on=())
+def grouped_quantized_linear_triton(
+    x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor, fixed: bool = False
+) -> Tensor:
+    """fixed: see grouped_linear_triton."""
+    return _product(x, weight, bias, offsets, fixed)
 
 
-def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
     """bounds: offsets of the experts' rows, None if one weight serves all rows."""
     x = x if weight.order is None else x[:, weight.order]
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -248,9 +257,9 @@ def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Te
         x_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
         _rounded[(rows,)](x, x_codes, x_scales, weight.in_features, x.stride(0), is_float8, 1024)
         size = 64
-        if rows <= 16 * experts:
+        if rows <= 16 * experts and not fixed:
             size = 16
-        elif rows >= 128 * experts:
+        elif rows >= 128 * experts and not fixed:
             size = 128
         tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
         _eight_bits[(tiles, triton.cdiv(outs, 64))](
@@ -261,7 +270,7 @@ def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Te
         )  # fmt: skip
         return out
     centre = 0.0 if is_float8 or weight.offsets is not None else float(1 << (weight.bits - 1))
-    size = 16 if rows <= 16 * experts else 64
+    size = 16 if rows <= 16 * experts and not fixed else 64
     tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
     _quantized[(tiles, triton.cdiv(outs, 64))](
         out, x, weight.codes.view(torch.uint8), scales, offsets, x if bias is None else bias.contiguous(),
@@ -286,4 +295,12 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
     return replace(matrix, scales=matrix.effective_scales(), offsets=matrix.effective_offsets(), factors=None)
 
 
-quantized_linear_triton.pack = _pack  # type: ignore[attr-defined]
+def _register_fixed(op: Op, function: Function) -> Function:
+    """Register `function` with a fixed tile beside itself, for results that must not depend on the batch."""
+    return op.implementation("triton-fixed", supports=on_gpu_in_any_batch)(partial(function, fixed=True))
+
+
+_register_fixed(grouped_linear, grouped_linear_triton)
+_register_fixed(grouped_quantized_linear, grouped_quantized_linear_triton)
+for _function in (quantized_linear_triton, _register_fixed(quantized_linear, quantized_linear_triton)):
+    _function.pack = _pack  # type: ignore[attr-defined]
