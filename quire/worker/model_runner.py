@@ -22,7 +22,7 @@ from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
 
-_SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
+SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ModelRunner:
         self.device = staging.device
         self.processors = sampler.processors
         self._launched: dict[int, _Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
-        self._skipped_epoch = -1  # steps of this epoch and of earlier ones are skipped
+        self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         # By row: the prompt logprobs of the chunks so far, until they are reported.
         self._prompt_logprobs: dict[int, list[TopLogprobs]] = {}
@@ -238,7 +238,7 @@ class ModelRunner:
         device = hidden.device
         index, tokens = upload(np.repeat(start, counts) + offsets, device), upload(following.astype(np.int64), device)
         most, parts = int(batch.num_prompt_logprobs[rows].max()), []
-        for part, targets in zip(*(torch.split(t, _SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
+        for part, targets in zip(*(torch.split(t, SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
             parts.append(TopLogprobs.of(self.sampler.score(self.model.logits(hidden[part])), targets, most))
         scored = TopLogprobs.join(parts)
         widths = 1 + batch.num_prompt_logprobs[rows]

@@ -26,6 +26,7 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
+from quire.worker.warm_up import warm_up
 
 
 class Worker:
@@ -73,6 +74,7 @@ class Worker:
             self._allocate(1, block_bytes)  # the dummy step needs a null block
             tokens = min(config.scheduler.tokens_of_a_step(gpu=True), max_num_seqs * max_model_len)
             free = memory.left_by_a_step(self.runner, budget, tokens)
+            warm_up(self.runner, tokens)
         else:
             free = memory.free_on_host() // group.size
         num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, device))

@@ -10,7 +10,7 @@ from quire.ops.triton import on_gpu
 _BLOCK = 1024  # tokens of an iteration
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_stride", "num_requests", "num_tokens"])
 def _flat_batch(
     token_ids, num_computed, block_tables, rows, query_start_loc, input_ids, positions, slot_mapping, seq_lens,
     tokens_stride, group_stride, table_stride, slots_stride, num_requests, num_tokens, NUM_GROUPS: tl.constexpr,

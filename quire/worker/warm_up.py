@@ -1,0 +1,62 @@
+"""Runs steps of made-up requests at start, so that Triton compiles every kernel before the first request arrives.
+
+The steps take the way of real ones: through the staging of inputs, the forward and the sampling. A kernel has variants
+for ranges of sizes (see the tiles in quire/ops/triton), each at least twice as wide as its start, so powers of two meet
+all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from quire.messages.sampling_params import SamplingParams
+from quire.messages.step import NewRequest, SchedulerOutput
+from quire.worker.model_runner import SCORED_AT_ONCE, ModelRunner
+
+_EPOCH = -1  # a step that is skipped must not make the runner skip the scheduler's steps, which begin at epoch 0
+_GREEDY = SamplingParams(temperature=0)
+_SCORED = SamplingParams(temperature=0, prompt_logprobs=0)
+
+
+def warm_up(runner: ModelRunner, most_tokens: int) -> None:
+    """Run steps of up to `most_tokens` tokens. What they store goes to the null block of the cache."""
+    for step_id, step in enumerate(_steps(len(runner.batch.num_tokens), runner.batch.max_model_len, most_tokens)):
+        step.step_id = step_id
+        runner.submit(step)
+        runner.sample(step_id)()
+
+
+def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:
+    """Prompts, prompts with logprobs, one token of each request, and all kinds of sampling parameters."""
+    longest = min(most_tokens, most_requests * max_model_len)
+    for tokens in _sizes(longest):
+        whole, rest = divmod(tokens, max_model_len)
+        lengths = [max_model_len] * whole + [rest] * (rest > 0)
+        yield _step(lengths, [_GREEDY])
+        if tokens <= 2 * SCORED_AT_ONCE:
+            yield _step(lengths, [_SCORED])
+    for requests in _sizes(min(most_requests, most_tokens)):
+        yield _step([1] * requests, [_GREEDY])
+    for top_k, top_p, min_p in product((0, 5), (1.0, 0.5), (0.0, 0.1)):
+        params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+        yield _step([1], [params])
+        if most_requests > 1:
+            yield _step([1, 1], [params, _GREEDY])
+
+
+def _sizes(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most`."""
+    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def _step(lengths: Sequence[int], params: Sequence[SamplingParams]) -> SchedulerOutput:
+    """A step that computes the whole prompts of new requests. params: repeated if there are fewer than requests.
+
+    The first token of a longer prompt counts as cached, so that the step is no step of whole prompts, which some
+    attention backends treat in another way.
+    """
+    requests = [
+        NewRequest(f"warm-up-{row}", row, [0] * length, length, int(length > 1), params[row % len(params)], seed=0)
+        for row, length in enumerate(lengths)
+    ]
+    counts = [length - request.num_computed_tokens for length, request in zip(lengths, requests, strict=True)]
+    return SchedulerOutput(0, requests, list(range(len(requests))), counts, epoch=_EPOCH)
