@@ -29,6 +29,9 @@ from typing import Any
 
 from benchmarks.gpu.cases import Case, all_cases
 from benchmarks.gpu.report import failures, write_report
+from quire.gpu.cards import CARDS
+from quire.gpu.stand_in import StandIn, stand_in
+from quire.options.declaration import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu-compiled.jsonl"
@@ -66,34 +69,24 @@ def save(path: Path, results: Iterable[Result]) -> None:
 # ---- one case, in a process of its own
 
 
-def run_case(case: Case) -> Result:
-    """What became of the case. state: done, refused (a ConfigError, or a ValueError at start), or crashed."""
-    from quire.gpu.cards import CARDS
-    from quire.gpu.stand_in import stand_in
+def run_case(case: Case, device: StandIn) -> Result:
+    """What became of the case. state: done, refused (a ValueError at start, such as ConfigError), or crashed."""
+    from benchmarks.gpu.engine import serve, start
+    from benchmarks.gpu.rules import judged
 
-    warnings.simplefilter("ignore")
     result: Result = {"state": "done", "kernels": [], "while_serving": []}
-    with tempfile.TemporaryDirectory() as folder, stand_in(CARDS[case.card]) as device, device.traced() as launches:
-        from benchmarks.gpu.engine import serve, start
-        from benchmarks.gpu.rules import judged
-
+    with tempfile.TemporaryDirectory() as folder, device.traced() as launches:
         try:
             llm = start(case, Path(folder))
-        except ValueError as error:
+            at_start = set(device.compilations)
+            serve(llm)
+            result["while_serving"] = sorted(set(device.compilations) - at_start)
+        except ConfigError as error:
             result |= {"state": "refused", "reason": str(error)[:300]}
-            return result
         except Exception:
             result |= {"state": "crashed", "reason": traceback.format_exc()[-1500:]}
-        else:
-            at_start = set(device.compilations)
-            try:
-                serve(llm)
-            except Exception:
-                result |= {"state": "crashed", "reason": traceback.format_exc()[-1500:]}
-            result["while_serving"] = sorted(set(device.compilations) - at_start)
-        kernels = {launch.kernel.hash: launch for launch in launches if launch.kernel is not None}
-        for launch in kernels.values():
-            result["kernels"].append(judged(launch, CARDS[case.card]))
+    kernels = {launch.kernel.hash: launch for launch in launches if launch.kernel is not None}
+    result["kernels"] = [judged(launch, device.card) for launch in kernels.values()]
     return result
 
 
@@ -132,7 +125,10 @@ def main() -> None:
     options = parser.parse_args()
     cases = {case.name: case for case in all_cases(options.cards)}
     if options.case:
-        print(json.dumps(run_case(Case.parse(options.case))))
+        warnings.simplefilter("ignore")
+        case = Case.parse(options.case)
+        with stand_in(CARDS[case.card]) as device:
+            print(json.dumps(run_case(case, device)))
         return
     chosen = [case for name, case in cases.items() if all(text in name for text in options.only)]
     if options.list:

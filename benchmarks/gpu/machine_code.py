@@ -31,6 +31,7 @@ _FLOAT64 = re.compile(
     r"^(D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|F2F\.F64|F2F\.F32\.F64|[FI]2[FI]\S*F64|MUFU\.\w*64H|v_\w+_f64)"
 )
 _TENSOR_COLUMNS = 512  # columns of tensor memory of a processor of compute capability 10.0
+_THREADS = 32  # of a warp
 _SCHEDULERS = 4  # of a processor; each has a quarter of the registers
 
 
@@ -281,18 +282,25 @@ def _loops(lines: list[_Line]) -> tuple[Loop, ...]:
                     if (at := waiting.pop()) not in body:
                         body.add(at)
                         waiting += before.get(at, [])
+    names_of = {
+        head: Counter(line.opcode for block in body for line in lines[first[block] : ends[block]])
+        for head, body in bodies.items()
+    }
+    bodies = {head: body for head, body in bodies.items() if not _waits(names_of[head])}
     loops = []
     for head, body in bodies.items():
         inner = [other for other_head, other in bodies.items() if other_head != head and other < body]
-        own = body.difference(*inner)
-        names = Counter(line.opcode for b in own for line in lines[first[b] : ends[b]])
-        if len(body) <= 2 and names.total() <= 6 and any("TRYWAIT" in name for name in names):
-            continue  # waits for a barrier
         depth = 1 + sum(body < other for other_head, other in bodies.items() if other_head != head)
-        is_innermost = all(len(other) <= 2 for other in inner)
-        loaded = sum(_loaded(name) * count for name, count in names.items()) * 32
-        loops.append(Loop(names, depth, loaded, is_innermost))
+        own = body.difference(*inner)
+        names = Counter(line.opcode for block in own for line in lines[first[block] : ends[block]])
+        loaded = sum(_loaded(name) * count for name, count in names.items()) * _THREADS
+        loops.append(Loop(names, depth, loaded, is_innermost=not inner))
     return tuple(loops)
+
+
+def _waits(names: Counter[str]) -> bool:
+    """Whether a loop only waits for a barrier."""
+    return names.total() <= 6 and any("TRYWAIT" in name for name in names)
 
 
 def _order(following: list[list[int]]) -> list[int]:
