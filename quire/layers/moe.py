@@ -50,7 +50,8 @@ class SeparateExperts:
         if len(matrices) == len(pieces) == len(self.weights):
             merged = concatenate(matrices)
             if len(merged) == 1:
-                self.concatenated, self.weights = merged[0], []
+                pack = getattr(self.kernels.quantized_linear, "pack", None)
+                self.concatenated, self.weights = merged[0] if pack is None else pack(merged[0]), []
 
     def drop_bias(self) -> None:
         self.bias = None

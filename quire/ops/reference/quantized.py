@@ -20,7 +20,7 @@ class QuantizedMatrix:
         weight[o, i] = codes[o, i] * scale[o, i // group] + offset[o, i // group]     with them
 
     codes: four bits in uint8 [out, ceil(in / 2)], input 2 j in the low half of byte j, input 2 j + 1 in the high half,
-        centre 8; or eight bits in uint8 [out, in], centre 128; or float8_e4m3fn [out, in], centre 0
+        centre 8; or eight bits in uint8 [out, in], centre 128; or int8 or float8_e4m3fn [out, in], centre 0
     scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are multiplied by factors
     factors: [out, groups / n, 1 or 2], for the scales and the offsets of n neighbouring groups (GGUF's super-blocks)
     order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if column j is input j
@@ -62,7 +62,7 @@ class QuantizedMatrix:
         if self.bits == 4:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, : self.in_features]
         weight = codes.float()
-        if self.offsets is None and not codes.is_floating_point():
+        if self.offsets is None and codes.dtype is torch.uint8:
             weight -= 1 << (self.bits - 1)
         weight = torch.nn.functional.pad(weight, (0, -self.in_features % self.group))
         weight = weight.view(len(weight), -1, self.group)

@@ -2,20 +2,29 @@
 
 For weights of 8 bits, the inputs are rounded to 8 bits as well, with a scale for each token. Other weights are
 dequantized where they are used, and so are all weights of float32 models.
+
+A product is computed transposed: weights are the left operand. Tensor cores take more rows of the left operand than
+columns of the right one, and decoding has many outputs and few tokens.
 """
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import grouped_linear
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
 from quire.ops.registry import Function, Op
-from quire.ops.triton import on_gpu, on_gpu_in_any_batch, precision
+from quire.ops.triton import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
+from quire.ops.triton.float8 import converts_float8, from_float8, to_float8
+from quire.ops.triton.tiles import tile_of
+
+_RUN = 8  # see PackedMatrix.run
+_FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 
 
 @triton.jit
@@ -43,192 +52,239 @@ def part_of(bounds, tile, parts, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(bounds, rows, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert of the program's tile, first row of the tile, end of the expert's rows); without experts, of all rows."""
-    tile = tl.program_id(0)
-    expert, first, stop = tile * 0, tile * ROWS, rows
-    if EXPERTS:
-        expert = part_of(bounds, tile, experts, ROWS)
-        start = tl.load(bounds + expert).to(tl.int32)
-        stop = tl.load(bounds + expert + 1).to(tl.int32)
-        first = start + (tile - start // ROWS - expert) * ROWS
-    return expert, first, stop
+def _rows_of(bounds, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """(expert, first row, end of the expert's rows) of a tile, if each expert has just as many tiles as it needs.
+
+    EXPERTS: a power of two, at least `experts`. Behind the last tile, the expert is `experts` or more.
+    """
+    each = tl.arange(0, EXPERTS)
+    is_expert = each < experts
+    starts = tl.load(bounds + each, mask=is_expert, other=0).to(tl.int32)
+    stops = tl.load(bounds + each + 1, mask=is_expert, other=0).to(tl.int32)
+    tiles = (stops - starts + ROWS - 1) // ROWS
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(each < expert, tiles, 0), 0)
+    start = tl.sum(tl.where(each == expert, starts, 0), 0)
+    stop = tl.sum(tl.where(each == expert, stops, 0), 0)
+    return expert, start + (tile - before) * ROWS, stop
 
 
 @triton.jit
-def _grouped(
-    out, x, weight, bias, offsets, experts, outs, ins, x_stride, expert_stride, row_stride,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
+def _weights(
+    stored, scale_rows, offset_rows, place, at, group_stride, group, ins, HALF: tl.constexpr, FORM: tl.constexpr,
+    SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """A program computes OUTS outputs for a tile of one expert's rows."""
-    expert, first, stop = _rows_of(offsets, 0, experts, True, ROWS)
-    if first >= stop:
-        return
-    rows = first + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    inner = tl.arange(0, INS)
-    sums = tl.zeros([ROWS, OUTS], tl.float32)
-    matrix = weight + expert.to(tl.int64) * expert_stride
-    for begin in range(0, ins, INS):
-        at = begin + inner
-        a = tl.load(
-            x + rows[:, None] * x_stride + at[None, :], mask=(rows < stop)[:, None] & (at < ins)[None, :], other=0.0
-        )
-        b = tl.load(
-            matrix + columns[None, :].to(tl.int64) * row_stride + at[:, None],
-            mask=(columns < outs)[None, :] & (at < ins)[:, None], other=0.0,
-        )  # fmt: skip
-        sums = multiplied(a, b, sums, PRECISION)
+    """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
+    if FORM == "float8":
+        values = from_float8(stored, dtype, NATIVE)
+    elif FORM == "four":
+        values = ((stored >> (4 * HALF)) & 15).to(tl.int8)
+        if CENTRE:
+            values -= CENTRE
+        values = values.to(dtype)
+    else:
+        values = stored.to(dtype)
+    if SCALING == "groups":
+        # One load for each group. All weights of a group then take its scale.
+        count: tl.constexpr = stored.shape[1] // GROUP
+        shape: tl.constexpr = (stored.shape[0], count, GROUP)
+        groups = tl.min(place, 0) // GROUP + tl.arange(0, count)
+        inside = (groups * group < ins)[None, :]
+        scale = tl.load(scale_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0).to(tl.float32)
+        wide = tl.reshape(values.to(tl.float32), shape) * scale[:, :, None]
+        if OFFSETS:
+            offset = tl.load(offset_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0)
+            wide += offset.to(tl.float32)[:, :, None]
+        values = tl.reshape(wide, stored.shape).to(dtype)
+    elif SCALING == "any":
+        inside = (at < ins)[None, :]
+        groups = (at // group)[None, :] * group_stride
+        wide = values.to(tl.float32) * tl.load(scale_rows[:, None] + groups, mask=inside, other=0.0)
+        if OFFSETS:
+            wide += tl.load(offset_rows[:, None] + groups, mask=inside, other=0.0)
+        values = wide.to(dtype)
+    return values
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _product(
+    out, x, x_scales, codes, scales, offsets, bias, bounds, rows, tiles, experts, outs, ins, span, x_stride,
+    code_stride, scale_stride, group_stride, group,
+    FORM: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr,
+    GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
+    NATIVE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` inputs, and writes them
+    to the part of `out` for these inputs.
+
+    FORM: of the weights, "dense", "integer", "float8" or "four". EIGHT: x has codes of 8 bits as well, with a scale for
+    each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
+    loop share a scale; "groups" if runs of GROUP bytes do; "any" for other groups. EVEN: inputs need no masks.
+    """
+    neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
+    blocks = tl.cdiv(outs, OUTS)
+    first_tile = tl.program_id(0) // (neighbours * blocks) * neighbours
+    index = tl.program_id(0) - first_tile * blocks
+    count = tl.minimum(tiles - first_tile, neighbours)
+    tile, block, split = first_tile + index % count, index // count, tl.program_id(1)
+    expert, first, stop = tile * 0, tile * ROWS, rows
+    if EXPERTS:
+        expert, first, stop = _rows_of(bounds, tile, experts, EXPERTS, ROWS)
+        if expert >= experts:
+            return
+    at_rows = first + tl.arange(0, ROWS)
+    columns = block * OUTS + tl.arange(0, OUTS)
+    is_row, is_column = at_rows < stop, columns < outs
+    weight_rows = (expert * outs + tl.minimum(columns, outs - 1)).to(tl.int64)
+    code_rows = codes + weight_rows[:, None] * code_stride
+    scale_rows, offset_rows = scales + weight_rows * scale_stride, offsets + weight_rows * scale_stride
+    x_rows = x + at_rows[None, :].to(tl.int64) * x_stride
+    per_byte: tl.constexpr = 2 if FORM == "four" else 1
+    integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
+    sum_type: tl.constexpr = tl.int32 if integers else tl.float32
+    # Tensor cores add products of float8 with few bits, so no long sums are left to them.
+    in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
+    sums = tl.zeros([OUTS, ROWS], tl.float32 if in_parts else sum_type)
+    for begin in range(split * span, tl.minimum(ins, split * span + span), INS * per_byte):
+        place = begin // per_byte + tl.arange(0, INS)
+        if EVEN:
+            stored = tl.load(code_rows + place[None, :])
+        else:
+            stored = tl.load(code_rows + place[None, :], mask=(place * per_byte < ins)[None, :], other=0.0)
+        part = sums
+        if in_parts:
+            part = tl.zeros([OUTS, ROWS], sum_type)
+        total = tl.zeros([ROWS], tl.float32)
+        for half in tl.static_range(per_byte):
+            at = place
+            if FORM == "four":
+                at = place // RUN * (2 * RUN) + place % RUN + half * RUN
+            mask = is_row[None, :]
+            if not EVEN:
+                mask = mask & (at < ins)[:, None]
+            right = tl.load(x_rows + at[:, None], mask=mask, other=0.0)
+            left = stored
+            if FORM != "dense" and not EIGHT:
+                left = _weights(
+                    stored, scale_rows, offset_rows, place, at, group_stride, group, ins, half, FORM, SCALING, OFFSETS,
+                    CENTRE, NATIVE, GROUP, right.dtype,
+                )  # fmt: skip
+            part = multiplied(left, right, part, PRECISION)
+            if OFFSETS and SCALING == "step":
+                total += tl.sum(right.to(tl.float32), 0)
+        if SCALING == "step":
+            at_group = begin // group * group_stride
+            sums += part.to(tl.float32) * tl.load(scale_rows + at_group).to(tl.float32)[:, None]
+            if OFFSETS:
+                sums += tl.load(offset_rows + at_group).to(tl.float32)[:, None] * total[None, :]
+        elif in_parts:
+            sums += part
+        else:
+            sums = part
+    results = sums.to(tl.float32)
+    if SCALING == "row":
+        results *= tl.load(scale_rows).to(tl.float32)[:, None]
+    if EIGHT:
+        results *= tl.load(x_scales + at_rows, mask=is_row, other=0.0)[None, :]
     if BIAS:
-        sums += tl.load(bias + expert * outs + columns, mask=columns < outs, other=0.0).to(tl.float32)[None, :]
-    mask = (rows < stop)[:, None] & (columns < outs)[None, :]
-    tl.store(out + rows[:, None] * outs + columns[None, :], sums.to(out.dtype.element_ty), mask=mask)
+        if split == 0:
+            results += tl.load(bias + expert * outs + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    at_out = out + (split * rows + at_rows)[None, :].to(tl.int64) * outs + columns[:, None]
+    tl.store(at_out, results.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _total(out, parts, rows, outs, splits, BLOCK: tl.constexpr):
+    """Add the parts of a product, in order. Each has rows * outs elements, as `out` has."""
+    size = rows * outs
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + (split * size).to(tl.int64) + at, mask=inside, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for each row. It writes the row as codes of 8 bits, and their scale. BLOCK: at least ins."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < ins
+    wide = tl.load(x + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    top: tl.constexpr = 448.0 if FLOAT8 else 127.0
+    scale = tl.maximum(tl.max(tl.abs(wide)) / top, 1e-30)
+    tl.store(scales + row, scale)
+    scaled = wide / scale
+    if FLOAT8:
+        code = to_float8(scaled, NATIVE)
+    else:
+        shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
+        code = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
+    tl.store(codes + row * ins + at, code, mask=inside)
+
+
+@dataclass(frozen=True)
+class PackedMatrix(QuantizedMatrix):
+    """A matrix as the kernels read it fastest. Integers of 8 bits without offsets have the centre 0; scales and offsets
+    of all outputs for one group are neighbours in memory.
+
+    run: codes of 4 bits hold, of each 2 * run inputs, the first half in the low halves of run bytes, and the second in
+        their high halves, so that x is read in runs. `order` tells the same.
+    x_order: [in]; the order of x's columns that the kernels expect; None for their own order.
+    """
+
+    run: int = 1
+    x_order: Tensor | None = None
+
+
+@cache
+def _runs(inputs: int, device: torch.device) -> Tensor:
+    """The input of each code, in the order of low and high halves, if run is _RUN."""
+    return torch.arange(inputs, device=device).view(-1, 2, _RUN).transpose(1, 2).flatten()
+
+
+def _pack(matrix: QuantizedMatrix) -> PackedMatrix:
+    if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
+        offsets = None if matrix.offsets is None else _by_group(matrix.offsets)
+        return replace(matrix, scales=_by_group(matrix.scales), offsets=offsets)
+    codes, order, run = matrix.codes, matrix.order, 1
+    ins = matrix.in_features
+    if codes.dtype is torch.uint8 and matrix.bits == 8 and matrix.offsets is None:
+        codes = (codes ^ 128).view(torch.int8)
+    if matrix.bits == 4 and matrix.group % (2 * _RUN) == 0 and ins % (2 * _RUN) == 0:
+        pairs = codes.view(len(codes), -1, 2, _RUN // 2)  # the bytes of the first and the second inputs of a run
+        first, second = (torch.stack([half & 15, half >> 4], dim=-1).flatten(2) for half in pairs.unbind(2))
+        codes, run = (first | second << 4).flatten(1), _RUN
+        runs = _runs(ins, codes.device)
+        order = runs if order is None else order[runs]
+    scales, offsets = matrix.scales, matrix.offsets
+    if matrix.factors is not None:
+        scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
+    return PackedMatrix(
+        codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
+        order=order, run=run, x_order=matrix.order,
+    )  # fmt: skip
+
+
+def _by_group(values: Tensor) -> Tensor:
+    return values.t().contiguous().t()
 
 
 @grouped_linear.implementation("triton", supports=on_gpu, invariant_on=())
 def grouped_linear_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, fixed: bool = False
 ) -> Tensor:
-    """fixed: the tile does not depend on the number of rows, so that results do not depend on the batch."""
-    rows, experts = len(x), len(weight)
-    outs, ins = weight.shape[1:]
-    x = x if x.stride(1) == 1 else x.contiguous()
-    weight = weight if weight.stride(2) == 1 else weight.contiguous()
-    out = x.new_empty(rows, outs)
-    if rows:
-        size = 64 if fixed or rows >= 64 * experts else 16
-        wide = min(128, max(16, triton.next_power_of_2(outs)))
-        _grouped[(rows // size + experts, triton.cdiv(outs, wide))](
-            out, x, weight, x if bias is None else bias.contiguous(), offsets, experts, outs, ins, x.stride(0),
-            weight.stride(0), weight.stride(1), bias is not None, size, wide, 64, precision(x.dtype),
-        )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _weights(codes, scales, offsets, shift, dtype: tl.constexpr, OFFSETS: tl.constexpr, FLOAT8: tl.constexpr):
-    if FLOAT8:
-        wide = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        wide = codes.to(tl.float32) - shift
-    wide = wide * scales
-    if OFFSETS:
-        wide += offsets
-    return wide.to(dtype)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _quantized(
-    out, x, codes, scales, offsets, bias, bounds, rows, experts, outs, ins, x_stride, code_stride, groups, group,
-    BITS: tl.constexpr, SHIFT: tl.constexpr, FLOAT8: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A program computes ROWS x OUTS results (of one expert, if there are experts). Weights are dequantized to the type
-    of x where they are used."""
-    expert, first, stop = _rows_of(bounds, rows, experts, EXPERTS, ROWS)
-    if first >= stop:
-        return
-    at_rows = first + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = at_rows < stop, columns < outs
-    x_rows = x + at_rows[:, None].to(tl.int64) * x_stride
-    weight_rows = (expert * outs + columns)[None, :].to(tl.int64)
-    code_rows = codes + weight_rows * code_stride
-    scale_rows = weight_rows * groups
-    dtype: tl.constexpr = x.dtype.element_ty
-    sums = tl.zeros([ROWS, OUTS], tl.float32)
-    per_byte: tl.constexpr = 8 // BITS
-    for begin in range(0, ins, INS * per_byte):
-        place = begin // per_byte + tl.arange(0, INS)  # indices of bytes
-        inside = place * per_byte < ins
-        stored = tl.load(code_rows + place[:, None], mask=inside[:, None] & is_column[None, :], other=0)
-        for half in tl.static_range(per_byte):
-            at = place * per_byte + half
-            mask = (at < ins)[:, None] & is_column[None, :]
-            scale = tl.load(scales + scale_rows + (at // group)[:, None], mask=mask, other=0.0)
-            offset = scale
-            if OFFSETS:
-                offset = tl.load(offsets + scale_rows + (at // group)[:, None], mask=mask, other=0.0)
-            part = stored
-            if BITS == 4:
-                part = (stored >> (4 * half)) & 15
-            w = _weights(part, scale, offset, SHIFT, dtype, OFFSETS, FLOAT8)
-            a = tl.load(x_rows + at[None, :], mask=is_row[:, None] & (at < ins)[None, :], other=0.0)
-            sums = multiplied(a, w, sums, PRECISION)
-    if BIAS:
-        sums += tl.load(bias + expert * outs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    at_out = out + at_rows[:, None].to(tl.int64) * outs + columns[None, :]
-    tl.store(at_out, sums.to(dtype), mask=is_row[:, None] & is_column[None, :])
-
-
-@triton.jit
-def _rounded(x, codes, scales, ins, stride, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
-    """A program for each row. It writes the row as codes of 8 bits, and their scale."""
-    row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, ins, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(x + row * stride + at, mask=at < ins, other=0.0).to(tl.float32)))
-    top: tl.constexpr = 448.0 if FLOAT8 else 127.0
-    scale = tl.maximum(tl.max(largest) / top, 1e-30)
-    tl.store(scales + row, scale)
-    for begin in range(0, ins, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        scaled = tl.load(x + row * stride + at, mask=at < ins, other=0.0).to(tl.float32) / scale
-        if FLOAT8:
-            code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer
-            code = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
-        tl.store(codes + row * ins + at, code, mask=at < ins)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _eight_bits(
-    out, x, x_scales, codes, scales, bias, bounds, rows, experts, outs, ins, code_stride, groups, group,
-    FLOAT8: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Like _quantized, but x has 8 bits as well. Products of codes are scaled once for each part of a group."""
-    expert, first, stop = _rows_of(bounds, rows, experts, EXPERTS, ROWS)
-    if first >= stop:
-        return
-    at_rows = first + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
-    is_row, is_column = at_rows < stop, columns < outs
-    weight_rows = (expert * outs + columns).to(tl.int64)
-    sums = tl.zeros([ROWS, OUTS], tl.float32)
-    for begin in range(0, ins, INS):
-        at = begin + tl.arange(0, INS)
-        inside = at < ins
-        a = tl.load(
-            x + at_rows[:, None].to(tl.int64) * ins + at[None, :], mask=is_row[:, None] & inside[None, :], other=0
-        )
-        zero: tl.constexpr = 0 if FLOAT8 else 128
-        b = tl.load(
-            codes + weight_rows[None, :] * code_stride + at[:, None], mask=inside[:, None] & is_column[None, :],
-            other=zero,
-        )  # fmt: skip
-        if FLOAT8:
-            a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
-        else:
-            a, b = a.to(tl.int8, bitcast=True), (b ^ 128).to(tl.int8, bitcast=True)
-        if PRECISION == "interpreted":
-            part = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-        else:
-            part = tl.dot(a, b).to(tl.float32)
-        sums += part * tl.load(scales + weight_rows * groups + begin // group, mask=is_column, other=0.0)[None, :]
-    sums *= tl.load(x_scales + at_rows, mask=is_row, other=0.0)[:, None]
-    if BIAS:
-        sums += tl.load(bias + expert * outs + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    at_out = out + at_rows[:, None].to(tl.int64) * outs + columns[None, :]
-    tl.store(at_out, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    """fixed: tile and splits do not depend on the number of rows, so that results do not depend on the batch."""
+    kind = "float32" if x.dtype is torch.float32 else "dense"
+    return _launch(x, None, weight.flatten(0, 1), None, bias, offsets, kind, x.dtype, fixed)
 
 
 @quantized_linear.implementation("triton", supports=on_gpu, invariant_on=())
 def quantized_linear_triton(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, fixed: bool = False) -> Tensor:
     """fixed: see grouped_linear_triton."""
-    return _product(x, weight, bias, None, fixed)
+    return _quantized(x, weight, bias, None, fixed)
 
 
 @grouped_quantized_linear.implementation("triton", supports=on_gpu, invariant_on=())
@@ -236,63 +292,99 @@ def grouped_quantized_linear_triton(
     x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor, fixed: bool = False
 ) -> Tensor:
     """fixed: see grouped_linear_triton."""
-    return _product(x, weight, bias, offsets, fixed)
+    return _quantized(x, weight, bias, offsets, fixed)
 
 
-def _product(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
+def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
     """bounds: offsets of the experts' rows, None if one weight serves all rows."""
-    x = x if weight.order is None else x[:, weight.order]
+    packed = weight if isinstance(weight, PackedMatrix) else _pack(weight)
+    x = x if packed.x_order is None else x[:, packed.x_order]
+    if x.dtype is torch.float32:
+        return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)
+    if packed.bits == 4:
+        return _launch(x, None, packed.codes, packed, bias, bounds, "four", x.dtype, fixed)
+    native = converts_float8(x.device)
+    is_float8 = packed.codes.is_floating_point()
+    whole = packed.group >= packed.in_features
+    if (
+        packed.offsets is not None
+        or (is_float8 and not (native or INTERPRETED))
+        or not (whole or packed.group % 64 == 0)
+    ):
+        return _launch(x, None, packed.codes, packed, bias, bounds, "wide", x.dtype, fixed)
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, experts = len(x), 1 if bounds is None else len(bounds) - 1
-    outs = weight.out_features // experts
-    out = x.new_empty(rows, outs)
+    rows, ins = x.shape
+    codes, scales = torch.empty_like(x, dtype=torch.uint8), x.new_empty(rows, dtype=torch.float32)
+    if rows:
+        block = triton.next_power_of_2(ins)
+        _rounded[(rows,)](
+            x, codes, scales, ins, x.stride(0), is_float8, native, block, num_warps=min(max(block // 1024, 1), 16),
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    codes = codes.view(packed.codes.dtype)
+    return _launch(codes, scales, packed.codes, packed, bias, bounds, "eight", x.dtype, fixed)
+
+
+def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int, int]:
+    """(SCALING, INS, GROUP) of a product whose loop would take `step` bytes of a row of weights at a time."""
+    if weight.group >= weight.in_features and weight.offsets is None:
+        return "row", step, 1
+    per_byte = 8 // weight.bits
+    group, rest = divmod(weight.group, per_byte)  # in bytes
+    even = group & -group  # the largest power of two that divides it
+    if not rest and even >= min(step, 64):
+        return "step", min(step, even), 1
+    if not rest and even == group and group >= 8:
+        return "groups", step, group
+    return "any", step, 1
+
+
+def _launch(
+    x: Tensor, x_scales: Tensor | None, codes: Tensor, weight: PackedMatrix | None, bias: Tensor | None,
+    bounds: Tensor | None, kind: str, dtype: torch.dtype, fixed: bool,
+) -> Tensor:  # fmt: skip
+    """codes: of all outputs, or dense weights. weight: what the codes mean. kind: see tiles.py. dtype: of results."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
+    rows, ins = x.shape
+    experts = 1 if bounds is None else len(bounds) - 1
+    outs = len(codes) // experts
+    out = x.new_empty(rows, outs, dtype=dtype)
     if not out.numel():
         return out
-    scales, offsets = weight.effective_scales().contiguous(), weight.effective_offsets()
-    offsets = scales if offsets is None else offsets.contiguous()
-    is_float8 = weight.codes.is_floating_point()
-    part = _part(weight)
-    if part and x.dtype is not torch.float32:
-        x_codes = torch.empty(rows, weight.in_features, dtype=torch.uint8, device=x.device)
-        x_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-        _rounded[(rows,)](x, x_codes, x_scales, weight.in_features, x.stride(0), is_float8, 1024)
-        size = 64
-        if rows <= 16 * experts and not fixed:
-            size = 16
-        elif rows >= 128 * experts and not fixed:
-            size = 128
-        tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
-        _eight_bits[(tiles, triton.cdiv(outs, 64))](
-            out, x_codes, x_scales, weight.codes.view(torch.uint8), scales, x if bias is None else bias.contiguous(),
-            x if bounds is None else bounds, rows, experts, outs, weight.in_features, weight.codes.stride(0),
-            scales.shape[1], weight.group, is_float8, bias is not None, bounds is not None, size, 64, part,
-            precision(x.dtype),
-        )  # fmt: skip
-        return out
-    centre = 0.0 if is_float8 or weight.offsets is not None else float(1 << (weight.bits - 1))
-    size = 16 if rows <= 16 * experts and not fixed else 64
-    tiles = triton.cdiv(rows, size) if bounds is None else rows // size + experts
-    _quantized[(tiles, triton.cdiv(outs, 64))](
-        out, x, weight.codes.view(torch.uint8), scales, offsets, x if bias is None else bias.contiguous(),
-        x if bounds is None else bounds, rows, experts, outs, weight.in_features, x.stride(0), weight.codes.stride(0),
-        scales.shape[1], weight.group, weight.bits, centre, is_float8, weight.offsets is not None, bias is not None,
-        bounds is not None, size, 64, 64, precision(x.dtype),
+    per_byte, form = 1, "dense"
+    scaling, step, group = "none", 0, 1
+    codes_group, scales, offsets = ins, x, None
+    if weight is not None:
+        per_byte, codes_group, scales, offsets = 8 // weight.bits, weight.group, weight.scales, weight.offsets
+        form = "four" if weight.bits == 4 else "integer"
+        if codes.is_floating_point():
+            form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
+    tile = tile_of(card_of(x.device), kind, _FIXED_ROWS * experts if fixed else rows, outs, ins // per_byte, experts)
+    step = tile.ins
+    if weight is not None:
+        scaling, step, group = _scaling(weight, tile.ins)
+    span = triton.cdiv(ins, step * per_byte * tile.splits) * step * per_byte
+    splits = triton.cdiv(ins, span)
+    parts = out if splits == 1 else torch.empty(splits, rows, outs, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(rows, tile.rows)
+    if bounds is not None:
+        tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
+    _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
+        parts, x, x if x_scales is None else x_scales, codes, scales, scales if offsets is None else offsets,
+        x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
+        span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), codes_group,
+        form, x_scales is not None, scaling, offsets is not None, 8 if form == "four" and offsets is None else 0,
+        group, 1 if weight is None else weight.run, bias is not None,
+        0 if bounds is None else triton.next_power_of_2(experts), ins % (step * per_byte) == 0,
+        converts_float8(x.device), tile.rows, tile.outs, step, precision(out.dtype),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
+    if splits > 1:
+        _total[(triton.cdiv(out.numel(), 512),)](
+            out, parts, rows, outs, splits, 512, num_warps=2, enable_fp_fusion=True
+        )
     return out
-
-
-def _part(weight: QuantizedMatrix) -> int:
-    """How many inputs a product of 8 bits takes at a time; they share one scale. 0 if weights must be dequantized."""
-    if weight.bits != 8 or weight.offsets is not None:
-        return 0
-    if weight.group >= weight.in_features:
-        return 128
-    return next((n for n in (128, 64, 32) if weight.group % n == 0), 0)
-
-
-def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Multiply the scales and offsets by their factors, so that products need not."""
-    return replace(matrix, scales=matrix.effective_scales(), offsets=matrix.effective_offsets(), factors=None)
 
 
 def _register_fixed(op: Op, function: Function) -> Function:

@@ -1,0 +1,105 @@
+"""Products in Triton: every form of weights, groups and tiles, and what the cards' machine code makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+import torch
+
+from quire.gpu.cards import CARDS
+from quire.ops.reference.quantized import (
+    QuantizedMatrix,
+    concatenate,
+    grouped_quantized_linear,
+    quantize,
+    quantized_linear,
+)
+from quire.ops.triton import INTERPRETED, linear
+from quire.ops.triton.tiles import row_sizes, tile_of
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+CARD = CARDS["sm_80"]
+
+
+@pytest.fixture(params=["one program", "as on an A100"])
+def tiles(request, monkeypatch):
+    """Tiles for a card with one processor, and those for a card with many: smaller ones and splits of the inputs."""
+    if request.param != "one program":
+        monkeypatch.setattr(linear, "card_of", lambda device: CARD)
+
+
+def forms(bits: int) -> Iterator[QuantizedMatrix]:
+    """Groups that are as long as a step of the kernel's loop, longer, shorter, of any size, and of the whole row."""
+    torch.manual_seed(bits)
+    for outs, ins, group in ((40, 256, 128), (24, 192, 64), (24, 128, 32), (20, 64, 16), (20, 66, 22), (33, 272, 272)):
+        matrix = quantize.reference(torch.randn(outs, ins), bits, group)
+        offsets = torch.randn(matrix.scales.shape) * matrix.scales.abs() * 8
+        yield replace(matrix, offsets=offsets.half(), scales=matrix.scales.half())
+        yield replace(matrix, order=torch.randperm(ins), factors=torch.rand(outs, 1, 1).half())
+
+
+@pytest.mark.usefixtures("interpreter", "tiles")
+@pytest.mark.parametrize(("bits", "rows"), [(8, 1), (4, 19)])
+def test_products_with_all_groups_of_scales(bits, rows):
+    for matrix in forms(bits):
+        x, bias = torch.randn(rows, matrix.in_features) / 8, torch.randn(matrix.out_features)
+        packed = linear.quantized_linear_triton.pack(matrix)
+        assert torch.equal(packed.dequantize(), matrix.dequantize())
+        wanted = quantized_linear.reference(x, matrix, bias)
+        torch.testing.assert_close(linear.quantized_linear_triton(x, packed, bias), wanted, rtol=1e-4, atol=1e-4)
+        half = linear.quantized_linear_triton(x.half(), packed, bias.half()).float()
+        assert (half - wanted).norm() / wanted.norm() < (0.02 if bits == 8 else 0.004)
+
+
+@pytest.mark.usefixtures("interpreter", "tiles")
+def test_products_with_float8_round_the_inputs_to_float8():
+    torch.manual_seed(0)
+    for outs, ins, group in ((40, 512, 128), (24, 256, 256), (24, 256, 32)):
+        codes, scales = torch.randn(outs, ins).to(torch.float8_e4m3fn), torch.rand(outs, ins // group)
+        matrix = QuantizedMatrix(codes, scales, group, ins)
+        x = torch.randn(5, ins).half()
+        scale = x.float().abs().amax(1, keepdim=True) / 448
+        rounded = (x.float() / scale).to(torch.float8_e4m3fn).float() * scale if group > 32 else x.float()
+        computed = linear.quantized_linear_triton(x, linear.quantized_linear_triton.pack(matrix), None).float()
+        torch.testing.assert_close(computed, quantized_linear.reference(rounded, matrix, None), rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.usefixtures("interpreter", "tiles")
+@pytest.mark.parametrize("counts", [(0, 3, 0, 1), (70, 0, 17, 1, 9), (0, 0, 0)], ids=str)
+def test_products_of_packed_experts(counts):
+    torch.manual_seed(0)
+    offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0)
+    for bits in (8, 4):
+        experts = [quantize.reference(torch.randn(24, 256), bits, 128) for _ in counts]
+        pack = linear.quantized_linear_triton.pack
+        (packed,) = concatenate([pack(expert) for expert in experts])
+        (matrix,) = concatenate(experts)
+        x, bias = torch.randn(sum(counts), 256), torch.randn(len(counts), 24)
+        wanted = grouped_quantized_linear.reference(x, matrix, bias, offsets)
+        for weight in (packed, pack(packed)):
+            computed = linear.grouped_quantized_linear_triton(x, weight, bias, offsets)
+            torch.testing.assert_close(computed, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("card", [card for name, card in CARDS.items() if name != "gfx942"], ids=lambda card: card.name)
+def test_tiles_change_only_at_the_row_sizes(card):
+    for kind in ("dense", "eight", "wide", "four", "float32"):
+        for experts in (1, 128):
+            for outs in (1024, 6144, 28672):
+                limits = [0, *row_sizes(experts)]
+                for low, high in zip(limits, [*limits[1:], limits[-1] + 10_000], strict=True):
+                    chosen = {
+                        tile_of(card, kind, rows, outs, 4096, experts) for rows in (low + 1, (low + high) // 2, high)
+                    }
+                    assert len(chosen) == 1
+
+
+def test_few_outputs_are_split_so_that_most_processors_have_work():
+    for card in (CARDS["sm_80"], CARDS["sm_90"], CARDS["sm_100"]):
+        for outs, ins in ((1024, 4096), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096)):
+            tile = tile_of(card, "eight", 1, outs, ins)
+            assert -(-outs // tile.outs) * tile.splits >= 0.85 * card.processors
