@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,14 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 VOCAB = 151_936
 
 
-def close(made: Any, wanted: Any, dtype: torch.dtype) -> None:
-    for a, b in zip(made if isinstance(made, tuple) else (made,), wanted if isinstance(wanted, tuple) else (wanted,),
-                    strict=True):  # fmt: skip
+def on_host(result: Any) -> tuple[Tensor, ...]:
+    """The tensors of a result, copied to the host, where they are compared. Those of a stand-in device arrive as zeros,
+    so that every comparison runs there too."""
+    return tuple(x.cpu() for x in (result if isinstance(result, tuple) else (result,)))
+
+
+def assert_close(result: Any, expected: Any, dtype: torch.dtype) -> None:
+    for a, b in zip(on_host(result), on_host(expected), strict=True):
         tolerance = TOLERANCE[dtype] if a.is_floating_point() else 0
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
@@ -40,21 +46,25 @@ def ops(device: torch.device, big: bool = True) -> Iterator[tuple[str, Check]]:
         for implementation in [i for i in OPS[name].implementations if i.name not in ("reference", "cpu")]:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 if implementation.supports(Target(device, dtype)):
-
-                    def check(name: str = name, f: Any = implementation.function, dtype: Any = dtype) -> None:
-                        for arguments in CASES[name](device, dtype, big):
-                            wanted = OPS[name].reference(*copied(arguments))
-                            made = f(*copied(arguments))
-                            if name == "keep_top_k_top_p":  # at the bound, sums in another order may decide otherwise
-                                differ = made.isfinite() != wanted.isfinite()
-                                assert int(differ.sum()) <= len(made), "more than the tokens at the bound differ"
-                                close(made[~differ], wanted[~differ], dtype)
-                            elif "quantized" in name:  # rounds inputs to 8 bits
-                                assert (made - wanted).float().norm() <= 0.05 * wanted.float().norm()
-                            else:
-                                close(made, wanted, dtype)
-
+                    check = partial(_check_op, name, implementation, device, dtype, big)
                     yield f"{name} {implementation.name} {str(dtype)[6:]}", check
+
+
+def _check_op(name: str, implementation: Any, device: torch.device, dtype: torch.dtype, big: bool) -> None:
+    for arguments in CASES[name](device, dtype, big):
+        expected = OPS[name].reference(*copied(arguments))
+        result = implementation.function(*copied(arguments))
+        if name == "keep_top_k_top_p":  # at the bound, sums in another order may decide otherwise
+            (kept,), (expected_kept,) = on_host(result), on_host(expected)
+            differ = kept.isfinite() != expected_kept.isfinite()
+            assert int(differ.sum()) <= len(kept), "more than the tokens at the bound differ"
+            assert_close(kept[~differ], expected_kept[~differ], dtype)
+        elif "quantized" in name:  # rounds inputs to 8 bits
+            (product,), (expected_product,) = on_host(result), on_host(expected)
+            difference = (product - expected_product).float().norm()
+            assert difference <= 0.05 * expected_product.float().norm(), "the product differs by more than 5 %"
+        else:
+            assert_close(result, expected, dtype)
 
 
 def copied(arguments: tuple[Any, ...]) -> list[Any]:
@@ -167,24 +177,26 @@ def attention(device: torch.device, big: bool = True) -> Iterator[tuple[str, Che
             shape = AttentionShape(heads, kv_heads, dim, 16, dtype, device, value_dim, cell)
             if backend is not ReferenceAttention and backend.unsupported(shape) is None:
                 name = f"{heads}/{kv_heads} x {dim} {str(dtype)[6:]} cache {cell or 'as it is'!s}"
-                yield f"attention {backend.name} {name}", lambda b=backend, s=shape: _attend(b, s)  # type: ignore[misc]
+                yield f"attention {backend.name} {name}", partial(_check_attention, backend, shape)
 
 
-def _attend(backend: type[AttentionBackend], shape: AttentionShape) -> None:
+def _check_attention(backend: type[AttentionBackend], shape: AttentionShape) -> None:
     options_of: list[dict[str, Any]] = [{}, {"window": 20}, {"soft_cap": 20.0}, {"sinks": True}]
     if shape.head_dim != 64 or shape.cell is not None:
         options_of = [{}]
     steps = ([1] * 5, [0, 15, 16, 300, 77]), ([40, 1, 130, 7], [0, 64, 33, 0]), ([1], [700]), ([40, 1, 130], [0] * 3)
     for counts, cached in steps:
         for options in options_of:
-            made, wanted = (_result(b, shape, counts, cached, dict(options)) for b in (backend, ReferenceAttention))
-            close(made, wanted, shape.dtype if shape.cell is None else torch.bfloat16)
+            result = _attended(backend, shape, counts, cached, dict(options))
+            expected = _attended(ReferenceAttention, shape, counts, cached, dict(options))
+            assert_close(result, expected, shape.dtype if shape.cell is None else torch.bfloat16)
 
 
-def _result(
+def _attended(
     kind: type[AttentionBackend], shape: AttentionShape, counts: list[int], cached: list[int], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Tokens that were stored before, then those of the step, in the second of three layers. Then all blocks move."""
+    """The result of a step. In the second of three layers, tokens are stored: those of earlier steps, then its own. All
+    blocks are moved before the tokens attend."""
     torch.manual_seed(1)
     backend, device, block = kind(shape), shape.device, shape.block_size
     lengths = [a + b for a, b in zip(counts, cached, strict=True)]
@@ -249,27 +261,40 @@ def tiny_checkpoint(directory: Path) -> Path:
 
 
 def greedy(device: str, **options: Any) -> None:
-    """The engine's greedy tokens in float32 are transformers', while the two best logits are apart."""
+    """The engine's greedy tokens in float32 are those of transformers, wherever the two best logits are apart."""
     from transformers import AutoModelForCausalLM
-
-    from quire import LLM, SamplingParams
 
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 900, (n,), generator=generator).tolist() for n in (1, 15, 16, 17, 100, 333)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_checkpoint(Path(folder))
         reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
-        llm = LLM(
-            str(path), **{"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "device": device, **options}
-        )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            said = output.outputs[0].token_ids
+        for prompt, tokens in zip(prompts, greedy_tokens(str(path), prompts, device, **options), strict=True):
             with torch.inference_mode():
-                logits = reference(torch.tensor([prompt + said], device=device)).logits[0, len(prompt) - 1 : -1].float()
+                inputs = torch.tensor([prompt + tokens], device=device)
+                logits = reference(inputs).logits[0, len(prompt) - 1 : -1].float().cpu()
             best = logits.topk(2, dim=-1)
-            apart = best.values[:, 0] - best.values[:, 1] > 1e-3
-            right = best.indices[:, 0] == torch.tensor(said, device=device)
-            assert bool((right | ~apart).all()), f"a prompt of {len(prompt)} tokens goes on wrongly: {said}"
+            are_apart = best.values[:, 0] - best.values[:, 1] > 1e-3
+            is_best = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0] == best.values[:, 0]
+            assert bool((is_best | ~are_apart).all()), f"a prompt of {len(prompt)} tokens goes on wrongly: {tokens}"
+
+
+def greedy_tokens(model: str, prompts: list[Any], device: str, **options: Any) -> list[list[int]]:
+    """40 tokens for each prompt, from an engine that is started for it."""
+    from quire import LLM, SamplingParams
+
+    defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "device": device}
+    llm = LLM(model, **{**defaults, **options})
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    try:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+    finally:
         llm.shutdown()
+
+
+def two_ranks(device: str) -> None:
+    """Two ranks say the same greedy text as one, with the bundled model. They share a card if there is only one."""
+    prompts = ["The sea is", "A sentence that goes on for a while and then", "One"]
+    one = greedy_tokens("", prompts, device)
+    two = greedy_tokens("", prompts, device, tensor_parallel_size=2)
+    assert one == two, f"one rank: {one}; two ranks: {two}"

@@ -6,9 +6,11 @@ import json
 import math
 import random
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.kernels import Kernel, decoding_steps, profiled
 from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.attention.selection import BACKENDS
 
@@ -65,16 +68,19 @@ def weight_bytes(shape: dict[str, Any]) -> int:
 
 
 class Clock:
-    """Seconds of device work, median of some repetitions."""
+    """Seconds of device work, median of some repetitions. is_cold: whether the cache of the device is emptied before
+    each, as the other layers of a model do."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_cold: bool = False) -> None:
         self.device = device
+        self.other = torch.empty(2**28 if is_cold else 0, dtype=torch.uint8, device=device)
 
     def __call__(self, run: Callable[[], object], repeat: int = 10) -> float:
         run()  # compiles
         times = []
         for _ in range(repeat):
             self.wait()
+            self.other.zero_()
             started = time.perf_counter()
             if self.device.type == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -100,7 +106,8 @@ def ceilings(device: torch.device, small: bool) -> Figures:
     data = torch.ones(2**22 if small else 2**31, dtype=torch.float32, device=device)
     n = 256 if small else 8192
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
-    sum_s, copy_s, product_s = clock(data.sum), clock(lambda: data[: len(data) // 2].copy_(data[len(data) // 2 :])), 0.0
+    half = len(data) // 2
+    sum_s, copy_s = clock(data.sum), clock(lambda: data[:half].copy_(data[half:]))
     product_s = clock(lambda: a @ b)
     return {"read_bytes_s": max(data.nbytes / sum_s, data.nbytes / copy_s), "bf16_flop_s": 2 * n**3 / product_s}
 
@@ -108,14 +115,21 @@ def ceilings(device: torch.device, small: bool) -> Figures:
 # ---- attention
 
 
-def attention(device: torch.device, limits: Figures, small: bool) -> Figures:
+def attention(device: torch.device, ceilings: Figures, small: bool) -> Figures:
     """Decoding against the read rate, prompts against the product rate, and torch's own attention beside ours."""
-    decode = decoding(device, *((4, 64, 8, 2) if small else (64, 4096, 32, 8)))
-    prompt = prompts(device, *((1, 128, 4, 4) if small else (2, 8192, 32, 32)))
+    kernels: dict[str, list[Kernel]] = {"decode attention, 64 x 4096": [], "prefill attention, 2 x 8192": []}
+    decode_kernels, prefill_kernels = kernels.values()
+    decode_rate = decoding(device, *((4, 64, 8, 2) if small else (64, 4096, 32, 8)), kernels=decode_kernels)
+    prompt = prompts(device, *((1, 128, 4, 4) if small else (2, 8192, 32, 32)), kernels=prefill_kernels)
     grouped = prompts(device, *((1, 128, 4, 2) if small else (2, 8192, 32, 8)))
-    share = prompt["prefill_flop_s"] / limits.get("bf16_flop_s", math.nan)
-    made = {"decode_bytes_s": decode, "decode_share": decode / limits.get("read_bytes_s", math.nan)}
-    return made | {"prefill_share": share} | prompt | {f"gqa_{name}": figure for name, figure in grouped.items()}
+    return {
+        "decode_bytes_s": decode_rate,
+        "decode_share": decode_rate / ceilings.get("read_bytes_s", math.nan),
+        "prefill_share": prompt["prefill_flop_s"] / ceilings.get("bf16_flop_s", math.nan),
+        **prompt,
+        **{f"gqa_{name}": figure for name, figure in grouped.items()},
+        "kernels": kernels,
+    }
 
 
 def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
@@ -124,8 +138,17 @@ def _cache(backend: AttentionBackend, num_blocks: int) -> Tensor:
     return backend.view(torch.zeros(num_blocks, size, dtype=torch.uint8, device=device), 0)
 
 
-def decoding(device: torch.device, batch: int, context: int, heads: int, kv_heads: int, dim: int = 128) -> float:
-    """Bytes of keys and values a second, a new token for each of `batch` requests."""
+def decoding(
+    device: torch.device,
+    batch: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    dim: int = 128,
+    kernels: list[Kernel] | None = None,
+) -> float:
+    """Bytes of keys and values a second, for a new token of each of `batch` requests. Its kernels are appended to
+    `kernels`."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
     backend = BACKENDS[0](shape)
     blocks = context // 16
@@ -135,11 +158,21 @@ def decoding(device: torch.device, batch: int, context: int, heads: int, kv_head
     slots = torch.full((batch,), -1).to(device)
     plan = backend.plan(StepLayout(starts, lengths, slots, table, tokens_per_request=1))
     q = torch.randn(batch, heads, dim, device=device).bfloat16()
-    seconds = Clock(device)(lambda: backend.attend(q, cache, plan, scale=dim**-0.5))
+    run = partial(backend.attend, q, cache, plan, scale=dim**-0.5)
+    seconds = Clock(device)(run)
+    _profile(run, kernels)
     return batch * context * kv_heads * dim * 2 * 2 / seconds
 
 
-def prompts(device: torch.device, batch: int, length: int, heads: int, kv_heads: int, dim: int = 128) -> Figures:
+def prompts(
+    device: torch.device,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    dim: int = 128,
+    kernels: list[Kernel] | None = None,
+) -> Figures:
     """Floating-point operations a second over whole prompts: ours on a paged cache, those of libraries that can join
     (quire/attention/varlen.py) and torch's scaled_dot_product_attention on plain tensors."""
     shape = AttentionShape(heads, kv_heads, dim, 16, torch.bfloat16, device)
@@ -152,23 +185,35 @@ def prompts(device: torch.device, batch: int, length: int, heads: int, kv_heads:
     q, k, v = (torch.randn(batch * length, h, dim, device=device).bfloat16() for h in (heads, kv_heads, kv_heads))
     operations, clock = 4 * batch * heads * length**2 * dim / 2, Clock(device)
 
-    def rate(backend: AttentionBackend) -> float:
+    def rate(backend: AttentionBackend, kernels: list[Kernel] | None = None) -> float:
         plan = backend.plan(layout)
         backend.store(cache, k, v, plan)
-        return operations / clock(lambda: backend.attend(q, cache, plan, scale=dim**-0.5), 5)
+        run = partial(backend.attend, q, cache, plan, scale=dim**-0.5)
+        seconds = clock(run, 5)
+        _profile(run, kernels)
+        return operations / seconds
 
-    made = {"prefill_flop_s": rate(backend)}
+    rates = {"prefill_flop_s": rate(backend, kernels)}
     for kind in (b for b in BACKENDS if b.name in LIBRARIES and b.unsupported(shape) is None):
         try:
-            made[f"prefill_{kind.name}_flop_s"] = rate(kind(shape))
-        except Exception as error:  # a library's; ours is measured all the same
+            rates[f"prefill_{kind.name}_flop_s"] = rate(kind(shape))
+        except Exception as error:  # of a library; ours is measured all the same
             warnings.warn(f"{kind.name}: {error}", stacklevel=2)
     dense = [x.view(batch, length, -1, dim).transpose(1, 2) for x in (q, k, v)]
 
-    def theirs() -> Tensor:
+    def sdpa() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=heads != kv_heads)
 
-    return made | {"prefill_sdpa_flop_s": operations / clock(theirs, 5)}
+    return rates | {"prefill_sdpa_flop_s": operations / clock(sdpa, 5)}
+
+
+def _profile(run: Callable[[], object], kernels: list[Kernel] | None) -> None:
+    if kernels is not None:
+        with profiled(3, kernels):
+            for _ in range(3):
+                run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
 
 
 # ---- the engine
@@ -214,7 +259,7 @@ def many(llm: Any, count: int, longest: int, least: int = 100) -> Figures:
 
 
 def host(llm: Any, steps: int) -> Figures:
-    """What the host does in decoding steps: launches, waits, and how long the device has nothing to do between them."""
+    """The work of the host in decoding steps: launches and waits, and how long the device is idle between steps."""
     from quire import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True)
@@ -226,7 +271,7 @@ def host(llm: Any, steps: int) -> Figures:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with (
         torch.profiler.profile(activities=activities[: 1 + on_gpu]) as profiler,
-        warnings.catch_warnings(record=True) as hidden,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         if on_gpu:
@@ -247,13 +292,14 @@ def host(llm: Any, steps: int) -> Figures:
     launches = sum(n for name, n in calls.items() if name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch")))
     copies = sum(n for name, n in calls.items() if name.startswith("cudaMemcpy"))
     waits = sum(n for name, n in calls.items() if "Synchronize" in name)
-    hidden_waits = sum("synchronizing" in str(w.message) for w in hidden)
+    hidden_waits = sum("synchronizing" in str(w.message) for w in caught)
     return {"launches_a_step": launches / steps, "copies_a_step": copies / steps, "waits_a_step": waits / steps,
             "hidden_waits": hidden_waits, "idle_share": _idle(sorted(spans))}  # fmt: skip
 
 
 def _idle(spans: list[tuple[float, float]]) -> float | None:
-    """The share of the time (in microseconds) in which none is; short gaps are those between kernels of a graph."""
+    """The share of the time in which no kernel runs. Short gaps do not count: they are between kernels of a graph.
+    spans: begin and end of each kernel, in microseconds, sorted."""
     if not spans:
         return None
     idle, end = 0.0, spans[0][0]
@@ -261,6 +307,23 @@ def _idle(spans: list[tuple[float, float]]) -> float | None:
         idle += begin - end if begin - end > SHORT_GAP else 0.0
         end = max(end, stop)
     return idle / (end - spans[0][0])
+
+
+def run_figure(figure: str, device: torch.device, small: bool) -> None:
+    """Launch the kernels of a figure once, eagerly, so that their launches can be recorded."""
+    if figure.startswith("decode attention"):
+        decoding(device, *((4, 64, 8, 2) if small else (64, 4096, 32, 8)))
+        return
+    if figure.startswith("prefill attention"):
+        prompts(device, *((1, 128, 4, 4) if small else (2, 8192, 32, 32)))
+        return
+    shape, case = figure.split(", ")
+    requests, context = (1, 320) if case == "one stream" else (256, 576)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(Path(folder), shape)
+        llm, _ = start(path, device.type, enforce_eager=True, max_model_len=4096)
+        decoding_steps(llm, min(requests, 4) if small else requests, 40 if small else context, 2)
+        llm.shutdown()
 
 
 def transformers_batch(name: str, count: int, longest: int, least: int = 100) -> Figures:
@@ -282,7 +345,7 @@ def transformers_batch(name: str, count: int, longest: int, least: int = 100) ->
     with torch.no_grad():
         model.generate_batch(inputs[:4], generation_config=options, max_new_tokens=4)
         outputs = model.generate_batch(inputs, generation_config=options, record_timestamps=True)
-    begin = min(output.created_time for output in outputs.values())  # when its memory and graphs were ready
+    begin = min(output.created_time for output in outputs.values())  # its memory and graphs are ready by then
     seconds = max(output.timestamps[-1] for output in outputs.values()) - begin
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
     if tokens < count * length:

@@ -1,14 +1,16 @@
-"""Everything that only a GPU can tell, in one command of at most nine minutes, with no network and no weights:
+"""Everything that only a GPU can show, in one command of at most nine minutes, without network and without weights:
 
     python benchmarks/gpu_suite.py [--only SECTION ...] [--out DIR]
 
-First what must be right (every kernel against its reference, greedy text against transformers), then how fast it is,
-as a share of what the device can do. Each section is a process of its own; one that fails or takes too long does not
-stop the others. Prints a table, and writes gpu-suite.json and gpu-suite.png to --out, $OUT or benchmarks/results.
+The sections come in the order of their value: first whether the engine is right and how fast it is, then each kernel
+against its reference, other tiles for the slowest kernels, two ranks, and transformers for comparison. Each section is
+a process of its own. One that fails or takes too long does not stop the others. After each section, the results so far
+are written to gpu-suite.json in --out, $OUT or benchmarks/results. At the end come a table and gpu-suite.png.
+docs/gpu.md says what to do with them.
 
-Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec; a picture only
-where there is matplotlib (`--draw gpu-suite.json` makes it later). `--small` does everything in small, on a CPU if need
-be: for those who change this file.
+Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec. A picture needs
+matplotlib; `--draw gpu-suite.json` makes it later. To try changes of this file without a GPU: `--small` runs everything
+in small on a CPU, and `--stand-in sm_90` runs it in full on a GPU that computes nothing (quire/gpu/stand_in.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,79 +37,129 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 DEADLINE = 535  # seconds for everything
-SECTIONS = {  # and the seconds that each may take
-    "machine": 60, "greedy": 100, "attention": 80, "0.6B": 110, "8B": 130, "transformers 0.6B": 90, "kernels": 90,
-    "attention kernels": 120, "transformers 8B": 120,
-}  # fmt: skip
 FIRST = "machine"
-# Of decoding: the step's copy, the graph and its input, tables, head, arg-max, tokens; one wait, for what was drawn.
-MOST_A_STEP = {"launches_a_step": 20, "copies_a_step": 6, "waits_a_step": 1.1, "hidden_waits": 0}
+SECTIONS = {  # and the seconds that each may take
+    FIRST: 60, "greedy": 100, "attention": 80, "0.6B": 120, "8B": 140, "kernels": 90, "tiles": 90, "two ranks": 60,
+    "attention kernels": 120, "transformers 0.6B": 90, "transformers 8B": 120,
+}  # fmt: skip
+CHECKS = "greedy", "two ranks", "kernels", "attention kernels"
+SHAPES = {"0.6B": "qwen3-0.6b", "8B": "llama-3-8b"}
+# At most so many in a decoding step: copies of the step's inputs, graphs, head and sampling, and a wait for the tokens.
+LIMITS = {"launches_a_step": 20, "copies_a_step": 6, "waits_a_step": 1.1, "hidden_waits": 0}
+Results = dict[str, dict[str, Any]]
 
 
 # ---- a section, in its own process
 
 
-def run_section(name: str, small: bool, limits: dict[str, Any]) -> dict[str, Any]:
+def run_section(name: str, small: bool, results: Results) -> dict[str, Any]:
+    """results: of the sections before."""
     import gpu_checks
     import gpu_figures
     import torch
 
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    ceilings = results.get(FIRST, {})
+    if name == FIRST:
+        return {**_versions(torch, device), **gpu_figures.ceilings(device, small)}
+    if name == "kernels":
+        return _checked(gpu_checks.ops(device, not small))
+    if name == "attention kernels":
+        return _checked(gpu_checks.attention(device, not small))
+    if name == "greedy":
+        variants: dict[str, dict[str, Any]] = {
+            "graphs": {},
+            "eager": {"enforce_eager": True},
+            "one step at a time": {"async_scheduling": False},
+            "small chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 8},
+        }
+        return _checked(
+            (variant, lambda options=options: gpu_checks.greedy(device.type, **options))  # type: ignore[misc]
+            for variant, options in variants.items()
+        )
+    if name == "two ranks":
+        return _checked([("the text of one rank", lambda: gpu_checks.two_ranks(device.type))])
+    if name == "attention":
+        return gpu_figures.attention(device, ceilings, small)
+    if name == "tiles":
+        return _tiles(device, results, small)
     if name not in SECTIONS:
         raise ValueError(f"there is no section {name!r}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        if name == FIRST:
-            return {**_versions(torch, device), **gpu_figures.ceilings(device, small)}
-        if name == "kernels":
-            return _checked(gpu_checks.ops(device, not small))
-        if name == "attention kernels":
-            return _checked(gpu_checks.attention(device, not small))
-        if name == "greedy":
-            ways = {"graphs": {}, "eager": {"enforce_eager": True}, "one step at a time": {"async_scheduling": False}}
-            ways["small chunks"] = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
-            return _checked(
-                (way, lambda options=options: gpu_checks.greedy(device.type, **options))  # type: ignore[misc]
-                for way, options in ways.items()
-            )
-        if name == "attention":
-            return gpu_figures.attention(device, limits, small)
-        shape = "tiny" if small else "qwen3-0.6b" if name.endswith("0.6B") else "llama-3-8b"
-        count, longest = (4, 40) if small else (256, 1024)
-        if name.startswith("transformers"):
-            return gpu_figures.transformers_batch(shape, count, longest, min(100, longest // 2))
-        path = gpu_figures.write_shape(Path(folder) / shape, shape)
-        return _engine(path, shape, device, limits, small, count, longest)
+    count, longest = (4, 40) if small else (256, 1024)
+    shape = "tiny" if small else SHAPES[name.split()[-1]]
+    if name.startswith("transformers"):
+        return gpu_figures.transformers_batch(shape, count, longest, min(100, longest // 2))
+    return _engine(shape, device, ceilings, small, count, longest)
 
 
-def _engine(
-    path: Path, shape: str, device: Any, limits: dict[str, Any], small: bool, count: int, longest: int
-) -> dict[str, Any]:
-    """Start, one stream, many requests; what graphs gain."""
+def _engine(shape: str, device: Any, ceilings: dict[str, Any], small: bool, count: int, longest: int) -> dict[str, Any]:
+    """The start, one stream, the kernels of steps, many requests, and the gain of graphs."""
     import gpu_figures as figures
 
+    from benchmarks.gpu.kernels import decoding_steps
+
     options = {"max_model_len": 256 if small else 4096}
-    llm, seconds = figures.start(path, device.type, **options)
     weights = figures.weight_bytes(figures.SHAPES[shape])
-    made: dict[str, Any] = {"start_s": seconds, "kv_blocks": llm.core.executor.kv_cache.num_blocks}
-    each = figures.one_stream(llm, 32 if small else 400)
-    made |= {"one_stream_tok_s": 1 / each, "one_stream_share": weights / each / limits.get("read_bytes_s", math.nan)}
-    tell(made)
-    made |= {f"many_{key}": value for key, value in figures.many(llm, count, longest, min(100, longest // 2)).items()}
-    tell(made)
-    made |= figures.host(llm, 8 if small else 50)
-    made["failures"] = {f"{key} = {made[key]}": f"more than {n}" for key, n in MOST_A_STEP.items() if made[key] > n}
-    tell(made)
-    llm.shutdown()
-    if shape != "llama-3-8b":
-        del llm
-        gc.collect()  # its memory is the next one's
-        eager, _ = figures.start(path, device.type, enforce_eager=True, kv_cache_memory_bytes=2**28 if small else 2**32,
-                                 **options)  # fmt: skip
-        made["graphs_gain"] = figures.one_stream(eager, 32 if small else 200) / each
-    return made
+    with tempfile.TemporaryDirectory() as folder:
+        path = figures.write_shape(Path(folder), shape)
+        llm, seconds = figures.start(path, device.type, **options)
+        result: dict[str, Any] = {"start_s": seconds, "kv_blocks": llm.core.executor.kv_cache.num_blocks}
+        tell(result)
+        each = figures.one_stream(llm, 32 if small else 400)
+        read_rate = ceilings.get("read_bytes_s", math.nan)
+        result |= {"one_stream_tok_s": 1 / each, "one_stream_share": weights / each / read_rate}
+        tell(result)
+        result |= figures.host(llm, 8 if small else 50)
+        result["failures"] = {
+            f"{key} = {result[key]}": f"more than {limit}" for key, limit in LIMITS.items() if result[key] > limit
+        }
+        kernels = result["kernels"] = {}
+        for requests, context, case in ((1, 320, "one stream"), (256, 576, "256 requests")):
+            requests, context = (min(requests, 4), 40) if small else (requests, context)
+            kernels[f"{shape}, {case}"] = decoding_steps(llm, requests, context, 8)
+            tell(result)
+        many = figures.many(llm, count, longest, min(100, longest // 2))
+        result |= {f"many_{key}": value for key, value in many.items()}
+        tell(result)
+        llm.shutdown()
+        if shape != "llama-3-8b":
+            del llm
+            gc.collect()  # frees its memory for the next engine
+            eager, _ = figures.start(path, device.type, enforce_eager=True,
+                                     kv_cache_memory_bytes=2**28 if small else 2**32, **options)  # fmt: skip
+            result["graphs_gain"] = figures.one_stream(eager, 32 if small else 200) / each
+    return result
 
 
-def _checked(checks: Any) -> dict[str, Any]:
+def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:
+    """Other tiles for the three of Triton's kernels that lose most time against the expectation."""
+    import gpu_figures as figures
+
+    from benchmarks.gpu import kernels
+
+    if device.type != "cuda":
+        return {"tried": {}}
+    worst = [d for d in _differences(results) if d.kernel not in (kernels.PRODUCTS, kernels.OTHERS)][:3]
+    if not worst:  # nothing is expected of this card: take the kernels with the most time
+        measured = [(figure, k) for figure, found in _measured(results).items() for k in found]
+        named = [(f, k) for f, k in measured if k["name"] not in (kernels.PRODUCTS, kernels.OTHERS)]
+        named.sort(key=lambda pair: -pair[1]["seconds"])
+        worst = [kernels.Difference(f, k["name"], k["seconds"], math.nan) for f, k in named[:3]]
+    clock, tried = figures.Clock(device, is_cold=True), {}
+    for figure in dict.fromkeys(difference.figure for difference in worst):
+        launches: dict[str, kernels.Launch] = {}
+        with kernels.recorded(launches):
+            figures.run_figure(figure, device, small)
+        for difference in worst:
+            if difference.figure == figure and difference.kernel in launches:
+                tried[f"{figure}: {difference.kernel}"] = kernels.try_tiles(launches[difference.kernel], clock)
+                tell({"tried": tried})
+        launches.clear()
+        gc.collect()
+    return {"tried": tried}
+
+
+def _checked(checks: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, Any]:
     passed, failures = [], {}
     for name, check in checks:
         try:
@@ -120,26 +172,26 @@ def _checked(checks: Any) -> dict[str, Any]:
     return {"passed": len(passed), "failures": failures}
 
 
-def tell(made: dict[str, Any]) -> None:
-    """What is known so far, should the rest fail or take too long."""
-    print(json.dumps(made), flush=True)
+def tell(result: dict[str, Any]) -> None:
+    """Print the result so far, which is kept if the rest of the section fails or takes too long."""
+    print(json.dumps(result), flush=True)
 
 
 def _versions(torch: Any, device: Any) -> dict[str, Any]:
-    made = {"date": date.today().isoformat(), "python": platform.python_version(), "cpu": platform.processor()}
-    made["c_compiler"] = shutil.which("gcc") or shutil.which("clang")  # Triton's launchers need one
+    result = {"date": date.today().isoformat(), "python": platform.python_version(), "cpu": platform.processor()}
+    result["c_compiler"] = shutil.which("gcc") or shutil.which("clang")  # Triton's launchers need one
     for package in ("torch", "triton", "transformers", "numpy"):
         try:
-            made[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
-            made[package] = None
+            result[package] = None
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        return {**made, "device": torch.cuda.get_device_name(device), "memory_gib": round(total / 2**30, 1)}
-    return {**made, "device": "cpu"}
+        return {**result, "device": torch.cuda.get_device_name(device), "memory_gib": round(total / 2**30, 1)}
+    return {**result, "device": "cpu"}
 
 
-# ---- all of them
+# ---- all sections
 
 
 def main() -> int:
@@ -147,61 +199,100 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or HERE / "results"))
     parser.add_argument("--small", action="store_true", help="in small, for a trial without a GPU")
+    parser.add_argument("--stand-in", metavar="TARGET", help="run on a stand-in for a card, sm_90 for example")
     parser.add_argument("--draw", type=Path, metavar="FILE.json", help="only draw the picture of an earlier run")
     parser.add_argument("--section", help=argparse.SUPPRESS)
-    parser.add_argument("--limits", default="{}", help=argparse.SUPPRESS)
     a = parser.parse_args()
+    saved = a.out / "gpu-suite.json"
     if a.section:
-        tell(run_section(a.section, a.small, json.loads(a.limits)))
+        results = json.loads(saved.read_text()) if saved.exists() else {}
+        with _stand_in(a.stand_in):
+            tell(run_section(a.section, a.small, results))
         return 0
     if a.draw:
         draw(json.loads(a.draw.read_text()), a.draw.with_suffix(".png"))
         return 0
     a.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {}
+    saved.unlink(missing_ok=True)
+    options = ["--out", str(a.out), *["--small"] * a.small, *(["--stand-in", a.stand_in] if a.stand_in else [])]
+    slowness = 10 if a.stand_in else 1  # kernels are compiled on CPUs, and steps take as long as on a CPU
+    results: Results = {}
     started = time.perf_counter()
     for name in SECTIONS:
         if name == FIRST or not a.only or name in a.only:
-            left = DEADLINE - (time.perf_counter() - started)
-            results[name] = _in_process(name, min(SECTIONS[name], left), a.small, results.get(FIRST, {}))
-            (a.out / "gpu-suite.json").write_text(json.dumps(results, indent=1))  # what is there is there
+            left = slowness * DEADLINE - (time.perf_counter() - started)
+            results[name] = run_process(name, min(slowness * SECTIONS[name], left), options)
+            saved.write_text(json.dumps(results, indent=1))
     print(table(results))
     draw(results, a.out / "gpu-suite.png")
     return int(any(r.get("failures") or "error" in r for r in results.values()))
 
 
-def _in_process(name: str, limit: float, small: bool, limits: dict[str, Any]) -> dict[str, Any]:
+@contextlib.contextmanager
+def _stand_in(target: str | None) -> Any:
+    """Run on a stand-in for the card, if one is named. The processes of ranks get one, too."""
+    if target is None:
+        yield
+        return
+    import warnings
+    from unittest import mock
+
+    from quire.gpu.cards import CARDS
+    from quire.gpu.stand_in import stand_in
+
+    warnings.simplefilter("ignore")
+    with stand_in(CARDS[target]):
+        from quire.executor import multiproc
+
+        program = (str(HERE / "gpu" / "rank_on_stand_in.py"), target)
+        with mock.patch.object(multiproc, "RANK_PROGRAM", program):
+            yield
+
+
+def run_process(name: str, limit: float, options: list[str]) -> dict[str, Any]:
+    """The result of a section, as far as it came within `limit` seconds."""
     if limit < 5:
         return {"error": "no time was left"}
-    command = [sys.executable, __file__, "--section", name, "--limits", json.dumps(limits), *["--small"] * small]
     started = time.perf_counter()
     print(f"{name} ...", file=sys.stderr, flush=True)
     try:
+        command = [sys.executable, __file__, "--section", name, *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit, text=True, check=False)
     except subprocess.TimeoutExpired as error:
-        out = error.stdout or b""
-        return {**_last(out if isinstance(out, str) else out.decode()), "error": f"took more than {limit:.0f} s"}
-    seconds = round(time.perf_counter() - started, 1)
+        output = error.stdout or b""
+        text = output if isinstance(output, str) else output.decode()
+        return {**last_result(text), "error": f"took more than {limit:.0f} s"}
+    result = {**last_result(done.stdout), "section_s": round(time.perf_counter() - started, 1)}
     if done.returncode:
-        return {**_last(done.stdout), "error": f"ended with {done.returncode}; see above", "section_s": seconds}
-    return {**_last(done.stdout), "section_s": seconds}
+        result["error"] = f"ended with exit code {done.returncode}; see above"
+    return result
 
 
-def _last(text: str) -> dict[str, Any]:
-    """The last whole line of JSON."""
+def last_result(text: str) -> dict[str, Any]:
+    """The last whole line of JSON that is an object."""
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
-            made = json.loads(line)
-            if isinstance(made, dict):
-                return made
+            result = json.loads(line)
+            if isinstance(result, dict):
+                return result
     return {}
 
 
-# ---- what is shown
+# ---- the report
 
 
-def _goals(results: dict[str, Any]) -> list[tuple[str, float | None, str, Callable[[float], bool]]]:
-    """(what, figure, goal, whether it is met)"""
+def _measured(results: Results) -> dict[str, list[dict[str, Any]]]:
+    return {figure: found for r in results.values() for figure, found in r.get("kernels", {}).items()}
+
+
+def _differences(results: Results) -> list[Any]:
+    from benchmarks.gpu import kernels
+
+    return kernels.differences(_measured(results), kernels.expected(results.get(FIRST, {}).get("device", "")))
+
+
+def _goals(results: Results) -> list[tuple[str, float | None, str, Callable[[float], bool]]]:
+    """(name, figure, goal, whether the goal is met)"""
 
     def get(section: str, key: str) -> float | None:
         value = results.get(section, {}).get(key)
@@ -211,8 +302,7 @@ def _goals(results: dict[str, Any]) -> list[tuple[str, float | None, str, Callab
         return a / b if a and b else None
 
     prefill = get("attention", "prefill_flop_s")
-    sizes = "0.6B", "8B"
-    many = [ratio(get(n, "many_output_tok_s"), get(f"transformers {n}", "output_tok_s")) for n in sizes]
+    many = [ratio(get(n, "many_output_tok_s"), get(f"transformers {n}", "output_tok_s")) for n in SHAPES]
     return [
         ("decode attention, share of the read rate", get("attention", "decode_share"), ">= 0.85", lambda x: x >= 0.85),
         ("prefill attention, TFLOP/s", prefill and prefill / 1e12, ">= 400", lambda x: x >= 400),
@@ -227,47 +317,67 @@ def _goals(results: dict[str, Any]) -> list[tuple[str, float | None, str, Callab
     ]
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown."""
+def table(results: Results) -> str:
+    """The results as Markdown."""
     lines = ["", *(f"{key}: {value}" for key, value in results.get(FIRST, {}).items()), ""]
-    for name in ("kernels", "attention kernels", "greedy"):
+    for name in CHECKS:
         if name in results:
             r = results[name]
             failures = r.get("failures", {})
             lines.append(f"{name}: {r.get('passed', 0)} passed, {len(failures)} failed {r.get('error', '')}")
-            lines += [f"    {what}: {why.splitlines()[0]}" for what, why in failures.items()]
+            lines += [f"    {check}: {reason.splitlines()[0]}" for check, reason in failures.items()]
     lines += ["", "| figure | measured | goal | |", "|---|---|---|---|"]
-    for what, figure, goal, met in _goals(results):
-        shown = ("-", "") if figure is None else (f"{figure:.3g}", "met" if met(figure) else "not met")
-        lines.append(f"| {what} | {shown[0]} | {goal} | {shown[1]} |")
-    for name in [n for n in SECTIONS if n not in ("kernels", "attention kernels", "greedy", FIRST) and n in results]:
-        values = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in results[name].items())
-        lines += ["", f"{name}: " + ", ".join(values)]
+    for name, figure, goal, is_met in _goals(results):
+        shown = ("-", "") if figure is None else (f"{figure:.3g}", "met" if is_met(figure) else "not met")
+        lines.append(f"| {name} | {shown[0]} | {goal} | {shown[1]} |")
+    lines += _kernel_tables(results)
+    for name in [n for n in SECTIONS if n not in (*CHECKS, FIRST, "tiles") and n in results]:
+        values = {k: v for k, v in results[name].items() if k != "kernels"}
+        shown_values = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items())
+        lines += ["", f"{name}: " + ", ".join(shown_values)]
     return "\n".join(lines)
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Each figure over its goal."""
+def _kernel_tables(results: Results) -> list[str]:
+    """Each kernel beside its expected time, the three that lose most time, and their best tiles."""
+    lines, found = [], _differences(results)
+    expected = {(d.figure, d.kernel): d.expected for d in found}
+    for figure, kernels in _measured(results).items():
+        lines += ["", f"| {figure}: kernel | launches | us a step | expected us | x |", "|---|---|---|---|---|"]
+        for k in kernels:
+            wanted = expected.get((figure, k["name"]))
+            beside = ("-", "-") if not wanted else (f"{1e6 * wanted:.1f}", f"{k['seconds'] / wanted:.2f}")
+            lines.append(f"| {k['name']} | {k['launches']:.3g} | {1e6 * k['seconds']:.1f} | {' | '.join(beside)} |")
+    if found:
+        lines += ["", "The three kernels that lose most time against the expectation:"]
+        lines += [f"    {d.figure}: {d.kernel} loses {1e6 * d.lost:.1f} us a step" for d in found[:3]]
+    for name, tried in results.get("tiles", {}).get("tried", {}).items():
+        lines.append(f"    tiles of {name}: {tried['own_us']:.1f} us; best {tried['best']}: {tried['best_us']:.1f} us")
+    return lines
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw each figure as a share of its goal."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no matplotlib here; draw the picture with --draw {path.with_suffix('.json')}", file=sys.stderr)
+        print(f"matplotlib is missing; draw the picture with --draw {path.with_suffix('.json')}", file=sys.stderr)
         return
-    shown = []
-    for what, figure, goal, met in _goals(results):
+    bars = []
+    for name, figure, goal, is_met in _goals(results):
         if figure:
             bound, at_least = float(goal.split()[1]), goal.startswith(">=")
-            label = f"{what}\n{figure:.3g} (goal {goal})"
-            shown.append((label, figure / bound if at_least else bound / figure, met(figure)))
-    figure_ = Figure(figsize=(9, 0.7 + 0.55 * max(1, len(shown))), layout="constrained")
-    axes = figure_.subplots()
-    shown.reverse()
-    axes.barh([s[0] for s in shown], [s[1] for s in shown], color=["#2563a8" if s[2] else "#e08a1e" for s in shown])
+            label = f"{name}\n{figure:.3g} (goal {goal})"
+            bars.append((label, figure / bound if at_least else bound / figure, is_met(figure)))
+    picture = Figure(figsize=(9, 0.7 + 0.55 * max(1, len(bars))), layout="constrained")
+    axes = picture.subplots()
+    bars.reverse()
+    axes.barh([b[0] for b in bars], [b[1] for b in bars], color=["#2563a8" if b[2] else "#e08a1e" for b in bars])
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlabel("how much of the goal is reached")
+    axes.set_xlabel("share of the goal")
     axes.set_title(f"Quire on {results.get(FIRST, {}).get('device', '?')}, {results.get(FIRST, {}).get('date', '')}")
     axes.spines[["top", "right"]].set_visible(False)
-    figure_.savefig(path, dpi=150)
+    picture.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 
 HOST = "127.0.0.1"  # the ranks run on this machine
+RANK_PROGRAM = ("-m", "quire.executor.rank")
 SILENCE_SECONDS = 5.0  # a rank counts as stopped after so long without a heartbeat
 SILENT_START_SECONDS = 60.0  # the same until a rank is ready: on a busy machine, imports block its threads for long
 _END_SECONDS = 2.0  # time for ranks to end by themselves
@@ -219,7 +220,7 @@ def _start_process(rank: int, port: int, key: bytes) -> "subprocess.Popen[bytes]
     """Start the process of a rank. It finds the same modules as this process, and uses the loopback device."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-P", "-m", "quire.executor.rank", HOST, str(port), str(rank)]
+    command = [sys.executable, "-P", *RANK_PROGRAM, HOST, str(port), str(rank)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     with contextlib.suppress(OSError), process.stdin:

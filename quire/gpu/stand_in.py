@@ -184,8 +184,9 @@ class _Stream(_Event):
 class _Graph:
     """Remembers the launches that it captures. A replay adds them to the device's launches."""
 
-    def __init__(self, device: StandIn) -> None:
-        self._device = device
+    _device: StandIn  # of a subclass
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._launches: list[Launch] = []
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +201,8 @@ class _Graph:
 
 
 class _Profiler:
-    """torch.profiler.profile for the stand-in. Each launch of a kernel is an event of the device, and takes 1 us."""
+    """torch.profiler.profile for the stand-in. A launch of a Triton kernel or of a matrix product of torch is an
+    event of the device, and takes 1 us."""
 
     def __init__(self, device: StandIn, **options: Any) -> None:
         self._traced = device.traced()
@@ -213,7 +215,8 @@ class _Profiler:
         self._traced.__exit__(*error)
 
     def events(self) -> list[Any]:
-        names = [launch.name for launch in self._launches if launch.kernel is not None]
+        products = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+        names = [x.name for x in self._launches if x.kernel is not None or x.name in products]
         device_type = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         return [
             SimpleNamespace(name=name, device_type=device_type, time_range=SimpleNamespace(start=i, end=i + 1))
@@ -253,7 +256,7 @@ def _torch_cuda(device: StandIn) -> dict[str, Any]:
         "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
         "mem_get_info": lambda *_: (card.memory, card.memory), "memory_allocated": zero, "memory_reserved": zero,
         "max_memory_allocated": zero, "reset_peak_memory_stats": nothing, "graph_pool_handle": lambda: (0, 0),
-        "Event": _Event, "Stream": _Stream, "CUDAGraph": partial(_Graph, device),
+        "Event": _Event, "Stream": _Stream, "CUDAGraph": type("_Graph", (_Graph,), {"_device": device}),
         "current_stream": lambda *_: _Stream(), "stream": lambda *_: contextlib.nullcontext(),
     }  # fmt: skip
 

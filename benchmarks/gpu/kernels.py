@@ -1,0 +1,197 @@
+"""How long the kernels of a step take on a device, beside the time that they must take, and with other tiles.
+
+Used by gpu_suite.py. The expected times are those of expect.py (benchmarks/results/gpu-expected.json).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+EXPECTED = Path(__file__).resolve().parent.parent / "results" / "gpu-expected.json"
+PRODUCTS = "matrix products of torch"
+OTHERS = "other operations of torch"
+_PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|splitk|cublas|^(addmm|mm|bmm|linear|matmul)$", re.IGNORECASE)
+_TRITON = re.compile(r"^(_\w+|\w+_kernel)$")
+_FREE_SIZES = "KEYS", "INS"  # constants of kernels that may change without another grid
+
+Kernel = dict[str, Any]  # name; seconds: of all its launches in a step; launches: in a step
+
+
+class Difference(NamedTuple):
+    """A kernel of a figure that takes longer than expected. Times are of all its launches in a step."""
+
+    figure: str
+    kernel: str
+    seconds: float
+    expected: float
+
+    @property
+    def lost(self) -> float:
+        return self.seconds - self.expected
+
+
+def kind_of(name: str) -> str:
+    """The name under which a kernel's time is compared: its own if Triton compiled it, else what torch uses it for.
+
+    "attend_kernel" -> "attend_kernel"; "nvjet_tst_64x8" and "mm" -> PRODUCTS; "Memcpy HtoD" -> OTHERS
+    """
+    if _PRODUCT.search(name.removeprefix("aten.").removesuffix(".default")):
+        return PRODUCTS
+    return name if _TRITON.match(name) else OTHERS
+
+
+def summed(kernels: list[Kernel]) -> list[Kernel]:
+    """The kernels by the names of `kind_of`, those with the most time first."""
+    sums: dict[str, Kernel] = {}
+    for kernel in kernels:
+        name = kind_of(kernel["name"])
+        total = sums.setdefault(name, {"name": name, "seconds": 0.0, "launches": 0.0})
+        total["seconds"] += kernel["seconds"]
+        total["launches"] += kernel["launches"]
+    return sorted(sums.values(), key=lambda kernel: -kernel["seconds"])
+
+
+@contextlib.contextmanager
+def profiled(steps: int, kernels: list[Kernel]) -> Iterator[Any]:
+    """Append the kernels that run within this block to `kernels`, as those of one of `steps` steps."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities[: 1 + torch.cuda.is_available()]) as profiler:
+        yield profiler
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels += summed(
+        [
+            {
+                "name": event.name,
+                "seconds": (event.time_range.end - event.time_range.start) / 1e6 / steps,
+                "launches": 1 / steps,
+            }
+            for event in events
+        ]
+    )
+
+
+def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Kernel]:
+    """The kernels of a step that decodes one token for each of `requests` requests of `context` tokens."""
+    from quire import SamplingParams
+
+    # Prompts are computed in several steps, in which the first requests already decode.
+    early = requests * context // 8192 + 4
+    params = SamplingParams(temperature=0, max_tokens=2 * (early + steps + 8), ignore_eos=True)
+    streams = [llm.stream([9 + i % 1000] * max(1, context - early - steps), params) for i in range(requests)]
+    for _ in range(4):
+        for stream in streams:
+            next(stream)
+    kernels: list[Kernel] = []
+    with profiled(steps, kernels):
+        for _ in range(steps):
+            for stream in streams:
+                next(stream)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    for stream in streams:
+        stream.close()
+    return kernels
+
+
+def expected(device_name: str, path: Path = EXPECTED) -> dict[str, Any]:
+    """The expected figures for a card that torch calls by this name, "NVIDIA H200" for example. Empty if unknown."""
+    cards = json.loads(path.read_text()) if path.exists() else {}
+    words = re.split(r"[ -]", device_name)
+    return next((figures for card, figures in cards.items() if {*card.split()} <= {*words}), {})
+
+
+def differences(measured: dict[str, list[Kernel]], expected: dict[str, Any]) -> list[Difference]:
+    """The kernels of the measured figures for which a time is expected, those that lose most time first."""
+    found = []
+    for figure, kernels in measured.items():
+        wanted = {k["name"]: k["seconds"] for k in summed(expected.get(figure, {}).get("kernels", []))}
+        found += [
+            Difference(figure, k["name"], k["seconds"], wanted[k["name"]]) for k in kernels if k["name"] in wanted
+        ]
+    return sorted(found, key=lambda difference: -difference.lost)
+
+
+# ---- other tiles
+
+
+class Launch(NamedTuple):
+    """A launch of a Triton kernel that can be repeated with other options or constants."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    grid: Any
+    options: dict[str, Any]
+
+    def __call__(self, **changes: Any) -> None:
+        names = set(self.kernel.arg_names)
+        arguments = {**self.arguments, **{k: v for k, v in changes.items() if k in names}}
+        options = {**self.options, **{k: v for k, v in changes.items() if k not in names}}
+        self.kernel.run(*arguments.values(), grid=self.grid, warmup=False, **options)
+
+
+@contextlib.contextmanager
+def recorded(launches: dict[str, Launch]) -> Iterator[None]:
+    """Keep the last launch of each kernel of Triton's, by its name."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        names = dict(zip(kernel.arg_names, args, strict=False))
+        named = {key: value for key, value in options.items() if key in kernel.arg_names}
+        others = {key: value for key, value in options.items() if key not in kernel.arg_names}
+        if len(names | named) == len(kernel.arg_names):
+            in_order = {name: (names | named)[name] for name in kernel.arg_names}
+            launches[kernel.__name__] = Launch(kernel, in_order, grid, others)
+        return run(kernel, *args, grid=grid, warmup=warmup, **options)
+
+    with mock.patch.object(JITFunction, "run", record):
+        yield
+
+
+def alternatives(launch: Launch) -> list[dict[str, int]]:
+    """Other tiles for a launch, each with one change: of the warps, the stages or a size that leaves the grid alone."""
+    warps, stages = launch.options.get("num_warps", 4), launch.options.get("num_stages", 3)
+    changes = [{"num_warps": n} for n in (warps // 2, 2 * warps) if 1 <= n <= 16]
+    changes += [{"num_stages": n} for n in (stages - 1, stages + 1, stages + 2) if 1 <= n <= 6]
+    for name in _FREE_SIZES:
+        if name in launch.arguments:
+            size = launch.arguments[name]
+            changes += [{name: n} for n in (size // 2, 2 * size) if n >= 16]
+    return changes
+
+
+def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) -> dict[str, Any]:
+    """The time of a launch with its own tile and with others, and the best tile. A tile that does not fit the card is
+    left out. The best changes are tried together as well."""
+    tried: dict[str, float] = {}
+
+    def attempt(changes: dict[str, int]) -> float:
+        with contextlib.suppress(Exception):  # too much shared memory, or a size that the kernel cannot have
+            tried[_text(changes)] = clock(lambda: launch(**changes))
+        return tried.get(_text(changes), float("inf"))
+
+    own = attempt({})
+    gains: dict[str, tuple[float, dict[str, int]]] = {}
+    for changes in alternatives(launch):
+        seconds, name = attempt(changes), next(iter(changes))
+        if seconds < min(own, gains.get(name, (own, {}))[0]):
+            gains[name] = seconds, changes
+    if len(gains) > 1:
+        attempt({name: n for _, changes in gains.values() for name, n in changes.items()})
+    best = min(tried, key=lambda name: tried[name], default=_text({}))
+    return {"own_us": 1e6 * own, "best": best, "best_us": 1e6 * tried.get(best, own), "tried_us": {
+        name: 1e6 * seconds for name, seconds in tried.items()
+    }}  # fmt: skip
+
+
+def _text(changes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items()) or "its own tile"
