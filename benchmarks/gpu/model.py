@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, field
 
 from benchmarks.gpu.rates import (
+    CLOCKS_PER_INSTRUCTION,
     ISSUED_PER_CLOCK,
     LAUNCH,
     LOAD_STORE_LANES,
@@ -37,7 +38,8 @@ class Work:
     pipe: fma, alu, special, memory. instructions: of warps, all pipes. shared: bytes of shared memory read and written.
     streams: independent streams of instructions for each scheduler in one program; 0 if stations do not depend on each
     other. is_prefetched: loads of later iterations are in flight during the computation of this one. is_persistent:
-    programs take several tiles each, and overlap the end of one with the start of the next.
+    programs take several tiles each, and overlap the end of one with the start of the next. path: instructions that one
+    warp executes one after the other, where a program waits for them. memory_share: of a simple kernel's bandwidth.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Work:
     streams: float = 0.0
     is_prefetched: bool = True
     is_persistent: bool = False
+    path: float = 0.0
+    memory_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,24 +123,26 @@ def estimate(work: Work, rates: Rates) -> Estimate:
     def wave(programs: int, at_once: int) -> float:
         """Seconds of programs that start together."""
         compute, _ = _computing(work, rates, at_once)
-        moved = max(programs * work.moved / rates.memory_bandwidth, programs * work.cached / rates.l2_bandwidth)
+        moved = max(programs * work.moved / bandwidth, programs * work.cached / rates.l2_bandwidth)
         waiting = (max(work.cached, work.moved) / work.in_flight) * MEMORY_LATENCY
         if not work.is_prefetched:
             waiting += _computing(work, rates, 1)[0]
-        return max(compute, moved, waiting)
+        start = (MEMORY_LATENCY + STORE) / at_once  # neighbours on the processor hide the rest
+        return max(compute, moved, waiting, path) + start
 
-    start = (MEMORY_LATENCY + STORE) / resident  # neighbours on the processor hide the rest
+    bandwidth = rates.memory_bandwidth * work.memory_share
+    path = work.path * CLOCKS_PER_INSTRUCTION / rates.clock
     body = 0.0
     if work.longest > 1 and waves >= 1:  # programs of different lengths fill each other's gaps, up to the last ones
         average = wave(slots, resident)
         count = work.programs / slots
         last = 0.5 * work.longest * _alone(work, rates)
-        body = count * (average + start) + last
+        body = count * average + last
         parts["tail"] = last
     else:
-        full = wave(slots, resident) + start if waves else 0.0
+        full = wave(slots, resident) if waves else 0.0
         at_once = math.ceil(rest / processors)
-        last = wave(rest, at_once) + start if rest else 0.0
+        last = wave(rest, at_once) if rest else 0.0
         body = waves * full + last
         if rest and waves:
             parts["tail"] = last - rest / slots * full
@@ -147,7 +153,7 @@ def estimate(work: Work, rates: Rates) -> Estimate:
     for name, seconds in by_station.items():
         parts[name] = seconds * share_of_wave
     parts["compute"] = compute * share_of_wave
-    parts["memory"] = work.programs * work.moved / rates.memory_bandwidth
+    parts["memory"] = work.programs * work.moved / bandwidth
     parts["l2"] = work.programs * work.cached / rates.l2_bandwidth
     if math.isfinite(work.in_flight):
         parts["latency"] = max(work.cached, work.moved) / work.in_flight * MEMORY_LATENCY * max(1.0, share_of_wave)

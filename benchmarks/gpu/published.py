@@ -8,8 +8,9 @@ There is no machine code of these kernels: tiles, warps and resident programs ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from benchmarks.gpu.launches import library_product
 from benchmarks.gpu.model import WARP, Estimate, Work, estimate, resident_programs
 from benchmarks.gpu.rates import RATES
 
@@ -20,7 +21,7 @@ FA3 = "FlashAttention-3, arXiv:2407.08608, figure 5"
 @dataclass(frozen=True)
 class Published:
     """A kernel's measured speed: `amount` operations or bytes, as the publication counts, `speed` of them a second.
-    overhead: seconds that the measurement adds to a launch."""
+    overhead: seconds that the measurement adds to a launch. others: further launches, and how often each occurs."""
 
     name: str
     card: str
@@ -29,13 +30,16 @@ class Published:
     speed: float
     source: str
     overhead: float = 0.0
+    others: tuple[tuple[Work, float], ...] = ()
 
     @property
     def seconds(self) -> float:
         return self.amount / self.speed
 
     def predicted(self) -> Estimate:
-        return estimate(self.work, RATES[self.card])
+        rates = RATES[self.card]
+        found = estimate(self.work, rates)
+        return replace(found, seconds=found.seconds + sum(estimate(w, rates).seconds * n for w, n in self.others))
 
     def error(self) -> float:
         """Predicted over published time, less one."""
@@ -162,6 +166,13 @@ def _kernels() -> list[Published]:
                    products=size / 132 * 2 * 16, synchronous=False)  # fmt: skip
     found.append(Published("FlashMLA, 128 x 4096, memory-bound", "H100", latents, size, 3000e9,
                            "FlashMLA, README: up to 3000 GB/s on H800"))  # fmt: skip
+    layer = ((12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008))  # Llama-2-7B: outputs, inputs
+    rates = RATES["A100"]
+    others = [(work, 32.0) for shape in layer for work in library_product(rates, 1, *shape)]
+    others.append((Work("norms, rotation, attention, activation", 32, 1), 32 * 5.0))
+    (head,) = library_product(rates, 1, 32_000, 4096)[:1]
+    found.append(Published("gpt-fast, a token of Llama-2-7B", "A100", head, 1.0, 104.9, "gpt-fast, README",
+                           others=tuple(others)))  # fmt: skip
     return found
 
 

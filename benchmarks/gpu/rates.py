@@ -41,19 +41,30 @@ class Rates:
 
     @property
     def l2_bandwidth(self) -> float:
-        return L2_BYTES_PER_CLOCK * self.clock * L2_SHARE
+        halves = 2 if self.card.capability == 100 else 1  # a B200 has two dies
+        return halves * L2_BYTES_PER_CLOCK * self.clock * L2_SHARE
 
 
 # Shares and latencies that hold for all cards.
 MEMORY_SHARE = 0.91  # of the data sheet's bandwidth
+SMALL_PRODUCT_SHARE = 0.85  # of that, what a library's product with few rows reaches
 L2_BYTES_PER_CLOCK = 5120
 L2_SHARE = 0.7
 SHARED_BYTES_PER_CLOCK = 128  # of a processor
 ISSUED_PER_CLOCK = 4  # instructions of a processor: one for each of its four schedulers
 LOAD_STORE_LANES = 32
+CLOCKS_PER_INSTRUCTION = 3  # from one instruction of a warp to its next, where there is one warp for each scheduler
 LAUNCH = 0.45e-6  # between the end of a kernel's work and the start of the next one's, inside a replayed graph
 MEMORY_LATENCY = 0.6e-6  # from a load to its data when memory is busy
-HOST_LAUNCH = 4.5e-6  # host time of a launch by torch or Triton outside graphs
+HOST_OPERATION = 4.2e-6  # host time of an operation of torch that launches a kernel
+HOST_TRITON = 8.7e-6  # host time of the launch of a Triton kernel
+HOST_VIEW = 1e-6  # host time of a view, or of memory for a result
+HOST_STEP = 0.15e-3  # host time of a step besides: scheduling, results
+HOST_REQUEST = 6e-6  # the same for each request of a step
+HOST_GRAPH = 10e-6  # host time to replay a graph
+HOST_IMPORT = 4.0  # seconds until Python, torch and the context of the GPU are ready
+CACHED_KERNEL = 0.01  # seconds to load a kernel from Triton's cache
+COMPILED_KERNEL = 1.5  # seconds to compile one
 STORE = 0.25e-6  # from the last result of a program to the end of the program
 
 RATES = {
@@ -70,6 +81,8 @@ ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a ca
      "data sheets of the cards; white papers of Ampere, Hopper and RTX Blackwell. B200: DGX B200's data sheet / 8"),
     ("share of the bandwidth that a simple kernel reaches", f"{MEMORY_SHARE:.0%}",
      "measured on an H100 NVL: 90.6 % for a copy, 91.4 % for two reads and a write; taken for all cards"),
+    ("share of that which a library's products with fewer than 64 rows reach", f"{SMALL_PRODUCT_SHARE:.0%}",
+     "estimate; agrees with gpt-fast's 104.9 tokens a second of Llama-2-7B on an A100"),
     ("largest products under the power limit", "A100 267.9, H100 and H200 794.5, B200 1745 TFLOP/s",
      "Bekman, ml-engineering, Maximum Achievable Matmul FLOPS. RTX PRO 6000: estimate, 80 %"),
     ("the clock sinks with the use of the tensor cores, linearly, down to the value above at full use", "model.py",
@@ -79,15 +92,25 @@ ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a ca
     ("lanes of a processor: multiply-add 64 on 8.0 and 128 later; integers and comparisons 64; exponentials 16",
      "RATES", "CUDA C++ Programming Guide, table of arithmetic throughput"),
     ("instructions issued by a processor in a clock", str(ISSUED_PER_CLOCK), "white papers: four schedulers"),
+    ("clocks from an instruction of a warp to its next one, without other warps", str(CLOCKS_PER_INSTRUCTION),
+     "estimate: 4 where each needs the result of the one before (arXiv:2402.13499), less where not"),
     ("bytes of shared memory in a clock and processor", str(SHARED_BYTES_PER_CLOCK), "CUDA C++ Programming Guide"),
     ("second-level cache: bytes in a clock, and the share that is reached", f"{L2_BYTES_PER_CLOCK}, {L2_SHARE:.0%}",
-     "white paper of Ampere; the share is an estimate; taken for all cards"),
+     "white paper of Ampere; the share is an estimate; taken for all cards, twice as much for the two dies of a B200"),
     ("an empty kernel inside a replayed graph", f"{(LAUNCH + MEMORY_LATENCY + STORE) * 1e6:.2f} µs",
      "measured on an H100 NVL: 1.28 µs for a kernel that adds one to a number"),
     ("between two kernels of a graph", f"{LAUNCH * 1e6:.2f} µs",
      "estimate: the 1.28 µs above less a load and the end of a program"),
     ("latency of memory under load", f"{MEMORY_LATENCY * 1e6:.2f} µs",
      "estimate: arXiv:2402.13499 measures about 0.3 µs without load"),
-    ("host time of a launch outside graphs", f"{HOST_LAUNCH * 1e6:.1f} µs",
-     "measured with an H100 NVL: 4.2 µs for an operation issued from Python"),
+    ("host time of an operation of torch", f"{HOST_OPERATION * 1e6:.1f} µs", "measured with an H100 NVL"),
+    ("host time of the launch of a Triton kernel", f"{HOST_TRITON * 1e6:.1f} µs",
+     "vLLM pull 34838: 8.68 µs with a GB200; tritonbench pull 1002: about 11 µs"),
+    ("host time of a view, or of memory for a result", f"{HOST_VIEW * 1e6:.1f} µs", "estimate"),
+    ("host time of a step besides, and for each of its requests",
+     f"{HOST_STEP * 1e3:.2f} ms, {HOST_REQUEST * 1e6:.0f} µs",
+     "1.7 ms for 256 requests, docs/performance.md; the division is an estimate"),
+    ("host time to replay a graph", f"{HOST_GRAPH * 1e6:.0f} µs", "estimate"),
+    ("start: imports and context; a kernel from the cache; a kernel compiled",
+     f"{HOST_IMPORT:.0f} s, {CACHED_KERNEL * 1e3:.0f} ms, {COMPILED_KERNEL:.1f} s", "estimates"),
 )  # fmt: skip

@@ -231,7 +231,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
+def _torch_cuda(device: StandIn) -> dict[str, Any]:
     """What replaces the functions of torch.cuda."""
     card = device.card
     major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
@@ -250,7 +250,7 @@ def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
 
     return {
         "_lazy_init": nothing, "init": nothing, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: count, "current_device": zero, "set_device": nothing, "synchronize": nothing,
+        "device_count": lambda: 1, "current_device": zero, "set_device": nothing, "synchronize": nothing,
         "empty_cache": nothing, "ipc_collect": nothing, "_sleep": nothing, "set_sync_debug_mode": nothing,
         "get_device_name": lambda *_: card.name, "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
@@ -265,32 +265,6 @@ def _collective(*args: Any, **kwargs: Any) -> None:
     """A collective of a group of ranks of which only this one exists: Communicator(rank, size, group=None)."""
 
 
-def _collectives(device: StandIn) -> dict[str, Any]:
-    """What replaces functions of torch.distributed. Collectives of the stand-in's tensors exchange nothing."""
-
-    def replaced(name: str) -> Any:
-        collective = getattr(torch.distributed, name)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not any(isinstance(x, FakeTensor) for x in tree_flatten(args)[0]):
-                return collective(*args, **kwargs)
-            if device.launches is not None:
-                device.launches.append(Launch(name, {"args": args, **kwargs}))
-            return None
-
-        return run
-
-    join = torch.distributed.init_process_group
-
-    def join_on_host(backend: str, **options: Any) -> None:
-        join("gloo", **options)
-
-    return {
-        "all_reduce": replaced("all_reduce"), "all_gather": replaced("all_gather"),
-        "is_nccl_available": lambda: True, "init_process_group": join_on_host,
-    }  # fmt: skip
-
-
 def _allow_device_type() -> None:
     """Let torch's CPU build handle tensors that claim to be on a GPU: views of them ask for a guard of the device type.
     A guard that does nothing is borrowed from the type `meta`. (torch does the same itself in its CUDA builds.)"""
@@ -303,8 +277,8 @@ def _allow_device_type() -> None:
 
 
 @contextlib.contextmanager
-def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
-    """Within this block, in this thread, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on."""
+def stand_in(card: Card) -> Iterator[StandIn]:
+    """Within this block, in this thread, torch finds one GPU of the kind `card`, as device cuda:0."""
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -333,10 +307,8 @@ def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
         torch._C._set_only_lift_cpu_tensors(True)
         for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier"):
             stack.enter_context(mock.patch.object(torch.distributed, name, _collective))
-        for name, replacement in _torch_cuda(device, count).items():
+        for name, replacement in _torch_cuda(device).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        for name, function in _collectives(device).items():
-            stack.enter_context(mock.patch.object(torch.distributed, name, function))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.profiler, "profile", partial(_Profiler, device)))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))

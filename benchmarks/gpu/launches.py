@@ -1,0 +1,252 @@
+"""The work of a launch that was traced on the stand-in device (quire/gpu/stand_in.py), for the time model.
+
+Triton's kernels: the machine code says which instructions a program executes, and how many programs fit a processor.
+Operations of torch run kernels of libraries, of which there is no machine code: products are taken for good ones, with
+the best of some tiles and splits; all else for kernels that only move bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.gpu.machine_code import Loop, MachineCode, read
+from benchmarks.gpu.model import WARP, Work, estimate, resident_programs
+from benchmarks.gpu.rates import SMALL_PRODUCT_SHARE, Rates
+from quire.gpu.stand_in import Launch
+
+CHUNK = 4096  # bytes that a program of a simple kernel of torch moves
+STAGE = 64  # inputs of a product that a stage of its pipeline holds
+TILES = ((128, 256), (256, 128), (128, 192), (128, 128), (64, 256), (64, 128), (64, 64), (16, 128), (16, 64), (16, 32))
+
+_FMA = re.compile(r"^(FFMA|FADD|FMUL|HFMA2|HADD2|HMUL2|IMAD|FFMA2|FADD2|FMUL2)\b")
+_SPECIAL = re.compile(r"^(MUFU|I2F|F2I|F2F|POPC|FCHK|BREV|FLO)\b")
+_MEMORY = re.compile(r"^(LDG|STG|LDS|STS|LDSM|LDGSTS|STSM|SHFL|ATOM|ATOMS|ATOMG|RED|LDL|STL|LDC)\b")
+_SHARED = re.compile(r"^(LDS|STS|LDSM|STSM|LDGSTS)\b")
+_ISSUE = re.compile(r"^(U[A-Z]|R2UR|S2R|S2UR|BRA|BAR|SYNCS|NOP|DEPBAR|LDGDEPBAR|WARP|BSYNC|BSSY|EXIT|CS2R|ELECT|FENCE|"
+                    r"MEMBAR|ERRBAR|CCTL|[HIQOD]MMA|[HIQ]GMMA)")  # fmt: skip
+_FREE = re.compile(r"^aten\.(detach|view|_unsafe_view|slice|alias|reshape|empty|new_empty|empty_like|empty_strided|"
+                   r"select|unsqueeze|squeeze|t|transpose|permute|expand|as_strided|split|split_with_sizes|unbind|"
+                   r"lift_fresh|narrow|item|_local_scalar_dense|record_stream|set_|resize_|chunk|unfold|flatten|"
+                   r"_reshape_alias|is_pinned|_pin_memory|movedim)\b")  # fmt: skip
+_PRODUCTS = {"aten.linear.default", "aten.mm.default", "aten.addmm.default", "aten.matmul.default", "aten.bmm.default"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a launch cannot know: for each request, its tokens in the step and its length after it."""
+
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
+    """The kernels that a launch runs: none for an operation that only makes a view."""
+    if launch.kernel is not None:
+        if "attend" in launch.name:
+            return [_attention(launch, rates, step)]
+        return [_simple(launch, rates)]
+    if is_free(launch):
+        return []
+    if launch.name in _PRODUCTS:
+        x = next(a for a in launch.arguments["args"] if isinstance(a, Tensor) and a.dim() > 1)
+        outputs = launch.result.shape[-1]
+        return library_product(rates, launch.result.numel() // outputs, outputs, x.shape[-1])
+    tensors = [*_tensors(launch.arguments["args"]), *_tensors(launch.result)]
+    if launch.name.startswith(("aten.index", "aten.scatter", "aten.embedding", "aten.gather", "aten.copy_")):
+        tensors = sorted(tensors, key=lambda x: x.numel())[:-1] or tensors  # only some rows of the largest one
+    moved = float(sum(x.numel() * x.element_size() for x in tensors))
+    programs = max(1, math.ceil(moved / CHUNK))
+    return [_placed(Work(launch.name.split(".")[1], programs, 8), moved, rates)]
+
+
+def is_free(launch: Launch) -> bool:
+    """Whether nothing runs on the device: a view, or memory for a result."""
+    return launch.kernel is None and _FREE.match(launch.name) is not None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [x for value in values for x in _tensors(value)] if isinstance(values, (list, tuple)) else []
+
+
+def _placed(work: Work, moved: float, rates: Rates) -> Work:
+    """Tensors that fit half of the second-level cache are still in it from the launch before."""
+    each = moved / work.programs
+    return replace(work, cached=each, moved=0.0 if moved < rates.l2_size / 2 else each)
+
+
+# ---- products of libraries
+
+
+def library_product(rates: Rates, rows: int, outputs: int, inputs: int) -> list[Work]:
+    """A product of 16-bit inputs by the best of some tiles and splits over the inputs; splits are added up after it."""
+    best: list[Work] = []
+    shortest = math.inf
+    for tile_rows, tile_outputs in TILES:
+        if tile_rows > 16 and tile_rows >= 2 * rows:
+            continue
+        for splits in (1, 2, 3, 4, 6, 8, 12, 16):
+            if splits > 1 and inputs / splits < 4 * STAGE:
+                break
+            candidate = _product(rates, rows, outputs, inputs, tile_rows, tile_outputs, splits)
+            seconds = sum(estimate(work, rates).seconds for work in candidate)
+            if seconds < shortest:
+                best, shortest = candidate, seconds
+    return best
+
+
+def _product(
+    rates: Rates, rows: int, outputs: int, inputs: int, tile_rows: int, tile_outputs: int, splits: int
+) -> list[Work]:
+    programs = math.ceil(rows / tile_rows) * math.ceil(outputs / tile_outputs) * splits
+    stage = (tile_rows + tile_outputs) * STAGE * 2
+    stages = 4
+    warps = 8 if tile_rows * tile_outputs >= 128 * 192 else 4
+    registers = min(255, 64 + tile_rows * tile_outputs // (warps * WARP))
+    resident = resident_programs(rates, warps, registers, stages * stage)
+    part = inputs / splits
+    result = tile_rows * tile_outputs * (2 if splits == 1 else 4)
+    synchronous = rates.card.capability in (80, 120) or tile_rows < 64
+    sharers = 1 if synchronous else 2  # programs of a cluster load one operand together
+    moved = (rows * (inputs if rows * inputs * 2 > rates.l2_size / 2 else 0) + outputs * inputs) * 2
+    lanes = {"alu": part * tile_rows * tile_outputs / 512} if synchronous else {}
+    work = Work(
+        f"cublas {rows} x {inputs} x {outputs}", programs, resident, moved=moved / programs,
+        cached=(tile_rows + tile_outputs / sharers) * part * 2 + result, in_flight=(stages - 1) * stage,
+        products=2.0 * tile_rows * tile_outputs * part, synchronous=synchronous, lanes=lanes,
+        memory_share=SMALL_PRODUCT_SHARE if rows < 64 else 1.0,
+    )  # fmt: skip
+    if splits == 1:
+        return [work]
+    added = rows * outputs * (4 * splits + 2)
+    return [work, _placed(Work("cublas splitK sum", math.ceil(added / CHUNK), 8), added, rates)]
+
+
+# ---- kernels of Triton
+
+
+def lanes(instructions: Counter[str], warps: int) -> tuple[dict[str, float], float, float]:
+    """Operations by pipe, instructions of warps, and bytes of shared memory, if each warp executes `instructions`."""
+    found: dict[str, float] = {}
+    shared = 0.0
+    for name, count in instructions.items():
+        if _SHARED.match(name):
+            shared += count * warps * WARP * _bytes(name)
+        if _FMA.match(name):
+            pipe = "fma"
+        elif _SPECIAL.match(name):
+            pipe = "special"
+        elif _MEMORY.match(name):
+            pipe = "memory"
+        elif _ISSUE.match(name):
+            continue
+        else:
+            pipe = "alu"
+        wide = 2 if name.startswith(("FFMA2", "FADD2", "FMUL2")) else 1  # two results a lane
+        found[pipe] = found.get(pipe, 0.0) + count * warps * WARP * wide
+    return found, float(instructions.total() * warps), shared
+
+
+def _bytes(name: str) -> int:
+    """Bytes of shared memory of a thread."""
+    if name.startswith(("LDSM", "STSM")):
+        return 4 * int(name[-1]) if name[-1] in "124" else 4
+    return next((size for part, size in ((".128", 16), (".64", 8), (".U16", 2), (".U8", 1)) if part in name), 4)
+
+
+def _combined(parts: list[tuple[Counter[str], float]], warps: int) -> dict[str, Any]:
+    """The fields of Work for instructions that a warp executes so many times each."""
+    total: dict[str, float] = {}
+    issued = shared = 0.0
+    for instructions, times in parts:
+        found, count, moved = lanes(instructions, warps)
+        issued, shared = issued + count * times, shared + moved * times
+        for pipe, number in found.items():
+            total[pipe] = total.get(pipe, 0.0) + number * times
+    return {"lanes": total, "instructions": issued, "shared": shared}
+
+
+def _outside(code: MachineCode) -> Counter[str]:
+    """The instructions that are in no loop."""
+    rest = Counter(code.instructions)
+    for loop in code.loops:
+        rest.subtract(loop.instructions)
+    return +rest
+
+
+def _simple(launch: Launch, rates: Rates) -> Work:
+    """A kernel whose time is that of its bytes, or of its straight code if it is small."""
+    code = read(launch.kernel)
+    programs = math.prod(launch.grid)
+    tensors = {name: x for name, x in launch.arguments.items() if isinstance(x, Tensor) and name not in _TABLES}
+    seen: dict[tuple[int, ...], int] = {}
+    for x in tensors.values():  # a tensor may be given twice, as a placeholder
+        seen[id(x), x.numel()] = x.numel() * x.element_size()
+    moved = float(sum(seen.values()))
+    moved += sum(x.numel() * x.element_size() for name, x in tensors.items() if name in _IN_PLACE.get(launch.name, ()))
+    loads = [loop for loop in code.loops if loop.bytes_loaded]
+    each = moved / programs
+    parts = [(_outside(code), 1.0)]
+    in_flight = math.inf
+    if loads:
+        bytes_loaded = sum(loop.bytes_loaded for loop in loads) * code.warps
+        times = max(1.0, each / bytes_loaded)
+        parts += [(loop.instructions, times) for loop in loads]
+        in_flight = float(bytes_loaded)
+    work = Work(launch.name, programs, max(1, code.programs(rates.card)), streams=code.warps / 4, in_flight=in_flight,
+                is_prefetched=False, **_combined(parts, code.warps))  # fmt: skip
+    path = sum(instructions.total() * times for instructions, times in parts)
+    return _placed(replace(work, path=path), moved, rates)
+
+
+_TABLES = {"cache", "block_table", "block_tables", "token_ids"}  # of which a kernel touches only some rows
+_IN_PLACE = {"prepare_kernel": ("q", "k"), "_add_rms_norm": ("residual",)}
+
+
+def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
+    """Attention of a step, by the lengths of its requests."""
+    code, named = read(launch.kernel), launch.arguments
+    rows, tokens, keys = named["ROWS"], named["TOKENS"], named["KEYS"]
+    splits, heads = max(1, named.get("splits", 1)), named["kv_heads"]
+    inner, columns = named["MAIN"] + named["REST"], named["OUT_BLOCK"]
+    cell = named["cache"].element_size()
+    tile_bytes = keys * cell * (named["DIM"] if named["LATENT"] else named["DIM"] + named["OUT_DIM"])
+    programs, tiles, longest = 0, 0.0, 0.0
+    for count, length in zip(step.counts, step.lengths, strict=True):
+        for first in range(0, count, tokens):
+            needed = math.ceil(min(length, length - count + first + tokens) / keys)
+            each = math.ceil(needed / splits)
+            programs += math.ceil(needed / each)
+            tiles += needed
+            longest = max(longest, each)
+    programs, tiles = programs * heads, tiles * heads
+    average = tiles / programs
+    loop = _main_loop(code)
+    ways = _combined([(_outside(code), 1.0), (loop.instructions, average)], code.warps)
+    is_synchronous = not code.products() & {"wgmma", "tcgen05"}
+    is_prefetched = any(name.startswith(("LDGSTS", "UTMALDG", "UBLKCP")) for name in loop.instructions)
+    buffers = max(1, code.shared // tile_bytes) if is_prefetched else 1
+    in_flight = tile_bytes * max(1, buffers - 1) if is_prefetched else tile_bytes
+    once = sum(step.lengths) * heads * tile_bytes / keys
+    queries = 2 * sum(step.counts) * heads * named["GROUP"] * named["DIM"] * 2
+    return Work(
+        launch.name, programs, max(1, code.programs(rates.card)), longest=max(1.0, longest / average),
+        moved=(once + queries) / programs, cached=average * tile_bytes, in_flight=in_flight,
+        products=average * 2.0 * rows * keys * (inner + columns), synchronous=is_synchronous,
+        streams=code.warps / 4 if is_synchronous else 1, is_prefetched=is_prefetched, **ways,
+    )  # fmt: skip
+
+
+def _main_loop(code: MachineCode) -> Loop:
+    """The loop over keys that all rows see: of the loops with products, the one with the fewest instructions."""
+    loops = [loop for loop in code.loops if loop.share_of_products()]
+    if not loops:
+        loops = list(code.hot()) or list(code.loops)
+    return min(loops, key=lambda loop: loop.instructions.total())
