@@ -10,7 +10,10 @@ from quire.ops.triton import on_gpu
 _BLOCK = 1024  # tokens of an iteration
 
 
-@triton.jit(do_not_specialize=["slots_stride", "num_requests", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["slots_stride", "num_requests", "num_tokens"],
+    do_not_specialize_on_alignment=["rows", "query_start_loc", "input_ids", "positions", "slot_mapping", "seq_lens"],
+)
 def _flat_batch(
     token_ids, num_computed, block_tables, rows, query_start_loc, input_ids, positions, slot_mapping, seq_lens,
     tokens_stride, group_stride, table_stride, slots_stride, num_requests, num_tokens, NUM_GROUPS: tl.constexpr,
@@ -56,5 +59,5 @@ def flat_batch(
     _flat_batch[(len(rows) + 1,)](
         token_ids, num_computed, block_tables, rows, query_start_loc, input_ids, positions, slot_mapping, seq_lens,
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), slot_mapping.stride(0), len(rows),
-        len(input_ids), groups, block_size, _BLOCK,
+        len(input_ids), groups, block_size, _BLOCK, enable_fp_fusion=False,
     )  # fmt: skip

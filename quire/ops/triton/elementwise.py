@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         block = triton.next_power_of_2(dim)
         _rms_norm[(outer * inner,)](
             rows, weight, out, inner, rows.stride(0), rows.stride(1), dim, eps, weight.dtype is not x.dtype, block,
-            num_warps=_warps(block),
+            num_warps=_warps(block), enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -74,13 +74,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         block = triton.next_power_of_2(dim)
         _add_rms_norm[(rows,)](
             x, residual, weight, x.stride(0), residual.stride(0), dim, eps, weight.dtype is not x.dtype, block,
-            num_warps=_warps(block),
+            num_warps=_warps(block), enable_fp_fusion=True,
         )  # fmt: skip
     return x, residual
 
 
 def _warps(block: int) -> int:
-    return max(1, min(16, block // 512))
+    """A thread loads 8 elements of a row: 16 bytes in 16 bits. Rows are few when decoding, so a row needs many threads."""
+    return max(1, min(16, block // 256))
 
 
 SILU, GELU, GELU_TANH, SWIGLU_OAI = range(4)
@@ -122,7 +123,9 @@ def _gated(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tens
     out = x.new_empty(rows, half)
     if out.numel():
         block = min(1024, triton.next_power_of_2(half))
-        _gate[(rows, triton.cdiv(half, block))](x, out, x.stride(0), half, alpha, limit, kind, block)
+        _gate[(rows, triton.cdiv(half, block))](
+            x, out, x.stride(0), half, alpha, limit, kind, block, enable_fp_fusion=True
+        )
     return out
 
 
@@ -181,6 +184,6 @@ def rotary_embedding(
         cos, sin = cos.contiguous(), sin.contiguous()
         _rotary[(tokens, heads + k.shape[1])](
             q, k, cos, sin, q.stride(0), q.stride(1), heads, k.stride(0), k.stride(1), half, interleaved,
-            triton.next_power_of_2(half), num_warps=1,
+            triton.next_power_of_2(half), num_warps=1, enable_fp_fusion=True,
         )  # fmt: skip
     return q, k
