@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.ops import Kernels
 from quire.ops.memory import upload
+from quire.ops.reference.sampling import scale
 from quire.sampling.logits_processors import Ints, LogitsProcessor, LogitsProcessors, SamplingPlaces, load_plugins
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.penalties import Penalties
@@ -92,18 +93,20 @@ class Sampler:
     def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """The sampled tokens, and the logits they were drawn from, for processed logprobs."""
         random = batch.random
-        scaled = (logits if random is None else logits[random]).float() / temperature[:, None]
-        if batch.min_p is not None:
-            floor = scaled.amax(-1, keepdim=True) + batch.min_p[:, None].log()
-            scaled.masked_fill_(scaled < floor, float("-inf"))
-        if batch.top_k is not None or batch.top_p is not None:
-            scaled = self.keep_top_k_top_p(scaled, batch.top_k, batch.top_p)
-        drawn: Tensor = self.sample_gumbel(scaled, batch.seeds, batch.output_positions)
+        chosen = logits if random is None else logits[random]
+        if self._scores_processed:
+            chosen = scale(chosen, temperature, batch.min_p)
+            if batch.top_k is not None or batch.top_p is not None:
+                chosen = self.keep_top_k_top_p(chosen, batch.top_k, batch.top_p)
+            drawn: Tensor = self.sample_gumbel(chosen, batch.seeds, batch.output_positions)
+        else:
+            limits = batch.min_p, batch.top_k, batch.top_p
+            drawn = self.sample_gumbel(chosen, batch.seeds, batch.output_positions, temperature, *limits)
         if random is None:
-            return drawn, scaled
+            return drawn, chosen
         tokens: Tensor = self.argmax(logits)
         tokens[random] = drawn
         if self._scores_processed:
             logits = logits.float()
-            logits[random] = scaled
+            logits[random] = chosen
         return tokens, logits

@@ -15,7 +15,7 @@ from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_lin
 from quire.ops.triton import INTERPRETED
 from quire.ops.triton import elementwise as ours
 from quire.ops.triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
-from quire.ops.triton.sampling import keep_top_k_top_p, sample_gumbel
+from quire.ops.triton.sampling import argmax, keep_top_k_top_p, sample_gumbel
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -142,24 +142,54 @@ def test_products_of_experts_with_quantized_weights(counts):
 
 def kept_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
     torch.manual_seed(0)
-    for rows, vocab, scale in ((0, 10, 1), (1, 1, 1), (7, 17, 1), (12, 1000, 3), (4, 1025, 0.01), (4, 3000, 40)):
+    for rows, vocab, scale in ((0, 10, 1), (1, 1, 1), (3, 17, 1), (4, 1000, 3), (2, 1025, 0.01), (2, 5000, 40)):
         logits = torch.randn(rows, vocab, device=DEVICE) * scale
         k = torch.tensor([1, 2, 5, 50, 1000, vocab, vocab + 9])[torch.randint(0, 7, (rows,))].to(DEVICE)
         p = torch.tensor([1.0, 0.95, 0.5, 0.1, 1e-6])[torch.randint(0, 5, (rows,))].to(DEVICE)
         for some_k, some_p in ((k, None), (None, p), (k, p)):
             yield logits.clone(), some_k, some_p
             yield logits.masked_fill(torch.rand(rows, vocab, device=DEVICE) < 0.9, -torch.inf), some_k, some_p
-    tied = torch.randint(0, 4, (12, 300), device=DEVICE).float()
-    yield tied.clone(), torch.arange(1, 13, device=DEVICE) * 20, None
-    yield tied * 100, None, torch.linspace(0.05, 0.8971, 12, device=DEVICE)
-    yield tied.clone(), torch.arange(1, 13, device=DEVICE) * 20, torch.linspace(0.05, 0.8971, 12, device=DEVICE)
-    yield draw(torch.float32, 300, 8).t(), torch.full((8,), 7, device=DEVICE), None
+    tied = torch.randint(0, 4, (4, 300), device=DEVICE).float()
+    yield tied.clone(), torch.arange(1, 5, device=DEVICE) * 60, None
+    yield tied * 100, None, torch.linspace(0.05, 0.8971, 4, device=DEVICE)
+    yield tied.clone(), torch.arange(1, 5, device=DEVICE) * 60, torch.linspace(0.05, 0.8971, 4, device=DEVICE)
+    yield draw(torch.float32, 300, 2).t(), torch.full((2,), 7, device=DEVICE), None
 
 
 def test_top_k_and_top_p_keep_what_the_reference_keeps():
     for logits, k, p in kept_cases():
         wanted = sampling.keep_top_k_top_p.reference(logits.clone(), k, p)
         assert torch.equal(keep_top_k_top_p(logits.clone(), k, p), wanted)
+
+
+def test_draws_from_truncated_logits_are_those_of_the_reference():
+    """In rows of several parts, with few candidates or many, and rows without truncation beside others."""
+    torch.manual_seed(1)
+    seeds, positions = torch.arange(6, device=DEVICE) - 3, torch.arange(6, device=DEVICE) * 7
+    temperature = torch.tensor([1.0, 0.5, 1.3, 0.01, 2.0, 1.0], device=DEVICE)
+    for vocab, spread, used, dtype in (
+        (1, 1.0, (1, 1, 1), torch.float32), (130, 3.0, (0, 1, 0), torch.bfloat16),
+        (9000, 4.0, (1, 1, 1), torch.float32), (8193, 3.0, (1, 0, 1), torch.bfloat16),
+        (4500, 0.01, (0, 0, 1), torch.float32),
+    ):  # fmt: skip
+        min_p = torch.tensor([0.0, 0.0, 0.05, 0.9, 0.0, 0.0], device=DEVICE)
+        top_k = torch.tensor([50, 3, vocab, 1000, 1, vocab + 5], device=DEVICE)
+        top_p = torch.tensor([0.9, 1.0, 0.7, 0.5, 1.0, 1.0], device=DEVICE)
+        logits = torch.randn(6, vocab, device=DEVICE) * spread
+        logits[1] = logits[1].masked_fill(torch.rand(vocab, device=DEVICE) < 0.9, -torch.inf)
+        logits[1, -1] = 0.0
+        logits[2] = logits[2].round()  # many equal logits
+        limits = (limit if uses else None for limit, uses in zip((min_p, top_k, top_p), used, strict=True))
+        arguments = logits.to(dtype), seeds, positions, temperature, *limits
+        assert torch.equal(sample_gumbel(*arguments), sampling.sample_gumbel.reference(*arguments))
+
+
+def test_the_largest_logit_is_the_first_of_equal_ones():
+    for vocab in (1, 1000, 9001):
+        x = draw(torch.float32, 3, vocab).round()
+        for logits in (x, x.bfloat16(), x.half(), torch.full_like(x, -torch.inf)):
+            assert torch.equal(argmax(logits), logits.argmax(-1))
+    assert argmax(torch.full((2, 5000), torch.nan, device=DEVICE)).tolist() == [0, 0]
 
 
 def test_draws_are_those_of_the_reference():

@@ -202,11 +202,8 @@ class LateKernels(_Late):
     def argmax(self, logits: Tensor) -> Tensor:
         return self.stream.launch(lambda: self.real.argmax(logits), len(logits), dtype=torch.int64)
 
-    def sample_gumbel(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        def run() -> Tensor:
-            return self.real.sample_gumbel(logits, seeds, positions)
-
-        return self.stream.launch(run, len(logits), dtype=torch.int64)
+    def sample_gumbel(self, logits: Tensor, *arguments: Any) -> Tensor:
+        return self.stream.launch(lambda: self.real.sample_gumbel(logits, *arguments), len(logits), dtype=torch.int64)
 
     def keep_top_k_top_p(self, logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
         def run() -> Tensor:

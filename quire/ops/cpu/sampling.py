@@ -26,20 +26,6 @@ def argmax(logits: Tensor) -> Tensor:
     return tokens
 
 
-@reference.sample_gumbel.implementation("cpu", supports=_on_cpu)
-def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows, vocab = logits.shape
-    seeds, positions = seeds.contiguous(), positions.contiguous()
-    tokens = torch.empty(rows, dtype=torch.int64)
-    kernel("quire_sample_gumbel", "plllpppi")(
-        logits.data_ptr(), logits.stride(0), rows, vocab, seeds.data_ptr(), positions.data_ptr(), tokens.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return tokens
-
-
 @reference.keep_top_k_top_p.implementation("cpu", supports=_on_cpu)
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     if logits.stride(1) != 1:
@@ -51,3 +37,28 @@ def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
         None if top_p is None else top_p.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return logits
+
+
+@reference.sample_gumbel.implementation("cpu", supports=_on_cpu)
+def sample_gumbel(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | None = None,
+    min_p: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+) -> Tensor:
+    given, logits = logits, reference.scale(logits, temperature, min_p)
+    if top_k is not None or top_p is not None:
+        logits = keep_top_k_top_p(logits.clone() if logits is given else logits, top_k, top_p)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocab = logits.shape
+    seeds, positions = seeds.contiguous(), positions.contiguous()
+    tokens = torch.empty(rows, dtype=torch.int64)
+    kernel("quire_sample_gumbel", "plllpppi")(
+        logits.data_ptr(), logits.stride(0), rows, vocab, seeds.data_ptr(), positions.data_ptr(), tokens.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens

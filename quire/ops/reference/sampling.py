@@ -55,16 +55,6 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-@declare_invariant("cuda")
-def sample_gumbel(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """One draw for each row from softmax(logits), by the Gumbel-max trick (arg-max of logits + noise): [rows], int64.
-
-    logits: [rows, vocab], float32, -inf where a token is not allowed; seeds, positions: [rows], int64.
-    The result depends only on these: not on other rows, their order, or earlier draws.
-    """
-    return (logits + gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)
-
-
 @declare
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Keep the top_k largest logits of each row, and of these the fewest whose probabilities reach top_p.
@@ -93,3 +83,40 @@ def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
         values.masked_fill_(drop, float("-inf"))
     logits[rows] = torch.empty_like(values).scatter_(-1, order, values)
     return logits
+
+
+def scale(logits: Tensor, temperature: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """Logits divided by the temperature, and -inf for tokens with less than min_p times the largest probability.
+
+    logits: [rows, vocab]; temperature, min_p: [rows], float32. Returns float32; logits itself if both are
+    None.
+    """
+    if temperature is not None:
+        logits = logits.float() / temperature[:, None]
+    if min_p is not None:
+        floor = logits.amax(-1, keepdim=True) + min_p[:, None].log()
+        logits = logits.masked_fill(logits < floor, float("-inf"))
+    return logits
+
+
+@declare
+def sample_gumbel(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | None = None,
+    min_p: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+) -> Tensor:
+    """One draw for each row from the tokens that min-p, top-k and top-p keep, in this order: [rows], int64.
+
+    It uses the Gumbel-max trick: arg-max of logits / temperature + noise. logits: [rows, vocab], float32, or of any
+    float type if there is a temperature; -inf where a token is not allowed. seeds, positions, top_k: [rows], int64;
+    temperature, min_p, top_p: [rows], float32. A limit that is None keeps all.
+    The result depends only on these: not on other rows, their order, or earlier draws.
+    """
+    logits = scale(logits, temperature, min_p)
+    if top_k is not None or top_p is not None:
+        logits = keep_top_k_top_p.reference(logits.clone(), top_k, top_p)
+    return (logits + gumbel_noise(seeds, positions, logits.shape[1])).argmax(-1)

@@ -80,7 +80,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _warps(block: int) -> int:
-    """A thread loads 8 elements of a row: 16 bytes in 16 bits. Rows are few when decoding, so a row needs many threads."""
+    """A thread loads 8 elements of a row: 16 bytes of bfloat16. Decoding has few rows, so a row needs many threads."""
     return max(1, min(16, block // 256))
 
 
