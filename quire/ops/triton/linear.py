@@ -32,7 +32,7 @@ def multiplied(a, b, sums, PRECISION: tl.constexpr):
     """sums + a b"""
     if PRECISION == "interpreted":  # Triton's interpreter cannot multiply bfloat16
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
-    return tl.dot(a, b, sums, input_precision=PRECISION)
+    return tl.dot(a, b, sums, input_precision=PRECISION, out_dtype=sums.dtype)
 
 
 @triton.jit
@@ -69,15 +69,42 @@ def _rows_of(bounds, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     return expert, start + (tile - before) * ROWS, stop
 
 
+@triton.constexpr_function
+def _unpacking(dtype, half, centre):
+    """PTX that makes four floats of 16 bits of the low or high halves of four bytes.
+
+    A code in the last bits of a float's mantissa adds itself to the float: to 128 in bfloat16, to 1024 in float16. What
+    is too much is then taken away, together with the centre.
+    """
+    name, base, one, minus = ("bf16", 0x4300, 0x3F80, 0xC300) if dtype.is_bf16() else ("f16", 0x6400, 0x3C00, 0xE400)
+    shift = "shr.b32 a, a, 4; shr.b32 b, b, 4;" if half else ""
+    return f"""{{
+        .reg .b32 a, b, one, minus;
+        mov.b32 one, {one * 0x10001};
+        mov.b32 minus, {(minus + centre) * 0x10001};
+        prmt.b32 a, $2, 0, 0x4140;
+        prmt.b32 b, $2, 0, 0x4342;
+        {shift}
+        lop3.b32 a, a, 0x000F000F, {base * 0x10001}, 0xEA;
+        lop3.b32 b, b, 0x000F000F, {base * 0x10001}, 0xEA;
+        fma.rn.{name}x2 $0, a, one, minus;
+        fma.rn.{name}x2 $1, b, one, minus;
+    }}"""
+
+
 @triton.jit
 def _weights(
-    stored, scale_rows, offset_rows, place, at, group_stride, group, ins, HALF: tl.constexpr, FORM: tl.constexpr,
+    stored, scale_rows, offset_rows, place, at, group_stride, ins, HALF: tl.constexpr, FORM: tl.constexpr,
     SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
-    dtype: tl.constexpr,
+    PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
     if FORM == "float8":
         values = from_float8(stored, dtype, NATIVE)
+    elif FORM == "four" and PTX:
+        values = tl.inline_asm_elementwise(
+            _unpacking(dtype, HALF, CENTRE), "=r,=r,r", [stored], dtype=dtype.value, is_pure=True, pack=4
+        )
     elif FORM == "four":
         values = ((stored >> (4 * HALF)) & 15).to(tl.int8)
         if CENTRE:
@@ -87,10 +114,11 @@ def _weights(
         values = stored.to(dtype)
     if SCALING == "groups":
         # One load for each group. All weights of a group then take its scale.
-        count: tl.constexpr = stored.shape[1] // GROUP
-        shape: tl.constexpr = (stored.shape[0], count, GROUP)
-        groups = tl.min(place, 0) // GROUP + tl.arange(0, count)
-        inside = (groups * group < ins)[None, :]
+        per_byte: tl.constexpr = 2 if FORM == "four" else 1
+        count: tl.constexpr = stored.shape[1] * per_byte // GROUP
+        shape: tl.constexpr = (stored.shape[0], count, GROUP // per_byte)
+        groups = tl.min(place, 0) * per_byte // GROUP + tl.arange(0, count)
+        inside = (groups * GROUP < ins)[None, :]
         scale = tl.load(scale_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0).to(tl.float32)
         wide = tl.reshape(values.to(tl.float32), shape) * scale[:, :, None]
         if OFFSETS:
@@ -99,7 +127,7 @@ def _weights(
         values = tl.reshape(wide, stored.shape).to(dtype)
     elif SCALING == "any":
         inside = (at < ins)[None, :]
-        groups = (at // group)[None, :] * group_stride
+        groups = (at // GROUP)[None, :] * group_stride
         wide = values.to(tl.float32) * tl.load(scale_rows[:, None] + groups, mask=inside, other=0.0)
         if OFFSETS:
             wide += tl.load(offset_rows[:, None] + groups, mask=inside, other=0.0)
@@ -110,17 +138,19 @@ def _weights(
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _product(
     out, x, x_scales, codes, scales, offsets, bias, bounds, rows, tiles, experts, outs, ins, span, x_stride,
-    code_stride, scale_stride, group_stride, group,
+    code_stride, scale_stride, group_stride,
     FORM: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    NATIVE: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
+    NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` inputs, and writes them
-    to the part of `out` for these inputs.
+    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` bytes of each row of
+    weights, or elements if they are dense. It writes them to the part of `out` for these inputs.
 
     FORM: of the weights, "dense", "integer", "float8" or "four". EIGHT: x has codes of 8 bits as well, with a scale for
     each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
-    loop share a scale; "groups" if runs of GROUP bytes do; "any" for other groups. EVEN: inputs need no masks.
+    loop share a scale; "groups" if a step has several whole groups of GROUP inputs; "any" for other groups. EVEN:
+    inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
     """
     neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
@@ -146,16 +176,26 @@ def _product(
     # Tensor cores add products of float8 with few bits, so no long sums are left to them.
     in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
     sums = tl.zeros([OUTS, ROWS], tl.float32 if in_parts else sum_type)
-    for begin in range(split * span, tl.minimum(ins, split * span + span), INS * per_byte):
-        place = begin // per_byte + tl.arange(0, INS)
+    if SCALING == "step":  # scales are loaded one step ahead of their use
+        at_group = split * span * per_byte // GROUP * group_stride
+        next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
+    length = tl.cdiv(ins, per_byte)  # bytes of a row of weights; elements, if they are dense
+    for begin in range(split * span, tl.minimum(length, split * span + span), INS):
+        place = begin + tl.arange(0, INS)
         if EVEN:
             stored = tl.load(code_rows + place[None, :])
         else:
-            stored = tl.load(code_rows + place[None, :], mask=(place * per_byte < ins)[None, :], other=0.0)
+            stored = tl.load(code_rows + place[None, :], mask=(place < length)[None, :], other=0.0)
+        if SCALING == "step":
+            scale, offset = next_scale, next_offset
+            at_group = tl.minimum(begin + INS, length - 1) * per_byte // GROUP * group_stride
+            next_scale = tl.load(scale_rows + at_group)
+            if OFFSETS:
+                next_offset = tl.load(offset_rows + at_group)
         part = sums
         if in_parts:
             part = tl.zeros([OUTS, ROWS], sum_type)
-        total = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([OUTS if ROWS <= 32 else 1, ROWS], tl.float32)
         for half in tl.static_range(per_byte):
             at = place
             if FORM == "four":
@@ -167,17 +207,19 @@ def _product(
             left = stored
             if FORM != "dense" and not EIGHT:
                 left = _weights(
-                    stored, scale_rows, offset_rows, place, at, group_stride, group, ins, half, FORM, SCALING, OFFSETS,
-                    CENTRE, NATIVE, GROUP, right.dtype,
+                    stored, scale_rows, offset_rows, place, at, group_stride, ins, half, FORM, SCALING, OFFSETS,
+                    CENTRE, NATIVE, GROUP, PTX, right.dtype,
                 )  # fmt: skip
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
-                total += tl.sum(right.to(tl.float32), 0)
+                if ROWS <= 32:  # Tensor cores have time for it. Made of `left`, the ones get the layout of `left`.
+                    total = multiplied((left * 0.0 + 1.0).to(right.dtype), right, total, PRECISION)
+                else:
+                    total += tl.sum(right.to(tl.float32), 0)[None, :]
         if SCALING == "step":
-            at_group = begin // group * group_stride
-            sums += part.to(tl.float32) * tl.load(scale_rows + at_group).to(tl.float32)[:, None]
+            sums += part.to(tl.float32) * scale.to(tl.float32)[:, None]
             if OFFSETS:
-                sums += tl.load(offset_rows + at_group).to(tl.float32)[:, None] * total[None, :]
+                sums += offset.to(tl.float32)[:, None] * total
         elif in_parts:
             sums += part
         else:
@@ -325,18 +367,16 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
     return _launch(codes, scales, packed.codes, packed, bias, bounds, "eight", x.dtype, fixed)
 
 
-def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int, int]:
-    """(SCALING, INS, GROUP) of a product whose loop would take `step` bytes of a row of weights at a time."""
+def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int]:
+    """(SCALING, INS) of a product whose loop would take `step` bytes of a row of weights at a time."""
     if weight.group >= weight.in_features and weight.offsets is None:
-        return "row", step, 1
+        return "row", step
     per_byte = 8 // weight.bits
     group, rest = divmod(weight.group, per_byte)  # in bytes
     even = group & -group  # the largest power of two that divides it
     if not rest and even >= min(step, 64):
-        return "step", min(step, even), 1
-    if not rest and even == group and group >= 8:
-        return "groups", step, group
-    return "any", step, 1
+        return "step", min(step, even)
+    return ("groups" if not rest and even == group and group >= 8 else "any"), step
 
 
 def _launch(
@@ -352,32 +392,33 @@ def _launch(
     out = x.new_empty(rows, outs, dtype=dtype)
     if not out.numel():
         return out
-    per_byte, form = 1, "dense"
-    scaling, step, group = "none", 0, 1
-    codes_group, scales, offsets = ins, x, None
+    per_byte, form, scaling, group = 1, "dense", "none", 1
+    scales, offsets = x, None
     if weight is not None:
-        per_byte, codes_group, scales, offsets = 8 // weight.bits, weight.group, weight.scales, weight.offsets
+        per_byte, group, scales, offsets = 8 // weight.bits, weight.group, weight.scales, weight.offsets
         form = "four" if weight.bits == 4 else "integer"
         if codes.is_floating_point():
             form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
-    tile = tile_of(card_of(x.device), kind, _FIXED_ROWS * experts if fixed else rows, outs, ins // per_byte, experts)
+    card, length = card_of(x.device), triton.cdiv(ins, per_byte)
+    tile = tile_of(card, kind, _FIXED_ROWS * experts if fixed else rows, outs, length, experts)
     step = tile.ins
     if weight is not None:
-        scaling, step, group = _scaling(weight, tile.ins)
-    span = triton.cdiv(ins, step * per_byte * tile.splits) * step * per_byte
-    splits = triton.cdiv(ins, span)
+        scaling, step = _scaling(weight, step)
+    span = triton.cdiv(length, step * tile.splits) * step
+    splits = triton.cdiv(length, span)
     parts = out if splits == 1 else torch.empty(splits, rows, outs, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(rows, tile.rows)
     if bounds is not None:
         tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
+    is_native, has_ptx = converts_float8(x.device), card.backend == "cuda" and not INTERPRETED
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
         parts, x, x if x_scales is None else x_scales, codes, scales, scales if offsets is None else offsets,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
-        span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1), codes_group,
+        span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
         form, x_scales is not None, scaling, offsets is not None, 8 if form == "four" and offsets is None else 0,
-        group, 1 if weight is None else weight.run, bias is not None,
-        0 if bounds is None else triton.next_power_of_2(experts), ins % (step * per_byte) == 0,
-        converts_float8(x.device), tile.rows, tile.outs, step, precision(out.dtype),
+        group if scaling in ("step", "groups", "any") else 1, 1 if weight is None else weight.run, bias is not None,
+        0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins % per_byte == 0,
+        is_native, has_ptx and dtype is not torch.float32, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
