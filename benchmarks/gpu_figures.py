@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import shutil
 import tempfile
 import time
 import warnings
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernels import Kernel, decoding_steps, profiled
+from benchmarks.gpu.shapes import SHAPES, write_config
 from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.attention.selection import BACKENDS
 
@@ -26,37 +25,10 @@ Figures = dict[str, Any]
 SHORT_GAP = 5.0  # microseconds
 LIBRARIES = ("flash-attn", "torch-varlen")  # attention backends that join for prompts
 
-SHAPES: dict[str, dict[str, Any]] = {  # config.json of models whose shapes are measured, with random weights
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 40_960, "rope_theta": 1e6, "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
-    },
-    "llama-3-8b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
-        "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 8192, "rope_theta": 5e5, "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    },
-    "tiny": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 16_384, "hidden_size": 128,
-        "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 4096, "rope_theta": 1e6, "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
-    },
-}  # fmt: skip
-
 
 def write_shape(directory: Path, name: str) -> Path:
     """A checkpoint without weights, for --load-format dummy; the tokenizer is the bundled model's."""
-    from quire.loading.hub import bundled_model
-
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(SHAPES[name]))
-    for file in bundled_model().glob("tokenizer*"):
-        shutil.copy(file, directory)
-    return directory
+    return write_config(directory, SHAPES[name])
 
 
 def weight_bytes(shape: dict[str, Any]) -> int:

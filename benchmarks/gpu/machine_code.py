@@ -134,8 +134,8 @@ def _read(
     tensor_columns: int,
 ) -> MachineCode:  # fmt: skip
     if isinstance(machine_code, bytes):
-        sass, usage = _disassembled(machine_code)
-        registers = max(map(int, re.findall(r"REG:(\d+)", usage)))
+        sass = _disassembled(machine_code)
+        registers = max(map(int, re.findall(r"REG:(\d+)", sass)))
         lines = list(_sass(sass))
         spilled = sum(_width(line.opcode, 4) for line in lines if line.opcode.startswith(("LDL", "STL")))
     else:
@@ -161,15 +161,12 @@ def _program(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
 
 
-def _disassembled(cubin: bytes) -> tuple[str, str]:
+def _disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        outputs = [
-            subprocess.run([_program("cuobjdump"), option, file.name], capture_output=True, text=True, check=True)
-            for option in ("-sass", "-res-usage")
-        ]
-    return outputs[0].stdout, outputs[1].stdout
+        command = [_program("cuobjdump"), "-res-usage", "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 # ---- instructions
