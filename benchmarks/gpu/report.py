@@ -20,7 +20,9 @@ def failures(result: Result) -> list[str]:
     serving = Counter(text.split("[")[0] for text in result["while_serving"])
     lines += [f"{name}: compiled while serving, {count} times" for name, count in serving.items()]
     if result["state"] == "crashed":
-        lines.append("crashed: " + (result["reason"].strip().splitlines() or ["without a message"])[-1])
+        said = [line for line in result["reason"].splitlines() if line.strip(" ^")] or ["without a message"]
+        named = [line for line in said if "Error" in line or "Exception" in line] or said
+        lines.append(f"crashed: {named[-1].strip()} ... {said[-1].strip()}")
     return lines
 
 

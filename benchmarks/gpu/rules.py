@@ -19,11 +19,14 @@ def programs_wanted(name: str, code: MachineCode) -> int:
     return 2 if decodes else 1
 
 
-def expected_product(card: Card, dot: Product) -> str:
-    """The instruction for a product of 16- or 8-bit inputs."""
+def expected_product(name: str, card: Card, dot: Product) -> str:
+    """The instruction for a product of 16- or 8-bit inputs.
+
+    Rows of attention are queries. In linear layers, tokens may be the rows or the columns: the smaller size counts.
+    """
     if card.backend != "cuda" or not isinstance(card.capability, int):
         return "mma.sync"
-    rows = max(dot.rows, dot.columns) if dot.kind in ("wgmma", "tcgen05") else dot.rows
+    rows = dot.rows if "attend" in name else min(dot.rows, dot.columns)
     if card.capability // 10 == 9 and rows >= 64:
         return "wgmma"
     return "tcgen05" if card.capability // 10 == 10 and rows >= 128 else "mma.sync"
@@ -46,7 +49,7 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
         found.append(f"float64: {', '.join(code.float64[:4])}")
     for dot in code.dots:
         if dot.dtype in SMALL_TYPES:
-            expected = expected_product(card, dot)
+            expected = expected_product(name, card, dot)
             if dot.kind != expected and not (expected == "mma.sync" and dot.kind != "fma"):
                 sizes = f"{dot.rows} x {dot.columns} x {dot.inner}"
                 found.append(f"product: {dot.kind} instead of {expected} for {sizes} of {dot.dtype}")
