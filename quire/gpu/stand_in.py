@@ -45,12 +45,13 @@ class Launch:
 @dataclass
 class StandIn:
     """What happened on the device so far. compilations: one line for each kernel that Triton compiled or read from its
-    cache. cache_misses: the names of those that Triton had to compile. waits: how often the host waited for a value.
+    cache. cache_misses: the names of those that Triton had to compile. kernels: those that were launched, by hash. waits: how often the host waited for a value.
     launches: filled while `traced` is entered."""
 
     card: Card
     compilations: list[str] = field(default_factory=list)
     cache_misses: list[str] = field(default_factory=list)
+    kernels: dict[str, Any] = field(default_factory=dict)
     waits: int = 0
     launches: list[Launch] | None = None
 
@@ -291,6 +292,7 @@ def stand_in(card: Card) -> Iterator[StandIn]:
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
         compiled = run(kernel, *pointers, grid=grid, warmup=True, **options)
+        device.kernels[compiled.hash] = compiled
         if device.launches is not None:
             names = dict(zip(kernel.arg_names, args, strict=False)) | options
             device.launches.append(Launch(kernel.__name__, names, tuple(grid), compiled))

@@ -1,7 +1,5 @@
 """The operations of the forward pass and the sampler, and their implementations."""
 
-import os
-import shutil
 from importlib.util import find_spec
 
 import torch
@@ -12,6 +10,7 @@ import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
 from quire.metrics.logging import logger
+from quire.ops import launchers
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
 
 
@@ -20,11 +19,11 @@ def triton_works() -> bool:
     would take a while."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         return False
-    compilers = os.environ.get("CC"), "gcc", "clang", "cc"
-    if any(name and shutil.which(name) for name in compilers):
+    if launchers.find_compiler() is not None or launchers.are_compiled():
         return True
     logger.warning(
-        "Triton finds no C compiler, which it needs; without gcc or clang, the GPU runs torch's operations only"
+        "Triton finds no C compiler, which it needs; without gcc or clang, or what quire compile makes, the GPU runs "
+        "torch's operations only"
     )
     return False
 

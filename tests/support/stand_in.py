@@ -17,9 +17,12 @@ with stand_in(CARDS[{card!r}]) as device:
 """
 
 
-def run_on_stand_in(code: str, card: str = "sm_90", timeout: float = 600) -> str:
-    """What the code prints. In it, `device` is the StandIn. Triton's interpreter is off."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def run_on_stand_in(code: str, card: str = "sm_90", timeout: float = 600, **variables: str) -> str:
+    """What the code prints. In it, `device` is the StandIn. Triton's interpreter is off.
+
+    variables: of its environment.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     program = _FRAME.format(card=card, code=textwrap.indent(textwrap.dedent(code), "    "))
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, env=environment, check=False

@@ -102,6 +102,18 @@ def library() -> Library | None:
         return None
 
 
+def compile_for(name: str, folder: Path) -> Path:
+    """The library for an instruction set, which this processor need not have. Compiled into `folder` if it is missing.
+
+    Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
+    """
+    compiler, flags = find_compiler(), [*FLAGS, INSTRUCTION_SETS[name][0]]
+    if compiler is None:
+        raise BuildError(_MISSING_COMPILER)
+    path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
+    return _compiled(compiler, flags, path)
+
+
 def _load_once(flags: Sequence[str], reason: str) -> Library:
     """The library for this process alone, from a folder that no other user can enter. reason: why it is not cached.
 
@@ -163,16 +175,20 @@ def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Libr
     path = folder / f"{fingerprint}-{_version(compiler)}.so"
     if (loaded := _open_sound(path)) is not None:
         return loaded
+    return Library(_compiled(compiler, flags, path))
+
+
+def _compiled(compiler: list[str], flags: Sequence[str], path: Path) -> Path:
+    """The path, at which the library is compiled if it is missing or damaged."""
     import fcntl  # not available everywhere; `library()` calls this on Linux only
 
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    _check_folder(folder)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _check_folder(path.parent)
     with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for its library
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (loaded := _open_sound(path)) is None:
+        if not _is_sound(path):
             _compile(compiler, flags, path)
-            loaded = Library(path)
-    return loaded
+    return path
 
 
 _MISSING_COMPILER = (
@@ -275,8 +291,16 @@ def _run(commands: list[list[str]], temporary: str) -> None:
 def _open_sound(path: Path) -> Library | None:
     """The library, or None if it is missing, damaged, refused by the loader, or possibly another user's."""
     try:
-        content = path.read_bytes()
-        sound = hashlib.sha256(content[:-32]).digest() == content[-32:]
-        return Library(path) if sound and _is_trusted(path) and _is_trusted(path.parent) else None
+        return Library(path) if _is_sound(path) else None
     except OSError:
         return None
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether the library is at this path, undamaged, and not another user's."""
+    try:
+        content = path.read_bytes()
+        sound = hashlib.sha256(content[:-32]).digest() == content[-32:]
+        return sound and _is_trusted(path) and _is_trusted(path.parent)
+    except OSError:
+        return False

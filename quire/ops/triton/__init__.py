@@ -4,8 +4,11 @@ import torch
 import triton
 
 from quire.ops.registry import Target
+from quire.ops.triton.cache import use_default_folder
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+if not INTERPRETED:
+    use_default_folder()
 
 
 def precision(dtype: torch.dtype) -> str:
