@@ -44,9 +44,12 @@ class Launch:
 
 @dataclass
 class StandIn:
-    """What happened on the device so far. compilations: one line for each kernel that Triton compiled or read from its
-    cache. cache_misses: the names of those that Triton had to compile. kernels: those that were launched, by hash. waits: how often the host waited for a value.
-    launches: filled while `traced` is entered."""
+    """What happened on the device so far.
+
+    compilations: one line for each kernel that Triton compiled or read from its cache. cache_misses: the names of those
+    that Triton had to compile. kernels: those that were launched, by hash. waits: how often the host waited for a
+    value. launches: filled while `traced` is entered.
+    """
 
     card: Card
     compilations: list[str] = field(default_factory=list)
