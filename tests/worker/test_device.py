@@ -29,7 +29,8 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_so(checkpoints):
         make_llm(checkpoints.path("llama"), device="cuda")
 
 
-def test_without_a_c_compiler_triton_is_not_used(monkeypatch, caplog):
+def test_without_a_c_compiler_triton_is_not_used(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(quire.ops, "find_spec", lambda name: object())
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)

@@ -18,7 +18,7 @@ from quire.system.folders import cache_folder, private_folder
 logger = logging.getLogger("quire")
 
 
-class KernelCache(FileCacheManager):
+class KernelCache(FileCacheManager):  # type: ignore[misc]
     """Triton's cache on disk, with two differences: the folder may have been moved since it was filled, and it need not
     be writable. Kernels that cannot be written there are kept for this process alone."""
 
@@ -30,10 +30,10 @@ class KernelCache(FileCacheManager):
 
     def put(self, data, filename, binary=True) -> str:
         try:
-            return super().put(data, filename, binary)
+            return str(super().put(data, filename, binary))
         except OSError:
             self._keep_elsewhere()
-            return super().put(data, filename, binary)
+            return str(super().put(data, filename, binary))
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         path = self.get_file(f"__grp__{filename}")
