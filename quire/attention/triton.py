@@ -1,7 +1,6 @@
 """Paged attention on GPUs, in Triton (ops/triton/attention.py, where the cache's layout is described)."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,23 +9,31 @@ from torch import Tensor
 
 from quire.attention.base import AttentionShape, Preparation, PreparingBackend, StepLayout
 from quire.attention.cells import SCALE_BYTES
+from quire.attention.tiles import Tile, choose_tiles
+from quire.gpu.cards import card_of
 from quire.ops.triton import INTERPRETED, precision
 from quire.ops.triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
 
 _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_SPLITS = 64
-_WAVES = 2  # programs for each multiprocessor, if the keys are split to have that many
+_FEWEST_KEYS = 128  # of a split
+_BUSY = 0.85  # the least share of the processors' time that is used, if all programs take equally long
 
 
 @dataclass
 class TritonPlan:
-    """How a step is divided. rows, tokens: of a tile. tiles: an upper bound. splits: parts of each request's keys."""
+    """How a step is divided. heads, tokens: of a tile's rows. tiles: an upper bound. splits: parts of a request's keys.
+
+    one_tile: whether the rows of a request's tokens fit one tile.
+    """
 
     layout: StepLayout
-    rows: int
+    tile: Tile
+    heads: int
     tokens: int
     tiles: int
-    splits: int
+    splits: int = 1
+    one_tile: bool = False
 
 
 class TritonAttention(PreparingBackend):
@@ -44,14 +51,14 @@ class TritonAttention(PreparingBackend):
             self.cache_dtype, self._plane = torch.uint8, self._plane + shape.block_size * SCALE_BYTES
         self.block_shape = (shape.num_kv_heads, self._planes, self._plane)
         self._cell = _CELLS[shape.cell]
-        self._main = max(16, 1 << (shape.head_dim.bit_length() - 1))
+        first = shape.head_dim if shape.value_dim is None else shape.value_dim
+        self._main = max(16, 1 << (first.bit_length() - 1))
+        if shape.value_dim is not None:  # values are loaded together with the first part of the keys
+            self._main = max(16, triton.next_power_of_2(first))
         rest = shape.head_dim - self._main
         self._rest = max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
-        self._out_block = max(16, triton.next_power_of_2(shape.out_dim))
-        self._is_wide = shape.head_dim > 256 and shape.dtype is torch.float32  # else tiles exceed shared memory
-        self._processors = 1
-        if shape.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        self._card = card_of(shape.device)
+        self._tiles = choose_tiles(self._card, shape)
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
@@ -69,22 +76,27 @@ class TritonAttention(PreparingBackend):
                 getattr(previous.layout, name).copy_(getattr(layout, name), non_blocking=True)
             previous.layout.block_table[:, : layout.block_table.shape[1]].copy_(layout.block_table, non_blocking=True)
             return previous
-        tokens, requests = len(layout.slot_mapping), len(layout.seq_lens)
-        rows = 16 if self._is_wide else 64
-        if self.shape.head_dim <= 128:
-            rows = 128
-        rows = max(rows, triton.next_power_of_2(self._group))
-        tile_tokens, splits = rows // self._group, 1
-        one_tile = 0 < layout.tokens_per_request <= tile_tokens
-        if one_tile and not self.shape.batch_invariant:  # one tile for each request; its keys are split
-            tile_tokens = layout.tokens_per_request
-            rows = max(16, triton.next_power_of_2(self._group * tile_tokens))
-            wanted = _WAVES * self._processors / max(1, requests * self.shape.num_kv_heads)
-            longest = layout.block_table.shape[1] * self.shape.block_size
-            splits = min(
-                _MOST_SPLITS, 1 << max(0, math.ceil(math.log2(wanted))), triton.next_power_of_2(-(-longest // 128))
-            )
-        return TritonPlan(layout, rows, tile_tokens, tokens // tile_tokens + requests, splits)
+        tokens, requests, tile = len(layout.slot_mapping), len(layout.seq_lens), self._tiles.many
+        needed = self._group * layout.tokens_per_request  # rows of a request, if all have equally many
+        if 0 < needed <= tile.rows and not self.shape.batch_invariant:
+            if needed <= 2 * self._tiles.few.rows:
+                tile = self._tiles.few
+            tile = replace(tile, rows=max(self._tiles.few.rows, triton.next_power_of_2(needed)))
+            splits = self._splits(requests, layout.block_table.shape[1] * self.shape.block_size)
+            return TritonPlan(layout, tile, self._group, layout.tokens_per_request, requests, splits, True)
+        heads = triton.cdiv(self._group, triton.cdiv(self._group, tile.rows))
+        tile_tokens = tile.rows // heads
+        return TritonPlan(layout, tile, heads, tile_tokens, tokens // tile_tokens + requests)
+
+    def _splits(self, requests: int, longest: int) -> int:
+        """Parts of the keys such that all processors are busy, also at the end, when few programs are left."""
+        slots = self._tiles.programs * self._card.processors
+        programs = max(1, requests * self.shape.num_kv_heads)
+        most = max(1, min(_MOST_SPLITS, longest // _FEWEST_KEYS))
+        fewest = min(most, triton.cdiv(slots, programs))
+        shares = [n * programs / (triton.cdiv(n * programs, slots) * slots) for n in range(1, most + 1)]
+        good = (n for n in range(fewest, min(fewest + 8, most + 1)) if shares[n - 1] >= _BUSY)
+        return next(good, fewest)
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         s, slots = self.shape, plan.layout.slot_mapping
@@ -92,8 +104,8 @@ class TritonAttention(PreparingBackend):
         if len(slots):
             store_kernel[(len(slots), s.num_kv_heads)](
                 cache, k, v, slots, cache.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.head_dim,
-                self._plane, self._planes == 1, s.block_size, self._cell, triton.next_power_of_2(s.head_dim),
-                num_warps=1,
+                self._plane, self._planes == 1, s.block_size, self._cell, self._card.has_float8,
+                triton.next_power_of_2(s.head_dim), num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
 
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, prep: Preparation) -> None:
@@ -107,7 +119,8 @@ class TritonAttention(PreparingBackend):
             prep.cos if rotary else q, prep.sin if rotary else q, cache.stride(0), q.stride(0), q.stride(1),
             s.num_heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.num_kv_heads, s.head_dim,
             1 if prep.cos is None else prep.cos.shape[1], self._plane, prep.eps, norm, wide, rotary, prep.interleaved,
-            s.block_size, self._cell, triton.next_power_of_2(s.head_dim), num_warps=1,
+            s.block_size, self._cell, self._card.has_float8, triton.next_power_of_2(s.head_dim), num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
     def attend(
@@ -128,31 +141,26 @@ class TritonAttention(PreparingBackend):
         partial: Any = out
         partial_lse: Any = lse
         if plan.splits > 1:
-            partial = torch.empty(tokens, heads, plan.splits, self._out_block, dtype=torch.float32, device=q.device)
+            partial = torch.empty(tokens, heads, plan.splits, s.out_dim, dtype=torch.float32, device=q.device)
             partial_lse = torch.empty(tokens, heads, plan.splits, dtype=torch.float32, device=q.device)
         if not tokens:
             return out, lse
-        keys, warps, stages = self._tile(plan)
-        attend_kernel[(plan.tiles, s.num_kv_heads, plan.splits)](
+        tile, parts = plan.tile, triton.cdiv(self._group, plan.heads)
+        attend_kernel[(plan.tiles, s.num_kv_heads * parts, plan.splits)](
             out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
             lse if sinks is None else sinks, cache.stride(0), q.stride(0), q.stride(1), layout.block_table.stride(0),
-            len(layout.seq_lens), plan.splits, s.num_kv_heads, scale, soft_cap or 1.0, window or 0, self._plane,
-            self._group, s.head_dim, self._main, self._rest, s.out_dim, self._out_block, self._planes == 1,
-            s.block_size, self._cell, sinks is not None, soft_cap is not None, window is not None, plan.rows,
-            plan.tokens, keys, plan.splits > 1, precision(s.dtype), num_warps=warps, num_stages=stages,
+            len(layout.seq_lens), plan.splits, heads, scale, soft_cap or 1.0, window or 0, self._plane,
+            self._group, plan.heads, s.head_dim, self._main, self._rest, s.out_dim, self._planes == 1, s.block_size,
+            self._cell, self._card.has_float8, sinks is not None, soft_cap is not None, window is not None, tile.rows,
+            plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), num_warps=tile.warps,
+            num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant,
         )  # fmt: skip
         if plan.splits > 1:
-            merge_kernel[(tokens * heads,)](out, lse, partial, partial_lse, s.out_dim, self._out_block, plan.splits)
+            merge_kernel[(tokens * heads,)](
+                out, lse, partial, partial_lse, plan.splits, s.out_dim, triton.next_power_of_2(s.out_dim),
+                _MOST_SPLITS, 16, num_warps=4, enable_fp_fusion=not s.batch_invariant,
+            )  # fmt: skip
         return out, lse
-
-    def _tile(self, plan: TritonPlan) -> tuple[int, int, int]:
-        """(keys of a tile, warps, pipeline stages of loads)"""
-        large = self.shape.head_dim > 256
-        if self.shape.dtype is torch.float32:
-            return (16, 4, 1) if large else (32, 4, 2)
-        if plan.rows >= 64:
-            return (32, 8, 2) if large else (64, 8 if plan.rows >= 128 else 4, 3)
-        return (32, 4, 2) if large else (64, 4, 3)
 
 
 def _dense(x: Tensor) -> Tensor:

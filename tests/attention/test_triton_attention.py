@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -16,9 +18,10 @@ from quire.ops.triton import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-# The interpreter cuts bfloat16 off instead of rounding it, and carries wrongly in float8.
+# The interpreter cuts bfloat16 off instead of rounding it.
 ROUNDING = 2**-4 if INTERPRETED else 2**-7
-KINDS = [FLOAT32, BFLOAT16, Kept(torch.float16), *(k for k in CELLS if not INTERPRETED or k.cell is torch.int8)]
+FLOAT16 = [Kept(torch.float16, cell) for cell in (None, torch.int8, torch.float8_e4m3fn)]
+KINDS = [FLOAT32, BFLOAT16, *FLOAT16, *CELLS]
 MIXED = [(0, 1), (17, 1), (0, 20), (33, 5)]  # (cached, new) tokens
 DECODE = [(0, 1), (15, 1), (16, 1), (70, 1)]
 
@@ -32,9 +35,7 @@ def test_shapes(heads, kv_heads, dim, block, requests):
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
-@pytest.mark.parametrize(
-    "kept", [k for k in KINDS if k.cell is None or k.dtype is torch.float32 or not INTERPRETED], ids=str
-)
+@pytest.mark.parametrize("kept", KINDS, ids=str)
 def test_types(kept, requests):
     world = World(build(TritonAttention, 4, 2, 64, 16, kept), requests)
     world.check(tolerance=ROUNDING if kept.dtype is torch.bfloat16 else None)
@@ -50,20 +51,63 @@ def test_windows_soft_caps_and_sinks(how, requests):
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
-@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512), (24, 24), (33, 17), (80, 1)])
 def test_latent_caches(dim, value_dim, requests):
     World(build(TritonAttention, 4, 1, dim, 16, FLOAT32, value_dim), requests).check()
+
+
+@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize("kept", CELLS[:2], ids=str)
+def test_latent_caches_of_cells(kept, requests):
+    World(build(TritonAttention, 4, 1, 48, 16, kept, 32), requests).check()
+
+
+@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize("heads", [71, 128])
+def test_the_heads_of_a_group_are_spread_over_tiles(heads, requests):
+    World(build(TritonAttention, heads, 1, 24, 16, FLOAT32), requests).check(window=30)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_block_sizes_that_tiles_do_not_fit(window):
+    World(build(TritonAttention, 4, 2, 24, 48, FLOAT32), [(130, 1), (0, 100), (95, 33)]).check(window)
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_windows_of_long_prompts(window):
+    """Tiles of keys that only some rows see are on both ends of tiles that all rows see."""
+    World(build(TritonAttention, 2, 1, 16, 16, FLOAT32), [(150, 70), (0, 200)]).check(window)
 
 
 @pytest.mark.parametrize("new", [1, 3])
 def test_parts_of_the_keys_are_merged(new):
     """Decoding steps, with drafts and without, on a chip with many processors."""
     backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
-    backend._processors = 64
+    backend._card = replace(backend._card, processors=64)
     world = World(backend, [(0, new), (300, new), (511, new)])
     assert backend.plan(world.layout(world.requests)).splits > 1
     world.check()
     world.check(window=40, sinks=torch.linspace(-1, 1, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"soft_cap": 3.0}], ids=str)
+@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, CELLS[1]], ids=str)
+def test_a_result_does_not_depend_on_the_batch_if_that_is_asked_for(kept, options):
+    """The last token of a request: as a step of its own, among others that decode, and at the end of its prompt."""
+    backend = build(TritonAttention, 4, 2, 32, 16, kept)
+    backend = TritonAttention(replace(backend.shape, batch_invariant=True))
+    world = World(backend, [(150, 20), (90, 1), (3, 1), (0, 70)])
+
+    def last(requests: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = world.layout([(length - new, new) for length, new in requests])
+        q = torch.cat([q[len(q) - new :] for q, (_, new) in zip(world.q, requests, strict=False)])
+        out, lse = backend.attend(q, world.cache, backend.plan(layout), scale=0.2, **options)
+        return out[requests[0][1] - 1], lse[requests[0][1] - 1]
+
+    alone = last([(170, 1)])
+    for requests in ([(170, 1), (91, 1), (4, 1)], [(170, 20)], [(170, 3), (91, 1), (4, 1), (70, 50)]):
+        for made, wanted in zip(last(requests), alone, strict=True):
+            assert torch.equal(made, wanted)
 
 
 def test_a_plan_can_be_overwritten_by_another_step():

@@ -14,6 +14,7 @@ itself, so a launch depends only on the numbers of tokens and requests, as CUDA 
 import triton
 import triton.language as tl
 
+from quire.ops.triton.float8 import from_float8, to_float8
 from quire.ops.triton.linear import multiplied, part_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -21,15 +22,17 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _cell(x, CELL: tl.constexpr):
+def _cell(x, CELL: tl.constexpr, NATIVE: tl.constexpr):
     """(cells, scale) of a row of floats. CELL: 1 is int8, 2 is float8_e4m3fn."""
     largest: tl.constexpr = 127.0 if CELL == 1 else 448.0
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x)), largest), 1.1754943508222875e-38)
     scaled = tl.div_rn(x, scale + tl.zeros_like(x))
     if CELL == 1:
         shift: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-        return ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True), scale
-    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
+        cells = ((scaled + shift) - shift).to(tl.int8).to(tl.uint8, bitcast=True)
+    else:
+        cells = to_float8(scaled, NATIVE)
+    return cells, scale
 
 
 @triton.jit
@@ -38,12 +41,12 @@ def _scales(bytes_after_cells):
 
 
 @triton.jit
-def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr):
+def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
     """Write a token's key or value to slot `offset` of a plane of the cache."""
     if CELL == 0:
         tl.store(plane + offset * dim + at, x, mask=inside)
     else:
-        cells, scale = _cell(x.to(tl.float32), CELL)
+        cells, scale = _cell(x.to(tl.float32), CELL, NATIVE)
         tl.store(plane + offset * dim + at, cells, mask=inside)
         tl.store(_scales(plane + BLOCK_SIZE * dim) + offset, scale)
 
@@ -51,7 +54,7 @@ def _put(x, plane, offset, dim, inside, at, BLOCK_SIZE: tl.constexpr, CELL: tl.c
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def store_kernel(
     cache, k, v, slots, block_stride, k_stride, k_head_stride, v_stride, v_head_stride, dim, plane_size,
-    LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr,
+    LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for each token and KV head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -64,10 +67,10 @@ def store_kernel(
     plane = cache + slot // BLOCK_SIZE * block_stride + head * planes * plane_size
     offset = slot % BLOCK_SIZE
     key = tl.load(k + token * k_stride + head * k_head_stride + at, mask=inside, other=0.0)
-    _put(key, plane, offset, dim, inside, at, BLOCK_SIZE, CELL)
+    _put(key, plane, offset, dim, inside, at, BLOCK_SIZE, CELL, NATIVE)
     if not LATENT:
         value = tl.load(v + token * v_stride + head * v_head_stride + at, mask=inside, other=0.0)
-        _put(value, plane + plane_size, offset, dim, inside, at, BLOCK_SIZE, CELL)
+        _put(value, plane + plane_size, offset, dim, inside, at, BLOCK_SIZE, CELL, NATIVE)
 
 
 @triton.jit
@@ -84,7 +87,7 @@ def prepare_kernel(
     cache, q, k, v, slots, q_weight, k_weight, cos, sin, block_stride, q_stride, q_head_stride, heads, k_stride,
     k_head_stride, v_stride, v_head_stride, kv_heads, dim, half, plane_size, eps,
     NORM: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program for each token and head. Heads of q and k are normed and rotated in place. Heads of k and v are stored
     in the cache."""
@@ -128,60 +131,84 @@ def prepare_kernel(
             kv_head = (head - heads) % kv_heads
             which = (head - heads) // kv_heads
             plane = cache + slot // BLOCK_SIZE * block_stride + (kv_head * 2 + which) * plane_size
-            _put(values, plane, slot % BLOCK_SIZE, dim, inside, at, BLOCK_SIZE, CELL)
+            _put(values, plane, slot % BLOCK_SIZE, dim, inside, at, BLOCK_SIZE, CELL, NATIVE)
 
 
 @triton.jit
-def _decoded(cells, scales, dtype: tl.constexpr, CELL: tl.constexpr):
+def _decoded(cells, dtype: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
+    """The values of cells, without their scales. They are exact in every type."""
     if CELL == 1:
-        wide = cells.to(tl.int8, bitcast=True).to(tl.float32)
+        values = cells.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)  # the interpreter needs the step between
     else:
-        wide = cells.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    return (wide * scales).to(dtype)
+        values = from_float8(cells, dtype, NATIVE)
+    return values
 
 
 @triton.jit
-def _lines(at, columns, exists, DIM: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr):
-    """The elements `columns` of the keys or values at addresses `at`: [keys, columns], or [columns, keys] if TURNED.
+def _each(addresses, exists, MASKED: tl.constexpr):
+    """One element for each key, 0 for keys that do not exist."""
+    if MASKED:
+        loaded = tl.load(addresses, mask=exists, other=0)
+    else:
+        loaded = tl.load(addresses)
+    return loaded
 
-    If all of them exist, nothing is masked, so that whole lines are loaded at once.
+
+@triton.jit
+def _lines(tokens, columns, exists, DIM: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """The elements `columns` of keys or values, [keys, columns], of the tokens at some addresses.
+
+    MASKED: whether tokens that do not exist are zero. PADDED: whether columns from DIM on are zero. Without a mask,
+    whole lines are loaded at once.
     """
-    if TURNED:
-        addresses = at[None, :] + columns[:, None]
-        inside = exists[None, :] & (columns < DIM)[:, None]
+    addresses = tokens[:, None] + columns[None, :]
+    if MASKED and PADDED:
+        lines = tl.load(addresses, mask=exists[:, None] & (columns < DIM)[None, :], other=0)
+    elif MASKED:
+        lines = tl.load(addresses, mask=exists[:, None], other=0)
+    elif PADDED:
+        lines = tl.load(addresses, mask=(columns < DIM)[None, :], other=0)
     else:
-        addresses = at[:, None] + columns[None, :]
-        inside = exists[:, None] & (columns < DIM)[None, :]
-    if MASKED or BLOCK > DIM:
-        return tl.load(addresses, mask=inside, other=0)
-    else:
-        return tl.load(addresses)
+        lines = tl.load(addresses)
+    return lines
 
 
-@triton.jit(do_not_specialize=["requests", "splits"], do_not_specialize_on_alignment=["block_table"])
+@triton.jit(
+    do_not_specialize=["requests", "splits", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "starts", "lengths"],
+)
 def attend_kernel(
     out, lse, partial, partial_lse, q, cache, block_table, starts, lengths, sinks, block_stride, q_stride,
-    q_head_stride, table_stride, requests, splits, kv_heads, scale, soft_cap, window, plane_size,
-    GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, OUT_DIM: tl.constexpr,
-    OUT_BLOCK: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, SINKS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    q_head_stride, table_stride, requests, splits, heads, scale, soft_cap, window, plane_size,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    OUT_DIM: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr,
+    SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program for each tile, KV head and part of the keys. The elements of a head are split into MAIN + REST,
-    which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64."""
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request = part_of(starts, tile, requests, TOKENS)
+    """A program for each tile, some query heads of a KV head, and part of the keys.
+
+    A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
+    split into MAIN + REST, which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64. The values of a
+    latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
+    are masked.
+    """
+    # The last tiles of a prompt see the most keys. They start first, so that no long one is left at the end.
+    tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
+    parts: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    request = tile if ONE_TILE else part_of(starts, tile, requests, TOKENS)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
-    first = (tile - start // TOKENS - request) * TOKENS  # counts the request's tokens in this step
+    first = 0 if ONE_TILE else (tile - start // TOKENS - request) * TOKENS  # counts the request's tokens in this step
     if first >= count:
         return
     length = tl.load(lengths + request)
     cached = length - count
 
     rows = tl.arange(0, ROWS)
-    token, head = first + rows // GROUP, kv_head * GROUP + rows % GROUP
-    is_row = (rows < TOKENS * GROUP) & (token < count)
+    token, in_group = first + rows // HEADS, part * HEADS + rows % HEADS
+    head = kv_head * GROUP + in_group
+    is_row = (rows < TOKENS * HEADS) & (token < count) & (in_group < GROUP)
     position = cached + token
     q_rows = q + (start + token).to(tl.int64) * q_stride + head * q_head_stride
     main = tl.arange(0, MAIN)
@@ -189,20 +216,22 @@ def attend_kernel(
     if REST > 0:
         rest = MAIN + tl.arange(0, REST)
         q_rest = tl.load(q_rows[:, None] + rest[None, :], mask=is_row[:, None] & (rest < DIM)[None, :], other=0.0)
-    dtype = q_main.dtype
+    dtype: tl.constexpr = q.dtype.element_ty
 
-    # Some row of the tile sees the keys [begin, end). All rows see the keys before `whole`.
+    # Some row of the tile sees the keys [begin, end). All rows see the keys [whole_from, whole_to).
     end = tl.minimum(cached + first + TOKENS, length)
     begin = 0
     if WINDOW:
         begin = tl.maximum(cached + first - window + 1, 0) // KEYS * KEYS
-    tiles = tl.cdiv(end - begin, KEYS)
-    each = tl.cdiv(tiles, splits)
+    each = tl.cdiv(tl.cdiv(end - begin, KEYS), splits)
     from_key = begin + split * each * KEYS
     to_key = tl.minimum(from_key + each * KEYS, end)
-    whole = from_key
-    if not WINDOW:
-        whole = tl.maximum(tl.minimum(cached + first + 1, to_key) // KEYS * KEYS, from_key)
+    whole_from = from_key
+    whole_to = from_key
+    if not ONE_TILE:
+        if WINDOW:
+            whole_from = tl.minimum(tl.maximum(tl.cdiv(end - window, KEYS) * KEYS, from_key), to_key)
+        whole_to = tl.maximum(tl.minimum(cached + first + 1, to_key) // KEYS * KEYS, whole_from)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)  # as exponents of two
     total = tl.zeros([ROWS], tl.float32)
@@ -210,77 +239,119 @@ def attend_kernel(
         if split == 0:
             top = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
             total += 1.0
-    values = tl.zeros([ROWS, OUT_BLOCK], tl.float32)
+    values = tl.zeros([ROWS, MAIN], tl.float32)
+    rest_values: tl.constexpr = REST > 0 and not LATENT
+    if rest_values:
+        values_rest = tl.zeros([ROWS, REST], tl.float32)
     factor = LOG2_E if SOFT_CAP else scale * LOG2_E  # turns scores into exponents of two
     planes: tl.constexpr = 1 if LATENT else 2
-    columns = tl.arange(0, OUT_BLOCK)
-    for masked in tl.static_range(2):
-        for key in range(whole if masked else from_key, to_key if masked else whole, KEYS):
-            keys = key + tl.arange(0, KEYS)
-            exists = (keys < to_key) if masked else (keys >= 0)
-            block = tl.load(
-                block_table + request.to(tl.int64) * table_stride + keys // BLOCK_SIZE, mask=exists, other=0
-            )
-            plane = cache + block.to(tl.int64) * block_stride + kv_head * planes * plane_size
-            at = plane + keys % BLOCK_SIZE * DIM
-            k = _lines(at, main, exists, DIM, MAIN, masked, True)
-            if CELL:
-                k_scales = tl.load(_scales(plane + BLOCK_SIZE * DIM) + keys % BLOCK_SIZE, mask=exists, other=0.0)
-                k = _decoded(k, k_scales[None, :], dtype, CELL)
-            scores = multiplied(q_main, k, tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
-            if REST > 0:
-                k = tl.load(at[None, :] + rest[:, None], mask=exists[None, :] & (rest < DIM)[:, None], other=0)
+    padded: tl.constexpr = MAIN > DIM
+    padded_rest: tl.constexpr = MAIN + REST > DIM
+    # float16 could not hold the small products of weights and scales, so values are scaled before the product.
+    scaled_values: tl.constexpr = CELL > 0 and dtype == tl.float16
+    table = block_table + request.to(tl.int64) * table_stride
+    plane = cache + kv_head * planes * plane_size
+    in_tile = tl.arange(0, KEYS)
+    for phase in tl.static_range(2 if ONE_TILE else 0, 3):
+        if phase > 0 or WINDOW:
+            phase_from = from_key if phase == 0 else (whole_from if phase == 1 else whole_to)
+            phase_to = whole_from if phase == 0 else (whole_to if phase == 1 else to_key)
+            for key in range(phase_from, phase_to, KEYS):
+                keys = key + in_tile
+                exists = keys < to_key
+                if KEYS % BLOCK_SIZE == 0:  # tiles begin where blocks begin
+                    column, slot = key // BLOCK_SIZE + in_tile // BLOCK_SIZE, in_tile % BLOCK_SIZE
+                else:
+                    column, slot = keys // BLOCK_SIZE, keys % BLOCK_SIZE
+                block = _each(table + column, exists, phase != 1)  # keys that do not exist are read from block 0
+                entry = plane + block.to(tl.int64) * block_stride
+                tokens = entry + slot * DIM
+                k = _lines(tokens, main, exists, DIM, LATENT and phase != 1, padded)
                 if CELL:
-                    k = _decoded(k, k_scales[None, :], dtype, CELL)
-                scores = multiplied(q_rest, k, scores, PRECISION)
-            if SOFT_CAP:
-                capped = scores * (scale / soft_cap)
-                scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * capped))) * soft_cap  # tanh
-            if masked:
-                seen = exists[None, :] & (keys[None, :] <= position[:, None])
-                if WINDOW:
-                    seen = seen & (keys[None, :] > position[:, None] - window)
-                scores = tl.where(seen, scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-            weights = tl.exp2(scores * factor - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weights, 1)
-            if not LATENT:
-                at += plane_size
-                plane += plane_size
-            v = _lines(at, columns, exists, OUT_DIM, OUT_BLOCK, masked, False)
-            if CELL:
-                v_scales = tl.load(_scales(plane + BLOCK_SIZE * DIM) + keys % BLOCK_SIZE, mask=exists, other=0.0)
-                v = _decoded(v, v_scales[:, None], dtype, CELL)
-            values = multiplied(weights.to(dtype), v, values * shrink[:, None], PRECISION)
-            top = new_top
+                    k_scales = _each(_scales(entry + BLOCK_SIZE * DIM) + slot, exists, phase != 1)
+                    k = _decoded(k, dtype, CELL, NATIVE)
+                scores = multiplied(q_main, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
+                if REST > 0:
+                    k_rest = _lines(tokens, rest, exists, DIM, False, padded_rest)
+                    if CELL:
+                        k_rest = _decoded(k_rest, dtype, CELL, NATIVE)
+                    scores = multiplied(q_rest, tl.trans(k_rest), scores, PRECISION)
+                if CELL:
+                    scores *= k_scales[None, :]
+                if SOFT_CAP:
+                    capped = scores * (scale / soft_cap)
+                    scores = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * capped))) * soft_cap  # tanh
+                if phase != 1:  # some row does not see all keys
+                    seen = keys[None, :] <= position[:, None]
+                    if WINDOW:
+                        seen = seen & (keys[None, :] > position[:, None] - window)
+                    scores = tl.where(seen & exists[None, :], scores, float("-inf"))
+                new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
+                weights = tl.exp2(scores * factor - base[:, None])
+                shrink = tl.exp2(top - base)
+                total = total * shrink + tl.sum(weights, 1)
+                v_scales = None
+                v = k
+                if not LATENT:
+                    tokens += plane_size
+                    v = _lines(tokens, main, exists, DIM, phase != 1, padded)
+                if CELL:
+                    if LATENT:
+                        v_scales = k_scales
+                    else:
+                        v_scales = _each(_scales(entry + plane_size + BLOCK_SIZE * DIM) + slot, exists, phase != 1)
+                        v = _decoded(v, dtype, CELL, NATIVE)
+                    if scaled_values:
+                        v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
+                    else:
+                        weights *= v_scales[None, :]
+                weights = weights.to(dtype)
+                values = multiplied(weights, v, values * shrink[:, None], PRECISION)
+                if rest_values:
+                    v = _lines(tokens, rest, exists, DIM, phase != 1, padded_rest)
+                    if CELL:
+                        v = _decoded(v, dtype, CELL, NATIVE)
+                        if scaled_values:
+                            v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
+                    values_rest = multiplied(weights, v, values_rest * shrink[:, None], PRECISION)
+                top = new_top
 
-    row = (start + token).to(tl.int64) * (kv_heads * GROUP) + head
-    values = values / tl.where(total > 0, total, 1.0)[:, None]
+    row = (start + token).to(tl.int64) * heads + head
+    shares = 1.0 / tl.where(total > 0, total, 1.0)
     log_sum = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-    if not SPLIT:
-        mask = is_row[:, None] & (columns < OUT_DIM)[None, :]
-        tl.store(out + row[:, None] * OUT_DIM + columns[None, :], values.to(dtype), mask=mask)
-        tl.store(lse + row, log_sum * LN_2, mask=is_row)
+    if SPLIT:
+        to, to_sums, row = partial, partial_lse, row * splits + split
     else:
-        part = row * splits + split
-        tl.store(partial + part[:, None] * OUT_BLOCK + columns[None, :], values, mask=is_row[:, None])
-        tl.store(partial_lse + part, log_sum, mask=is_row)
+        to, to_sums = out, lse
+        log_sum *= LN_2
+    result: tl.constexpr = tl.float32 if SPLIT else dtype
+    mask = is_row[:, None] & (main < OUT_DIM)[None, :]
+    tl.store(to + row[:, None] * OUT_DIM + main[None, :], (values * shares[:, None]).to(result), mask=mask)
+    if rest_values:
+        mask = is_row[:, None] & (rest < OUT_DIM)[None, :]
+        tl.store(to + row[:, None] * OUT_DIM + rest[None, :], (values_rest * shares[:, None]).to(result), mask=mask)
+    tl.store(to_sums + row, log_sum, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
-    out, lse, partial, partial_lse, OUT_DIM: tl.constexpr, OUT_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    out, lse, partial, partial_lse, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and head. It adds up the partial results, weighted by their sums."""
-    row = tl.program_id(0).to(tl.int64)
-    split, columns = tl.arange(0, SPLITS), tl.arange(0, OUT_BLOCK)
-    sums = tl.load(partial_lse + row * SPLITS + split)
+    """A program for each token and head. It adds up the partial results, at most MOST, weighted by their sums."""
+    row = tl.program_id(0).to(tl.int64) * splits
+    every, columns = tl.arange(0, MOST), tl.arange(0, BLOCK)
+    sums = tl.load(partial_lse + row + every, mask=every < splits, other=float("-inf"))
     top = tl.max(sums)
-    weights = tl.exp2(sums - top)
-    parts = tl.load(partial + (row * SPLITS + split)[:, None] * OUT_BLOCK + columns[None, :])
-    total = tl.sum(weights)
-    merged = tl.sum(parts * weights[:, None], 0) / total
-    tl.store(out + row * OUT_DIM + columns, merged.to(out.dtype.element_ty), mask=columns < OUT_DIM)
+    total = tl.sum(tl.exp2(sums - top))
+    merged = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, splits, PART):
+        split = begin + tl.arange(0, PART)
+        weights = tl.exp2(tl.load(partial_lse + row + split, mask=split < splits, other=float("-inf")) - top)
+        mask = (split < splits)[:, None] & (columns < DIM)[None, :]
+        parts = tl.load(partial + (row + split)[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
+        merged += tl.sum(parts * weights[:, None], 0)
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row * DIM + columns, (merged / total).to(out.dtype.element_ty), mask=columns < DIM)
     tl.store(lse + row, (top + tl.log2(total)) * LN_2)
