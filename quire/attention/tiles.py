@@ -58,7 +58,10 @@ _HOPPER = {  # 9.0: 227 KiB; products of 64 rows and more are those of warp grou
     256: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),
     1024: Tiles(Tile(16, 32, 8, 5), Tile(32, 32, 8, 3)),
 }
-_BLACKWELL = _HOPPER  # 10.0: 227 KiB, and 512 columns of tensor memory
+_BLACKWELL = {  # 10.0: 227 KiB, and 512 columns of tensor memory for products of 64 rows and more
+    **_HOPPER,
+    1024: Tiles(Tile(16, 16, 8, 5), Tile(32, 32, 8, 3)),
+}
 _FLOAT32 = {
     64: Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 2)),
     128: Tiles(Tile(16, 32, 4, 3), Tile(64, 16, 8, 2)),

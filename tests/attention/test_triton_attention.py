@@ -51,7 +51,7 @@ def test_windows_soft_caps_and_sinks(how, requests):
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
-@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512), (24, 24), (33, 17), (80, 1)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (576, 512), (24, 24), (33, 17)])
 def test_latent_caches(dim, value_dim, requests):
     World(build(TritonAttention, 4, 1, dim, 16, FLOAT32, value_dim), requests).check()
 
@@ -63,7 +63,7 @@ def test_latent_caches_of_cells(kept, requests):
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
-@pytest.mark.parametrize("heads", [71, 128])
+@pytest.mark.parametrize("heads", [71])
 def test_the_heads_of_a_group_are_spread_over_tiles(heads, requests):
     World(build(TritonAttention, heads, 1, 24, 16, FLOAT32), requests).check(window=30)
 
@@ -73,7 +73,7 @@ def test_block_sizes_that_tiles_do_not_fit(window):
     World(build(TritonAttention, 4, 2, 24, 48, FLOAT32), [(130, 1), (0, 100), (95, 33)]).check(window)
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize("window", [5, 100])
 def test_windows_of_long_prompts(window):
     """Tiles of keys that only some rows see are on both ends of tiles that all rows see."""
     World(build(TritonAttention, 2, 1, 16, 16, FLOAT32), [(150, 70), (0, 200)]).check(window)
@@ -83,15 +83,14 @@ def test_windows_of_long_prompts(window):
 def test_parts_of_the_keys_are_merged(new):
     """Decoding steps, with drafts and without, on a chip with many processors."""
     backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
-    backend._card = replace(backend._card, processors=64)
+    backend._card = replace(backend._card, processors=6)
     world = World(backend, [(0, new), (300, new), (511, new)])
     assert backend.plan(world.layout(world.requests)).splits > 1
     world.check()
     world.check(window=40, sinks=torch.linspace(-1, 1, 4))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 40}, {"soft_cap": 3.0}], ids=str)
-@pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, CELLS[1]], ids=str)
+@pytest.mark.parametrize(("kept", "options"), [(FLOAT32, {}), (BFLOAT16, {"window": 40}), (CELLS[1], {})], ids=str)
 def test_a_result_does_not_depend_on_the_batch_if_that_is_asked_for(kept, options):
     """The last token of a request: as a step of its own, among others that decode, and at the end of its prompt."""
     backend = build(TritonAttention, 4, 2, 32, 16, kept)

@@ -291,7 +291,6 @@ def attend_kernel(
                 weights = tl.exp2(scores * factor - base[:, None])
                 shrink = tl.exp2(top - base)
                 total = total * shrink + tl.sum(weights, 1)
-                v_scales = None
                 v = k
                 if not LATENT:
                     tokens += plane_size
