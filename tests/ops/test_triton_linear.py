@@ -87,7 +87,7 @@ def test_products_of_packed_experts(counts):
 
 @pytest.mark.parametrize("card", [card for name, card in CARDS.items() if name != "gfx942"], ids=lambda card: card.name)
 def test_tiles_change_only_at_the_row_sizes(card):
-    for kind in ("dense", "eight", "wide", "four", "float32"):
+    for kind in ("dense", "int8", "float8", "wide", "four", "float32"):
         for experts in (1, 128):
             for outs in (1024, 6144, 28672):
                 limits = [0, *row_sizes(experts)]
@@ -101,5 +101,5 @@ def test_tiles_change_only_at_the_row_sizes(card):
 def test_few_outputs_are_split_so_that_most_processors_have_work():
     for card in (CARDS["sm_80"], CARDS["sm_90"], CARDS["sm_100"]):
         for outs, ins in ((1024, 4096), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096)):
-            tile = tile_of(card, "eight", 1, outs, ins)
+            tile = tile_of(card, "int8", 1, outs, ins)
             assert -(-outs // tile.outs) * tile.splits >= 0.85 * card.processors

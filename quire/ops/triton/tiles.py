@@ -19,23 +19,29 @@ class Tile:
     splits: int = 1
 
 
-# By the kind of weight ("dense", "float32", "eight": products of 8 bits, "wide": 8 bits that are dequantized, "four")
-# and the rows of a tile. The first tile that gives each processor a program is taken, or the last.
+# By the kind of weight ("dense", "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
+# dequantized, "four") and the rows of a tile. The first tile that gives each processor a program is taken, or the last.
+# With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
+# each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) bytes of one program.
 _TILES = {
     ("dense", 16): (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 2, 4)),
     ("dense", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 32, 128, 2, 4)),
     ("dense", 64): (Tile(64, 64, 64, 4, 4),),
     ("dense", 128): (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 3)),
-    ("eight", 16): (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 2, 4)),
-    ("eight", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 32, 256, 2, 4)),
-    ("eight", 64): (Tile(64, 64, 128, 4, 4),),
-    ("eight", 128): (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 4, 3)),
-    ("wide", 16): (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 2, 4)),
-    ("wide", 32): (Tile(32, 64, 128, 4, 3), Tile(32, 32, 128, 2, 4)),
+    ("int8", 16): (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 2, 4)),
+    ("int8", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 32, 256, 2, 4)),
+    ("int8", 64): (Tile(64, 64, 128, 4, 4),),
+    ("int8", 128): (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 4, 3)),
+    ("float8", 16): (Tile(16, 64, 128, 4, 4),),
+    ("float8", 32): (Tile(32, 64, 128, 4, 4),),
+    ("float8", 64): (Tile(64, 64, 128, 4, 4),),
+    ("float8", 128): (Tile(128, 128, 128, 8, 3), Tile(128, 64, 128, 4, 3)),
+    ("wide", 16): (Tile(16, 32, 128, 2, 7),),
+    ("wide", 32): (Tile(32, 32, 128, 2, 4),),
     ("wide", 64): (Tile(64, 64, 64, 4, 3),),
     ("wide", 128): (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 3)),
-    ("four", 16): (Tile(16, 64, 64, 4, 4), Tile(16, 32, 64, 2, 4)),
-    ("four", 32): (Tile(32, 64, 64, 4, 4), Tile(32, 32, 64, 2, 4)),
+    ("four", 16): (Tile(16, 32, 64, 2, 10),),
+    ("four", 32): (Tile(32, 32, 64, 2, 6),),
     ("four", 64): (Tile(64, 64, 64, 4, 3),),
     ("four", 128): (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 3)),
     ("float32", 16): (Tile(16, 32, 32, 4, 2),),
@@ -43,6 +49,8 @@ _TILES = {
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
     ("float32", 128): (Tile(64, 64, 32, 4, 2),),
 }
+# Other tiles on cards whose tensor cores take operands from registers (mma.sync).
+_REGISTERS = {("four", 128): (Tile(128, 64, 64, 8, 3),)}
 _STEPS = {16: 16, 32: 32, 64: 64, 256: 128}  # rows of an expert, at most: rows of a tile
 
 
@@ -62,8 +70,10 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
     split.
     """
     limit = next((limit for limit in _STEPS if rows <= limit * experts), 0)
-    tiles = _TILES[kind, _STEPS.get(limit, 128)]
-    enough, at_once = card.processors * 15 // 16, min(experts, 4)  # at least so many experts have rows
+    key = kind, _STEPS.get(limit, 128)
+    tiles = _TILES[key] if card.capability in (90, 100, 103) else _REGISTERS.get(key, _TILES[key])
+    enough = card.processors * 15 // 16
+    at_once = min(experts, 4) if limit == min(_STEPS) else experts  # so many experts have rows
     if not limit:
         return replace(tiles[0], outs=min(tiles[0].outs, _power(outs)))
     tile = next((tile for tile in tiles if -(-outs // tile.outs) * at_once >= enough), tiles[-1])
