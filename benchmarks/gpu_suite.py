@@ -244,7 +244,7 @@ def _stand_in(target: str | None) -> Any:
     with stand_in(CARDS[target]):
         from quire.executor import multiproc
 
-        program = (str(HERE / "gpu" / "rank_on_stand_in.py"), target)
+        program = (str(HERE / "gpu" / "rank_on_stand_in.py"), target, "1")
         with mock.patch.object(multiproc, "RANK_PROGRAM", program):
             yield
 

@@ -1,4 +1,4 @@
-"""The program of one rank on a stand-in for a GPU: rank_on_stand_in.py TARGET HOST PORT RANK."""
+"""The program of one rank on stand-ins for GPUs: rank_on_stand_in.py TARGET COUNT HOST PORT RANK."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.gpu.stand_in import stand_in
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    with stand_in(CARDS[sys.argv.pop(1)]):
+    with stand_in(CARDS[sys.argv.pop(1)], int(sys.argv.pop(1))):
         from quire.executor.rank import main
 
         main()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quire.config import ConfigError, EngineConfig
+from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.executor.base import Executor
@@ -52,9 +52,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError."""
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
+    on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
     multiprocess = config.parallel.tensor_parallel_size > 1
-    if multiprocess and on_gpu(config.kernels.device):
-        raise ConfigError("tensor_parallel_size > 1 works on CPUs only so far; add device=cpu")
     _limit_threads()
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size

@@ -63,10 +63,11 @@ def _work(link: Link, start: Start, rank: int) -> None:
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
     from quire.parallel.mesh import join
+    from quire.worker.device import on_gpu
     from quire.worker.worker import Worker
 
     torch.set_num_threads(start.num_threads)
-    mesh = join(start.sizes, rank, *start.meeting)
+    mesh = join(start.sizes, rank, *start.meeting, kind="cuda" if on_gpu(start.config.kernels.device) else "cpu")
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(encoded(Ready(worker.kv_cache)))
     while True:

@@ -238,7 +238,7 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
-def _torch_cuda(device: StandIn) -> dict[str, Any]:
+def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
     """What replaces the functions of torch.cuda."""
     card = device.card
     major, minor = divmod(card.capability, 10) if isinstance(card.capability, int) else (9, 4)
@@ -257,7 +257,7 @@ def _torch_cuda(device: StandIn) -> dict[str, Any]:
 
     return {
         "_lazy_init": nothing, "init": nothing, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: 1, "current_device": zero, "set_device": nothing, "synchronize": nothing,
+        "device_count": lambda: count, "current_device": zero, "set_device": nothing, "synchronize": nothing,
         "empty_cache": nothing, "ipc_collect": nothing, "_sleep": nothing, "set_sync_debug_mode": nothing,
         "get_device_name": lambda *_: card.name, "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
@@ -268,8 +268,31 @@ def _torch_cuda(device: StandIn) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _collective(*args: Any, **kwargs: Any) -> None:
-    """A collective of a group of ranks of which only this one exists: Communicator(rank, size, group=None)."""
+def _collectives(device: StandIn) -> dict[str, Any]:
+    """What replaces functions of torch.distributed. Collectives exchange nothing if their tensors are of the stand-in, or
+    if this process has not joined others: then it is the only one of its Communicator(rank, size, group=None)."""
+
+    def replaced(name: str) -> Any:
+        collective = getattr(torch.distributed, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten(args)[0])
+            if torch.distributed.is_initialized() and not is_ours:
+                return collective(*args, **kwargs)
+            if device.launches is not None:
+                device.launches.append(Launch(name, {"args": args, **kwargs}))
+            return None
+
+        return run
+
+    join = torch.distributed.init_process_group
+
+    def join_on_host(backend: str, **options: Any) -> None:
+        join("gloo", **options)
+
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
+    functions = {name: replaced(name) for name in names}
+    return functions | {"is_nccl_available": lambda: True, "init_process_group": join_on_host}
 
 
 def _allow_device_type() -> None:
@@ -284,8 +307,8 @@ def _allow_device_type() -> None:
 
 
 @contextlib.contextmanager
-def stand_in(card: Card) -> Iterator[StandIn]:
-    """Within this block, in this thread, torch finds one GPU of the kind `card`, as device cuda:0."""
+def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
+    """Within this block, in this thread, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on."""
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -313,10 +336,10 @@ def stand_in(card: Card) -> Iterator[StandIn]:
     with contextlib.ExitStack() as stack:
         stack.callback(torch._C._set_only_lift_cpu_tensors, lift)
         torch._C._set_only_lift_cpu_tensors(True)
-        for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier"):
-            stack.enter_context(mock.patch.object(torch.distributed, name, _collective))
-        for name, replacement in _torch_cuda(device).items():
+        for name, replacement in _torch_cuda(device, count).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        for name, function in _collectives(device).items():
+            stack.enter_context(mock.patch.object(torch.distributed, name, function))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.profiler, "profile", partial(_Profiler, device)))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))

@@ -1,7 +1,7 @@
 """The mesh: the groups of ranks to which one rank belongs, and the collectives of each group."""
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from quire.parallel.sizes import AXES, MeshSizes
 @dataclass(frozen=True)
 class Communicator:
     """The collectives of one group of ranks. In a group of one, each is the identity. rank: this rank's number in the
-    group."""
+    group. capturable: whether CUDA graphs can hold the collectives."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    capturable: bool = field(default=False, kw_only=True)
 
     def share(self, total: int) -> tuple[int, int]:
         """This rank's part [start, stop) of `total` items. Parts are equal, but the last ones may be short or empty."""
@@ -52,9 +53,10 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place among all ranks: its number, and the group to which it belongs along each axis."""
+    """One rank's place among all ranks: its number, their number, and the rank's group along each axis."""
 
     rank: int = 0
+    size: int = field(default=1, kw_only=True)
     dp: Communicator = Communicator()
     pp: Communicator = Communicator()
     cp: Communicator = Communicator()
@@ -67,6 +69,11 @@ class Mesh:
             return torch.device(kind)
         return torch.device(kind, (torch.cuda.current_device() + self.rank) % torch.cuda.device_count())
 
+    def ranks_on_device(self, kind: str) -> int:
+        """The number of ranks that share the device of this rank."""
+        devices = torch.cuda.device_count() if kind == "cuda" else 1
+        return len(range(self.rank % devices, self.size, devices))
+
 
 def open_meeting(host: str) -> TCPStore:
     """A store at which ranks meet. It listens on the address `host` of this machine, at its attribute `port`."""
@@ -75,15 +82,26 @@ def open_meeting(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def join(sizes: MeshSizes, rank: int, host: str, port: int) -> Mesh:
+def backend(kind: str, ranks: int) -> str:
+    """The collectives that so many ranks use on devices of a kind, as torch names them.
+
+    If each rank has a GPU of its own, NCCL exchanges tensors between GPUs. It cannot share a GPU, so ranks on the same
+    GPU exchange tensors through the host, with Gloo. Numbers that ranks agree on are on CPUs, and always take Gloo.
+    """
+    if kind == "cuda" and torch.cuda.device_count() >= ranks and dist.is_nccl_available():
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def join(sizes: MeshSizes, rank: int, host: str, port: int, kind: str = "cpu") -> Mesh:
     """Meet the other ranks at the store that listens on host:port. Returns when all ranks have connected.
 
-    The collectives run on CPUs, with Gloo. Groups of one rank need no process group.
+    kind: of the ranks' devices, "cpu" or "cuda". Groups of one rank need no process group.
     """
     if sizes.world == 1:
         return Mesh()
-    store = TCPStore(host, port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes.world)
+    store, name = TCPStore(host, port, is_master=False), backend(kind, sizes.world)
+    dist.init_process_group(name, store=store, rank=rank, world_size=sizes.world)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
     communicators = {}
     for axis in AXES:
@@ -91,5 +109,8 @@ def join(sizes: MeshSizes, rank: int, host: str, port: int) -> Mesh:
             if len(ranks) > 1 and tuple(ranks) not in groups:  # every rank must call new_group for every group
                 groups[tuple(ranks)] = dist.new_group(ranks)
             if rank in ranks and len(ranks) > 1:
-                communicators[axis] = Communicator(ranks.index(rank), len(ranks), groups[tuple(ranks)])
-    return Mesh(rank, **communicators)
+                group = groups[tuple(ranks)]
+                communicators[axis] = Communicator(
+                    ranks.index(rank), len(ranks), group, capturable=name.endswith("nccl")
+                )
+    return Mesh(rank, size=sizes.world, **communicators)

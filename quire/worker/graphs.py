@@ -101,8 +101,12 @@ class CapturedForward(Forward):
         staging: Staging,
         most_tokens: int,
         tokens_per_request: Sequence[int] = (1,),
+        is_only_rank: bool = True,
     ) -> None:
+        """is_only_rank: if False, a capture that fails is an error, since the other ranks' graphs wait for this rank's
+        part of each all-reduce."""
         super().__init__(model, backends)
+        self.is_only_rank = is_only_rank
         self.staging, most_requests = staging, len(staging.batch.num_tokens)
         requests = [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
         self._sizes = {count: [StepSize(n * count, n, count) for n in requests] for count in tokens_per_request}
@@ -128,6 +132,8 @@ class CapturedForward(Forward):
                 hidden, replay = self.staging.device.capture(run)
                 self._graphs[size] = _Graph(replay, x, hidden)
         except Exception as error:  # Triton raises many kinds of exceptions
+            if not self.is_only_rank:
+                raise RuntimeError("the CUDA graphs of several ranks cannot be captured; set enforce_eager") from error
             self._graphs.clear()
             self._sizes = {0: []}
             logger.warning("Steps run without CUDA graphs: %s", error_text(error).partition("\n")[0])

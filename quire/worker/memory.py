@@ -23,8 +23,11 @@ def free_on_host() -> int:
     return available if allowed is None else min(available, allowed)
 
 
-def budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes of a GPU that the engine may use. Raises ConfigError if other processes use some of them."""
+def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
+    """Bytes of a GPU that each of the `ranks` on it may use. Raises ConfigError if other processes use some of them.
+
+    Ranks must agree on the smallest of their budgets before one of them loads weights.
+    """
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -35,7 +38,7 @@ def budget(config: EngineConfig, device: torch.device) -> int:
             f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, but only "
             f"{_gib(free)} are free; lower gpu_memory_utilization, or end the other processes on this GPU"
         )
-    return int(share * total) - (total - free)
+    return (int(share * total) - (total - free)) // ranks
 
 
 @contextlib.contextmanager

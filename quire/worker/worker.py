@@ -36,7 +36,7 @@ class Worker:
         """Raises ConfigError if the KV cache does not fit into memory, or if the model cannot use its type."""
         self.device, group = choose_device(config.kernels.device, mesh), mesh.tp
         device, started = self.device.torch_device, time.perf_counter()
-        budget = memory.budget(config, device)
+        budget = group.minimum(memory.budget(config, device, mesh.ranks_on_device(device.type)))
         with memory.explained("the model's weights", device):
             model = load_model(directory, config, max_model_len, device, group, show_progress=mesh.rank == 0)
         self.model, dtype = model, model.kernels.target.dtype
@@ -98,14 +98,14 @@ class Worker:
 def _forward(
     config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator
 ) -> Forward:
-    """The forward for the device and the options. With several ranks it is eager, since their all-reduce cannot be
-    recorded."""
-    eager = config.model.enforce_eager or group.size > 1
+    """The forward for the device and the options. It is eager if the ranks' all-reduce cannot be captured."""
+    eager = config.model.enforce_eager or (group.size > 1 and not group.capturable)
     if not staging.device.is_async:
         return Forward(model, backends) if eager or config.model.torch_compile else RecordedForward(model, backends)
     if eager or not all(backend.capturable for backend in backends):
         return Forward(model, backends)
-    return CapturedForward(model, backends, staging, config.scheduler.tokens_of_a_step(gpu=True))
+    most_tokens = config.scheduler.tokens_of_a_step(gpu=True)
+    return CapturedForward(model, backends, staging, most_tokens, is_only_rank=group.size == 1)
 
 
 def _backends(config: EngineConfig, model: Model) -> list[AttentionBackend]:

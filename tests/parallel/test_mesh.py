@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.parallel.mesh import Communicator, Mesh, join, open_meeting
+from quire.parallel.mesh import Communicator, Mesh, backend, join, open_meeting
 from quire.parallel.sizes import MeshSizes
 
 AXES = ["dp", "pp", "cp", "tp", "ep"]
@@ -76,6 +76,23 @@ def test_the_gpus_of_a_machine_go_to_its_ranks_in_turn(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert [Mesh(rank).device("cuda").index for rank in range(6)] == [0, 1, 2, 3, 0, 1]
     assert Mesh(3).device("cpu") == torch.device("cpu")
+
+
+def test_ranks_that_share_a_gpu_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [Mesh(rank, size=3).ranks_on_device("cuda") for rank in range(3)] == [2, 1, 2]
+    assert Mesh().ranks_on_device("cuda") == 1
+    assert Mesh(1, size=4).ranks_on_device("cpu") == 4
+
+
+def test_gpus_exchange_tensors_themselves_if_each_rank_has_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert backend("cuda", 2) == "cpu:gloo,cuda:nccl"
+    assert backend("cuda", 3) == "gloo"
+    assert backend("cpu", 2) == "gloo"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert backend("cuda", 2) == "gloo"
 
 
 # Each of four ranks prints, for each axis: its number and the group's size, a sum, what was gathered, and a minimum.

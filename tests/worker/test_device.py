@@ -40,12 +40,6 @@ def test_without_a_c_compiler_triton_is_not_used(monkeypatch, caplog, tmp_path):
     assert "Triton finds no C compiler" in caplog.text
 
 
-def test_several_ranks_on_gpus_are_refused(checkpoints, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size > 1 works on CPUs only so far; add device=cpu"):
-        make_llm(checkpoints.path("llama"), tensor_parallel_size=2)
-
-
 def test_steps_are_larger_on_a_gpu():
     options = EngineConfig().scheduler
     assert (options.tokens_of_a_step(gpu=False), options.tokens_of_a_step(gpu=True)) == (512, 8192)
