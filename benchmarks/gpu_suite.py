@@ -10,7 +10,8 @@ docs/gpu.md says what to do with them.
 
 Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec. A picture needs
 matplotlib; `--draw gpu-suite.json` makes it later. To try changes of this file without a GPU: `--small` runs everything
-in small on a CPU, and `--stand-in sm_90` runs it in full on a GPU that computes nothing (quire/gpu/stand_in.py).
+in small on a CPU, and `--stand-in sm_90` runs it with fewer tokens on a GPU that computes nothing
+(quire/gpu/stand_in.py).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ Results = dict[str, dict[str, Any]]
 # ---- a section, in its own process
 
 
-def run_section(name: str, small: bool, results: Results) -> dict[str, Any]:
-    """results: of the sections before."""
+def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str, Any]:
+    """few: fewer tokens and steps. results: of the sections before."""
     import gpu_checks
     import gpu_figures
     import torch
@@ -85,14 +86,16 @@ def run_section(name: str, small: bool, results: Results) -> dict[str, Any]:
         return _tiles(device, results, small)
     if name not in SECTIONS:
         raise ValueError(f"there is no section {name!r}")
-    count, longest = (4, 40) if small else (256, 1024)
+    count, longest = 4 if small else 256, 40 if few else 1024
     shape = "tiny" if small else SHAPES[name.split()[-1]]
     if name.startswith("transformers"):
-        return gpu_figures.transformers_batch(shape, count, longest, min(100, longest // 2))
-    return _engine(shape, device, ceilings, small, count, longest)
+        return gpu_figures.transformers_batch(shape, 4 if few else count, longest, min(100, longest // 2))
+    return _engine(shape, device, ceilings, small, few, count, longest)
 
 
-def _engine(shape: str, device: Any, ceilings: dict[str, Any], small: bool, count: int, longest: int) -> dict[str, Any]:
+def _engine(
+    shape: str, device: Any, ceilings: dict[str, Any], small: bool, few: bool, count: int, longest: int
+) -> dict[str, Any]:
     """The start, one stream, the kernels of steps, many requests, and the gain of graphs."""
     import gpu_figures as figures
 
@@ -105,11 +108,11 @@ def _engine(shape: str, device: Any, ceilings: dict[str, Any], small: bool, coun
         llm, seconds = figures.start(path, device.type, **options)
         result: dict[str, Any] = {"start_s": seconds, "kv_blocks": llm.core.executor.kv_cache.num_blocks}
         tell(result)
-        each = figures.one_stream(llm, 32 if small else 400)
+        each = figures.one_stream(llm, 32 if few else 400)
         read_rate = ceilings.get("read_bytes_s", math.nan)
         result |= {"one_stream_tok_s": 1 / each, "one_stream_share": weights / each / read_rate}
         tell(result)
-        result |= figures.host(llm, 8 if small else 50)
+        result |= figures.host(llm, 8 if few else 50)
         result["failures"] = {
             f"{key} = {result[key]}": f"more than {limit}" for key, limit in LIMITS.items() if result[key] > limit
         }
@@ -127,7 +130,7 @@ def _engine(shape: str, device: Any, ceilings: dict[str, Any], small: bool, coun
             gc.collect()  # frees its memory for the next engine
             eager, _ = figures.start(path, device.type, enforce_eager=True,
                                      kv_cache_memory_bytes=2**28 if small else 2**32, **options)  # fmt: skip
-            result["graphs_gain"] = figures.one_stream(eager, 32 if small else 200) / each
+            result["graphs_gain"] = figures.one_stream(eager, 32 if few else 200) / each
     return result
 
 
@@ -207,7 +210,7 @@ def main() -> int:
     if a.section:
         results = json.loads(saved.read_text()) if saved.exists() else {}
         with _stand_in(a.stand_in):
-            tell(run_section(a.section, a.small, results))
+            tell(run_section(a.section, a.small, a.small or a.stand_in is not None, results))
         return 0
     if a.draw:
         draw(json.loads(a.draw.read_text()), a.draw.with_suffix(".png"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,10 +72,10 @@ class StandIn:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations on tensors of the stand-in compute shapes only. Operations on tensors of the host run as usual."""
 
-    def __init__(self, device: StandIn) -> None:
+    def __init__(self, device: StandIn, shapes: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = shapes or FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -92,6 +93,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.name() in ("aten::to.device", "aten::to.dtype", "aten::to.dtype_layout", "aten::to.other"):
             with self:  # in inference mode, torch does not take these apart by itself
                 return func.decompose(*args, **kwargs)
+        if func is aten.nonzero.default:  # the host finds no element, since values arrive as zeros
+            self.device.waits += 1
+            func, args, kwargs = aten.new_empty.default, (args[0], (0, args[0].dim())), {"dtype": torch.int64}
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self.device.waits += not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
             return args[0].zero_()
@@ -269,8 +273,8 @@ def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
 
 
 def _collectives(device: StandIn) -> dict[str, Any]:
-    """What replaces functions of torch.distributed. Collectives exchange nothing if their tensors are of the stand-in, or
-    if this process has not joined others: then it is the only one of its Communicator(rank, size, group=None)."""
+    """What replaces functions of torch.distributed. Collectives exchange nothing if their tensors are on the stand-in.
+    The same holds in a process that has not joined others, as one rank of a Communicator(rank, size, group=None)."""
 
     def replaced(name: str) -> Any:
         collective = getattr(torch.distributed, name)
@@ -308,7 +312,8 @@ def _allow_device_type() -> None:
 
 @contextlib.contextmanager
 def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
-    """Within this block, in this thread, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on."""
+    """Within this block, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on. This holds for this
+    thread and for threads that are started within the block."""
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -331,6 +336,13 @@ def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
         if not cache_hit:
             device.cache_misses.append(src.name)
 
+    run_thread = threading.Thread.run
+
+    def thread(self: threading.Thread) -> None:
+        torch._C._set_only_lift_cpu_tensors(True)
+        with _Operations(device, operations.shapes):
+            run_thread(self)
+
     _allow_device_type()
     lift = torch._C._only_lift_cpu_tensors()
     with contextlib.ExitStack() as stack:
@@ -342,6 +354,7 @@ def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
             stack.enter_context(mock.patch.object(torch.distributed, name, function))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
         stack.enter_context(mock.patch.object(torch.profiler, "profile", partial(_Profiler, device)))
+        stack.enter_context(mock.patch.object(threading.Thread, "run", thread))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
         triton.runtime.driver.set_active(_Driver(card))
