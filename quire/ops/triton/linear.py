@@ -23,7 +23,6 @@ from quire.ops.triton import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
 from quire.ops.triton.float8 import converts_float8, from_float8, to_float8
 from quire.ops.triton.tiles import tile_of
 
-_RUN = 8  # see PackedMatrix.run
 _FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 
 
@@ -70,25 +69,20 @@ def _rows_of(bounds, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _unpacking(dtype, half, centre):
-    """PTX that makes four floats of 16 bits of the low or high halves of four bytes.
+def _unpacking(dtype, quarter, centre):
+    """PTX that makes two floats of 16 bits of the codes of 4 bits in one quarter of two words of 16 bits.
 
     A code in the last bits of a float's mantissa adds itself to the float: to 128 in bfloat16, to 1024 in float16. What
     is too much is then taken away, together with the centre.
     """
     name, base, one, minus = ("bf16", 0x4300, 0x3F80, 0xC300) if dtype.is_bf16() else ("f16", 0x6400, 0x3C00, 0xE400)
-    shift = "shr.b32 a, a, 4; shr.b32 b, b, 4;" if half else ""
     return f"""{{
-        .reg .b32 a, b, one, minus;
+        .reg .b32 a, one, minus;
         mov.b32 one, {one * 0x10001};
         mov.b32 minus, {(minus + centre) * 0x10001};
-        prmt.b32 a, $2, 0, 0x4140;
-        prmt.b32 b, $2, 0, 0x4342;
-        {shift}
+        shr.u32 a, $1, {4 * quarter};
         lop3.b32 a, a, 0x000F000F, {base * 0x10001}, 0xEA;
-        lop3.b32 b, b, 0x000F000F, {base * 0x10001}, 0xEA;
         fma.rn.{name}x2 $0, a, one, minus;
-        fma.rn.{name}x2 $1, b, one, minus;
     }}"""
 
 
@@ -119,7 +113,7 @@ def _float8_conversion(dtype):
 
 @triton.jit
 def _weights(
-    stored, scale_rows, offset_rows, place, at, group_stride, ins, HALF: tl.constexpr, FORM: tl.constexpr,
+    stored, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
     SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr, GROUP: tl.constexpr,
     PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -132,10 +126,10 @@ def _weights(
         values = from_float8(stored, dtype, NATIVE)
     elif FORM == "four" and PTX:
         values = tl.inline_asm_elementwise(
-            _unpacking(dtype, HALF, CENTRE), "=r,=r,r", [stored], dtype=dtype.value, is_pure=True, pack=4
+            _unpacking(dtype, QUARTER, CENTRE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
         )
     elif FORM == "four":
-        values = ((stored >> (4 * HALF)) & 15).to(tl.int8)
+        values = ((stored >> (4 * QUARTER)) & 15).to(tl.int8)
         if CENTRE:
             values -= CENTRE
         values = values.to(dtype)
@@ -143,10 +137,10 @@ def _weights(
         values = stored.to(dtype)
     if SCALING == "groups":
         # One load for each group. All weights of a group then take its scale.
-        per_byte: tl.constexpr = 2 if FORM == "four" else 1
-        count: tl.constexpr = stored.shape[1] * per_byte // GROUP
-        shape: tl.constexpr = (stored.shape[0], count, GROUP // per_byte)
-        groups = tl.min(place, 0) * per_byte // GROUP + tl.arange(0, count)
+        per_word: tl.constexpr = 4 if FORM == "four" else 1
+        count: tl.constexpr = stored.shape[1] * per_word // GROUP
+        shape: tl.constexpr = (stored.shape[0], count, GROUP // per_word)
+        groups = tl.min(place, 0) * per_word // GROUP + tl.arange(0, count)
         inside = (groups * GROUP < ins)[None, :]
         scale = tl.load(scale_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0).to(tl.float32)
         wide = tl.reshape(values.to(tl.float32), shape) * scale[:, :, None]
@@ -173,8 +167,8 @@ def _product(
     NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` bytes of each row of
-    weights, or elements if they are dense. It writes them to the part of `out` for these inputs.
+    """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
+    weights: elements, or four codes of 4 bits. It writes them to the part of `out` for these inputs.
 
     FORM: of the weights, "dense", "integer", "float8" or "four". EIGHT: x has codes of 8 bits as well, with a scale for
     each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
@@ -199,16 +193,16 @@ def _product(
     code_rows = codes + weight_rows[:, None] * code_stride
     scale_rows, offset_rows = scales + weight_rows * scale_stride, offsets + weight_rows * scale_stride
     x_rows = x + at_rows[None, :].to(tl.int64) * x_stride
-    per_byte: tl.constexpr = 2 if FORM == "four" else 1
+    per_word: tl.constexpr = 4 if FORM == "four" else 1
     integers: tl.constexpr = EIGHT and FORM == "integer" and PRECISION != "interpreted"
     sum_type: tl.constexpr = tl.int32 if integers else tl.float32
     # Tensor cores add products of float8 with few bits, so no long sums are left to them.
     in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
     sums = tl.zeros([OUTS, ROWS], tl.float32 if in_parts else sum_type)
     if SCALING == "step":  # scales are loaded one step ahead of their use
-        at_group = split * span * per_byte // GROUP * group_stride
+        at_group = split * span * per_word // GROUP * group_stride
         next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
-    length = tl.cdiv(ins, per_byte)  # bytes of a row of weights; elements, if they are dense
+    length = tl.cdiv(ins, per_word)
     for begin in range(split * span, tl.minimum(length, split * span + span), INS):
         place = begin + tl.arange(0, INS)
         if EVEN:
@@ -217,7 +211,7 @@ def _product(
             stored = tl.load(code_rows + place[None, :], mask=(place < length)[None, :], other=0.0)
         if SCALING == "step":
             scale, offset = next_scale, next_offset
-            at_group = tl.minimum(begin + INS, length - 1) * per_byte // GROUP * group_stride
+            at_group = tl.minimum(begin + INS, length - 1) * per_word // GROUP * group_stride
             next_scale = tl.load(scale_rows + at_group)
             if OFFSETS:
                 next_offset = tl.load(offset_rows + at_group)
@@ -225,10 +219,10 @@ def _product(
         if in_parts:
             part = tl.zeros([OUTS, ROWS], sum_type)
         total = tl.zeros([OUTS if ROWS <= 32 else 1, ROWS], tl.float32)
-        for half in tl.static_range(per_byte):
+        for quarter in tl.static_range(per_word):
             at = place
             if FORM == "four":
-                at = place // RUN * (2 * RUN) + place % RUN + half * RUN
+                at = place // RUN * (4 * RUN) + place % RUN + quarter * RUN
             mask = is_row[None, :]
             if not EVEN:
                 mask = mask & (at < ins)[:, None]
@@ -236,7 +230,7 @@ def _product(
             left = stored
             if FORM != "dense" and not EIGHT:
                 left = _weights(
-                    stored, scale_rows, offset_rows, place, at, group_stride, ins, half, FORM, SCALING, OFFSETS,
+                    stored, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM, SCALING, OFFSETS,
                     CENTRE, NATIVE, GROUP, PTX, right.dtype,
                 )  # fmt: skip
             part = multiplied(left, right, part, PRECISION)
@@ -301,8 +295,9 @@ class PackedMatrix(QuantizedMatrix):
     """A matrix as the kernels read it fastest. Integers of 8 bits without offsets have the centre 0; scales and offsets
     of all outputs for one group are neighbours in memory.
 
-    run: codes of 4 bits hold, of each 2 * run inputs, the first half in the low halves of run bytes, and the second in
-        their high halves, so that x is read in runs. `order` tells the same.
+    run: a word of 16 bits has four codes of 4 bits, and `run` words hold 4 * run inputs: the lowest bits of all words
+        come first, so that x is read in runs. `order` tells the same. If run is 1, there may be an unused byte behind a
+        row's codes.
     x_order: [in]; the order of x's columns that the kernels expect; None for their own order.
     """
 
@@ -311,9 +306,9 @@ class PackedMatrix(QuantizedMatrix):
 
 
 @cache
-def _runs(inputs: int, device: torch.device) -> Tensor:
-    """The input of each code, in the order of low and high halves, if run is _RUN."""
-    return torch.arange(inputs, device=device).view(-1, 2, _RUN).transpose(1, 2).flatten()
+def _runs(inputs: int, run: int, device: torch.device) -> Tensor:
+    """The input of each code, in the order of the words of a PackedMatrix."""
+    return torch.arange(inputs, device=device).view(-1, 4, run).transpose(1, 2).flatten()
 
 
 def _pack(matrix: QuantizedMatrix) -> PackedMatrix:
@@ -324,12 +319,16 @@ def _pack(matrix: QuantizedMatrix) -> PackedMatrix:
     ins = matrix.in_features
     if codes.dtype is torch.uint8 and matrix.bits == 8 and matrix.offsets is None:
         codes = (codes ^ 128).view(torch.int8)
-    if matrix.bits == 4 and matrix.group % (2 * _RUN) == 0 and ins % (2 * _RUN) == 0:
-        pairs = codes.view(len(codes), -1, 2, _RUN // 2)  # the bytes of the first and the second inputs of a run
-        first, second = (torch.stack([half & 15, half >> 4], dim=-1).flatten(2) for half in pairs.unbind(2))
-        codes, run = (first | second << 4).flatten(1), _RUN
-        runs = _runs(ins, codes.device)
-        order = runs if order is None else order[runs]
+    if matrix.bits == 4:
+        run = next((n for n in (8, 4) if matrix.group % (4 * n) == 0 and ins % (4 * n) == 0), 1)
+        if run == 1:
+            codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+        else:
+            single = torch.stack([codes & 15, codes >> 4], dim=-1).view(len(codes), -1, 4, run)
+            first, second, third, fourth = single.unbind(2)  # of each word, from the lowest bits
+            codes = torch.stack([first | second << 4, third | fourth << 4], dim=-1).flatten(1)
+            runs = _runs(ins, run, codes.device)
+            order = runs if order is None else order[runs]
     scales, offsets = matrix.scales, matrix.offsets
     if matrix.factors is not None:
         scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
@@ -398,15 +397,14 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
 
 
 def _scaling(weight: PackedMatrix, step: int) -> tuple[str, int]:
-    """(SCALING, INS) of a product whose loop would take `step` bytes of a row of weights at a time."""
+    """(SCALING, INS) of a product whose loop would take `step` words of a row of weights at a time."""
     if weight.group >= weight.in_features and weight.offsets is None:
         return "row", step
-    per_byte = 8 // weight.bits
-    group, rest = divmod(weight.group, per_byte)  # in bytes
+    group, rest = divmod(weight.group, 4 if weight.bits == 4 else 1)  # in words
     even = group & -group  # the largest power of two that divides it
     if not rest and even >= min(step, 64):
         return "step", min(step, even)
-    return ("groups" if not rest and even == group and group >= 8 else "any"), step
+    return ("groups" if not rest and even == group and group >= 4 else "any"), step
 
 
 def _launch(
@@ -422,14 +420,15 @@ def _launch(
     out = x.new_empty(rows, outs, dtype=dtype)
     if not out.numel():
         return out
-    per_byte, form, scaling, group = 1, "dense", "none", 1
+    per_word, form, scaling, group = 1, "dense", "none", 1
     scales, offsets = x, None
     if weight is not None:
-        per_byte, group, scales, offsets = 8 // weight.bits, weight.group, weight.scales, weight.offsets
-        form = "four" if weight.bits == 4 else "integer"
+        group, scales, offsets, form = weight.group, weight.scales, weight.offsets, "integer"
+        if weight.bits == 4:
+            per_word, form, codes = 4, "four", codes.view(torch.int16)
         if codes.is_floating_point():
             form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
-    card, length = card_of(x.device), triton.cdiv(ins, per_byte)
+    card, length = card_of(x.device), triton.cdiv(ins, per_word)
     tile = tile_of(card, kind, _FIXED_ROWS * experts if fixed else rows, outs, length, experts)
     step = tile.ins
     if weight is not None:
@@ -447,7 +446,7 @@ def _launch(
         span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
         form, x_scales is not None, scaling, offsets is not None, 8 if form == "four" and offsets is None else 0,
         group if scaling in ("step", "groups", "any") else 1, 1 if weight is None else weight.run, bias is not None,
-        0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins % per_byte == 0,
+        0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins % per_word == 0,
         is_native, has_ptx and dtype is not torch.float32, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip

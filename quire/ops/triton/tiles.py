@@ -7,9 +7,12 @@ from quire.gpu.cards import Card
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes, and how. rows, outs: of its results; ins: bytes of a row of weights that a step of its
-    loop loads (elements of dense weights). stages: steps whose loads are under way at a time. splits: parts of the
-    inputs, each computed by a program of its own."""
+    """What a program computes, and how.
+
+    rows, outs: of its results. ins: words of a row of weights that a step of its loop loads; a word is an element, or
+    four codes of 4 bits. stages: steps whose loads are under way at a time. splits: parts of the inputs, each computed
+    by a program of its own.
+    """
 
     rows: int
     outs: int
@@ -22,7 +25,7 @@ class Tile:
 # By the kind of weight ("dense", "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
 # dequantized, "four") and the rows of a tile. The first tile that gives each processor a program is taken, or the last.
 # With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
-# each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) bytes of one program.
+# each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
 _TILES = {
     ("dense", 16): (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 2, 4)),
     ("dense", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 32, 128, 2, 4)),
@@ -40,17 +43,17 @@ _TILES = {
     ("wide", 32): (Tile(32, 32, 128, 2, 4),),
     ("wide", 64): (Tile(64, 64, 64, 4, 3),),
     ("wide", 128): (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 3)),
-    ("four", 16): (Tile(16, 32, 64, 2, 10),),
-    ("four", 32): (Tile(32, 32, 64, 2, 6),),
-    ("four", 64): (Tile(64, 64, 64, 4, 3),),
-    ("four", 128): (Tile(128, 128, 64, 8, 3), Tile(128, 64, 64, 4, 3)),
+    ("four", 16): (Tile(16, 32, 32, 2, 10),),
+    ("four", 32): (Tile(32, 32, 32, 2, 6),),
+    ("four", 64): (Tile(64, 64, 32, 4, 3),),
+    ("four", 128): (Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3)),
     ("float32", 16): (Tile(16, 32, 32, 4, 2),),
     ("float32", 32): (Tile(32, 32, 32, 4, 2),),
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
     ("float32", 128): (Tile(64, 64, 32, 4, 2),),
 }
 # Other tiles on cards whose tensor cores take operands from registers (mma.sync).
-_REGISTERS = {("four", 128): (Tile(128, 64, 64, 8, 3),)}
+_REGISTERS = {("four", 128): (Tile(128, 64, 32, 8, 3),)}
 _STEPS = {16: 16, 32: 32, 64: 64, 256: 128}  # rows of an expert, at most: rows of a tile
 
 
@@ -64,7 +67,7 @@ def row_sizes(experts: int = 1) -> tuple[int, ...]:
 
 
 def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int = 1) -> Tile:
-    """rows: of all experts. ins: bytes of a row of weights (elements of dense weights).
+    """rows: of all experts. ins: words of a row of weights.
 
     The tile depends on rows only through the steps of `row_sizes`. If it leaves processors without work, the inputs are
     split.
