@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from benchmarks.gpu.machine_code import MachineCode, Product, read
@@ -70,12 +71,17 @@ def _narrow(code: MachineCode) -> list[str]:
         types = {dtype for name, dtype, _ in code.loads if name == argument}
         if not types:
             continue
-        main = min(types, key=lambda dtype: int("".join(x for x in dtype[:3] if x.isdigit()) or 0))
+        main = min(types, key=_bits)
         narrow = {width: n for (a, t, width), n in code.loads.items() if a == argument and t == main and width < WIDE}
         if narrow:
             listed = ", ".join(f"{n} of {width}" for width, n in sorted(narrow.items()))
             found.append(f"narrow loads of {argument} ({main}): {listed} bytes a thread")
     return found
+
+
+def _bits(dtype: str) -> int:
+    """f8E4M3FN -> 8, bf16 -> 16"""
+    return int(number[0]) if (number := re.search(r"\d+", dtype)) else 0
 
 
 def judged(launch: Any, card: Card) -> dict[str, Any]:
