@@ -96,7 +96,8 @@ class Staging:
         """Store the tokens that were sampled at a step's places (see FlatBatch): all [places], int64. Does nothing on a
         CPU, where `InputBatch.fill` stores them."""
         if isinstance(self.state, DeviceState):
-            self.state.append(rows, positions, token_ids)
+            state = self.state
+            self.kernels.append_tokens(state.token_ids, state.num_tokens, rows, positions, token_ids)
 
     def _dimensions(self, size: StepSize) -> dict[str, int]:
         groups, _, blocks = self.batch.block_tables.shape

@@ -64,9 +64,3 @@ class DeviceState(BatchState):
             self.token_ids.view(-1).index_copy_(0, arrays["new_token_cells"], arrays["new_token_ids"])
         if "edit_cells" in arrays:
             self.block_tables.view(-1).index_copy_(0, arrays["edit_cells"], arrays["edit_ids"])
-
-    def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Append sampled tokens: token_ids[i] comes after position positions[i] of row rows[i]. All: [places], int64.
-        The places of a row are in the order of its tokens."""
-        self.token_ids[rows, positions + 1] = token_ids.int()
-        self.num_tokens.scatter_reduce_(0, rows, positions + 2, "amax")

@@ -62,7 +62,7 @@ def test_a_layer_launches_no_more_than_it_must(traced):
     for name, count in OF_A_LAYER.items():
         head = name == "linear"  # the language-model head is another product
         assert launched.pop(name, 0) <= layers * count + head, name
-    assert sum(launched.values()) <= 17, launched  # of the whole step: inputs, embedding, first norm, sampling
+    assert sum(launched.values()) <= 13, launched  # of the whole step: inputs, embedding, first norm, sampling
 
 
 def test_the_sampler_launches_four_kernels_at_most(traced):
@@ -78,5 +78,5 @@ def test_no_kernel_contains_float64(traced):
 
 
 def test_another_number_of_requests_compiles_no_small_kernel(traced):
-    small = ("_flat_batch", "_gather", "_merge", "_rms_norm", "_add_rms_norm", "_gate")
+    small = ("_flat_batch", "_append_tokens", "_gather", "_merge", "_rms_norm", "_add_rms_norm", "_gate")
     assert [line for line in traced["compiled"] if line.startswith(small)] == []

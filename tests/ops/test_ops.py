@@ -277,7 +277,7 @@ def test_products_with_packed_weights(implementation, two_threads):
 
 
 def test_every_op_has_cases():
-    elsewhere = {"quantize", "quantized_linear", "grouped_quantized_linear", "flat_batch"}
+    elsewhere = {"quantize", "quantized_linear", "grouped_quantized_linear", "flat_batch", "append_tokens"}
     assert {*CASES, *elsewhere} == set(OPS)
 
 

@@ -9,6 +9,7 @@ import torch
 from quire.kvcache.specs import attention_spec
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
+from quire.ops.reference.batch import append_tokens
 from quire.worker.input_batch import InputBatch
 from quire.worker.state import DeviceState, shared_state
 from support.engines import GREEDY, generate, make_llm
@@ -69,17 +70,26 @@ def test_changes_are_applied_in_any_number():
         last = batch.num_tokens[rows] - 1
         batch.token_ids[rows, last + 1] = np.arange(count)
         batch.num_tokens[rows] += 1
-        state.append(torch.tensor(rows, dtype=torch.int64), torch.from_numpy(last), torch.arange(count))
+        places = torch.tensor(rows, dtype=torch.int64), torch.from_numpy(last), torch.arange(count)
+        append_tokens.reference(state.token_ids, state.num_tokens, *places)
         assert_same_state(state, batch)
 
 
-def test_tokens_that_were_sampled_at_several_places_of_a_row_follow_the_tokens_of_their_places():
+@pytest.mark.parametrize("implementation", append_tokens.implementations, ids=lambda i: i.name)
+def test_tokens_that_were_sampled_at_several_places_of_a_row_follow_the_tokens_of_their_places(
+    implementation, interpreter
+):
     batch = InputBatch(3, 40, 16, [attention_spec([])], 100)
     for row in range(3):
         batch.install(NewRequest("a", row, [1, 2, 3, 4, 5], 2, 0, SamplingParams(), 0))
-    state = DeviceState.empty(batch, torch.device("cpu"))
+    device = "cuda" if implementation.name == "triton" and torch.cuda.is_available() else "cpu"
+    state = DeviceState.empty(batch, torch.device(device))
     for name, tensor in vars(shared_state(batch)).items():
         getattr(state, name).copy_(tensor)
-    state.append(torch.tensor([2, 2, 2, 0]), torch.tensor([2, 3, 4, 4]), torch.tensor([11, 12, 13, 14]))
+    places = ([2, 2, 2, 0], [2, 3, 4, 4], [11, 12, 13, 14])
+    implementation.function(state.token_ids, state.num_tokens, *(torch.tensor(x, device=device) for x in places))
     assert state.num_tokens.tolist() == [6, 5, 6]
     assert state.token_ids[:, :6].tolist() == [[1, 2, 3, 4, 5, 14], [1, 2, 3, 4, 5, 0], [1, 2, 3, 11, 12, 13]]
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    implementation.function(state.token_ids, state.num_tokens, none, none, none)
+    assert state.num_tokens.tolist() == [6, 5, 6]

@@ -1,4 +1,5 @@
-"""Builds the flat batch of a step from the state of the running requests, on the device that holds this state."""
+"""Builds the flat batch of a step from the state of the running requests, and appends the sampled tokens to the state.
+Both happen on the device that holds this state."""
 
 import torch
 from torch import Tensor
@@ -39,3 +40,14 @@ def flat_batch(
     slot_mapping.copy_(block * block_size + position % block_size).masked_fill_(padded, -1)
     counts = query_start_loc.diff()
     seq_lens.copy_((num_computed[rows] + counts).masked_fill_(counts == 0, 0))
+
+
+@declare_invariant(*ANYWHERE)
+def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
+    """Append sampled tokens: sampled[i] comes after position positions[i] of row rows[i].
+
+    token_ids: [all rows, longest], int32; num_tokens: [all rows], int64, raised to the number of tokens up to the last
+    place; rows, positions, sampled: [places], int64. The places of a row are in the order of its tokens.
+    """
+    token_ids[rows, positions + 1] = sampled.int()
+    num_tokens.scatter_reduce_(0, rows, positions + 2, "amax")

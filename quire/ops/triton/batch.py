@@ -1,4 +1,5 @@
-"""Builds the flat batch of a step in one launch: one program for each request, and one for the padded tokens."""
+"""The flat batch of a step in one launch, with a program for each request and one for the padded tokens; and the
+sampled tokens in another."""
 
 import triton
 import triton.language as tl
@@ -61,3 +62,28 @@ def flat_batch(
         token_ids.stride(0), block_tables.stride(0), block_tables.stride(1), slot_mapping.stride(0), len(rows),
         len(input_ids), groups, block_size, _BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["places"], do_not_specialize_on_alignment=["rows", "positions", "sampled"],
+)  # fmt: skip
+def _append_tokens(
+    token_ids, num_tokens, rows, positions, sampled, tokens_stride, places, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = place < places
+    row = tl.load(rows + place, mask=exists, other=0)
+    position = tl.load(positions + place, mask=exists, other=0)
+    token = tl.load(sampled + place, mask=exists, other=0).to(tl.int32)
+    tl.store(token_ids + row * tokens_stride + position + 1, token, mask=exists)
+    tl.atomic_max(num_tokens + row, position + 2, mask=exists)
+
+
+@reference.append_tokens.implementation("triton", supports=on_gpu)
+def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
+    places, block = len(rows), 64
+    if places:
+        _append_tokens[(triton.cdiv(places, block),)](
+            token_ids, num_tokens, rows, positions, sampled, token_ids.stride(0), places, block, num_warps=2,
+            enable_fp_fusion=False,
+        )  # fmt: skip
