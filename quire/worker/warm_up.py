@@ -7,6 +7,7 @@ all of them.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput
@@ -36,8 +37,11 @@ def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator
             yield _step(lengths, [_SCORED])
     for requests in _sizes(min(most_requests, most_tokens)):
         yield _step([1] * requests, [_GREEDY])
-    for top_k, top_p, min_p in product((0, 5), (1.0, 0.5), (0.0, 0.1)):
-        params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    # Requests with a rule about tokens have float32 logits. All limits share the kernels that find what they keep.
+    rules: tuple[dict[str, Any], ...] = {}, {"logit_bias": {0: 1.0}}
+    sampling: tuple[dict[str, Any], ...] = {"temperature": 0}, {}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}
+    for rule, options in product(rules, sampling):
+        params = SamplingParams(**rule, **options)
         yield _step([1], [params])
         if most_requests > 1:
             yield _step([1, 1], [params, _GREEDY])
