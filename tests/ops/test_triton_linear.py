@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.triton import INTERPRETED, linear
 from quire.ops.triton.tiles import row_sizes, tile_of
+from tests.support.stand_in import run_on_stand_in
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CARD = CARDS["sm_80"]
@@ -85,6 +87,17 @@ def test_products_of_packed_experts(counts):
             torch.testing.assert_close(computed, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("interpreter", "tiles")
+@pytest.mark.parametrize("bits", [8, 4])
+def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits):
+    torch.manual_seed(0)
+    matrix = linear.quantized_linear_triton.pack(quantize.reference(torch.randn(40, 512), bits, 128))
+    x = torch.randn(70, 512).half()
+    whole = linear.quantized_linear_triton(x, matrix, None, fixed=True)
+    for rows in (slice(0, 1), slice(3, 20), slice(65, 70)):
+        assert torch.equal(linear.quantized_linear_triton(x[rows], matrix, None, fixed=True), whole[rows])
+
+
 @pytest.mark.parametrize("card", [card for name, card in CARDS.items() if name != "gfx942"], ids=lambda card: card.name)
 def test_tiles_change_only_at_the_row_sizes(card):
     for kind in ("dense", "int8", "float8", "wide", "four", "float32"):
@@ -103,3 +116,51 @@ def test_few_outputs_are_split_so_that_most_processors_have_work():
         for outs, ins in ((1024, 4096), (4096, 4096), (4096, 14336), (6144, 4096), (28672, 4096)):
             tile = tile_of(card, "int8", 1, outs, ins)
             assert -(-outs // tile.outs) * tile.splits >= 0.85 * card.processors
+
+
+_COMPILE = """
+    import json
+    import torch
+    from benchmarks.gpu.machine_code import read
+    from quire.ops.reference.quantized import QuantizedMatrix
+    from quire.ops.triton import linear
+    results = []
+    for kind, columns, rows in {cases!r}:
+        dtype = torch.float8_e4m3fn if kind == "float8" else torch.uint8
+        codes = torch.empty(4096, columns, dtype=dtype, device=torch.device("cuda", 0))
+        scales = torch.empty(4096, 32, dtype=torch.float16, device=codes.device)
+        matrix = linear.quantized_linear_triton.pack(QuantizedMatrix(codes, scales, 128, 4096))
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=codes.device)
+        with device.traced() as launches:
+            linear.quantized_linear_triton(x, matrix, None)
+        (kernel,) = (launch.kernel for launch in launches if launch.name == "_product")
+        code = read(kernel)
+        wide = "LDGSTS.E.BYPASS.128" in " ".join(code.instructions) and not code.instructions["LDGSTS.E.64"]
+        results.append([sorted(code.products()), code.spilled, wide, code.shared <= device.card.shared_memory])
+    print(json.dumps(results))
+"""
+
+
+def test_products_use_the_tensor_cores_of_the_card():
+    """Codes of 4 bits in decoding, and float8 with as many rows as a warp group has. Both load 16 bytes at once."""
+    cases = [("four", 2048, 1), ("float8", 4096, 64)]
+    printed = run_on_stand_in(_COMPILE.format(cases=cases), "sm_90")
+    assert json.loads(printed.splitlines()[-1]) == [[["mma.sync"], 0, True, True], [["wgmma"], 0, True, True]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("card", "few", "many"),
+    [("sm_80", "mma.sync", "mma.sync"), ("sm_100", "mma.sync", "tcgen05"), ("sm_120", "mma.sync", "mma.sync")],
+)
+def test_products_fit_all_cards(card, few, many):
+    cases = [
+        ("four", 2048, 1),
+        ("four", 2048, 2048),
+        ("integer", 4096, 1),
+        ("integer", 4096, 2048),
+        ("float8", 4096, 2048),
+    ]
+    printed = run_on_stand_in(_COMPILE.format(cases=cases), card)
+    wanted = [[[kind], 0, True, True] for kind in (few, many, few, many, many)]
+    assert json.loads(printed.splitlines()[-1]) == wanted
