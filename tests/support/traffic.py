@@ -53,7 +53,9 @@ def serve_everything(llm: LLM, thorough: bool = True) -> None:
     for i in range(3 * limits.max_num_seqs):
         prompt = [i % 90 + 5] * (i * 13 % (limits.max_model_len - 30) + 1)
         llm.core.add_request(llm.processor.process(f"{i}", prompt, _params(max_tokens=25)).core_requests[0])
-    for step in range(200):
+    for step in range(5000):
+        if not llm.core.has_unfinished:
+            break
         llm.core.step()
         if step % 3 == 0:
             llm.core.abort_requests([f"{step}"])

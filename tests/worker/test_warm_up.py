@@ -54,8 +54,13 @@ def test_an_engine_that_serves_compiles_nothing():
     "options",
     [
         {"quantization": "int8"},
-        {"quantization": "int4", "max_num_batched_tokens": 1},
-        {"hf_overrides": _EXPERTS, "max_num_batched_tokens": 2000, "max_model_len": 1030},
+        {"quantization": "int4", "max_num_batched_tokens": 18},
+        {
+            "hf_overrides": _EXPERTS,
+            "max_num_batched_tokens": 2000,
+            "max_model_len": 1030,
+            "num_gpu_blocks_override": 400,
+        },
         {"hf_overrides": _EXPERTS, "quantization": "int8", "enforce_eager": True},
         {"hf_overrides": _LATENT, "dtype": "float16"},
         {"hf_overrides": _LATENT, "kv_cache_dtype": "int8", "enforce_eager": True},
