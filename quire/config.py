@@ -203,7 +203,7 @@ class KernelConfig:
         "attention backend to use: triton, torch-varlen, flash-attn, cpu or reference; vLLM's names, such as "
         "FLASH_ATTN, are only preferences (default: the fastest that supports the model)",
     )
-    cpu_isa: Literal["native", "avx512", "avx2"] = option(
+    cpu_isa: Literal["native", "avx512-bf16", "avx512-vnni", "avx512", "avx2"] = option(
         "native", "instruction set of the CPU kernels; native is the best that the processor supports"
     )
     kernels: dict[str, str] = option({}, 'implementations to use for ops, such as {"rms_norm": "reference"}', json=True)

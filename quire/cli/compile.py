@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"GPU to compile for: {', '.join(CARDS)}; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--cpu", action="append", default=[], metavar="ISA", type=_cpu,
-        help="instruction set to compile the CPU kernels for: native, avx512 or avx2; may be repeated",
+        "--cpu", action="append", default=[], metavar="NAME", type=_cpu,
+        help="processor to compile the CPU kernels for: native is this machine's; an instruction set: avx512-bf16, "
+        "avx512-vnni, avx512, avx2; or gcc's name of a processor: sapphirerapids, znver4, ...; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
@@ -52,11 +53,12 @@ def _target(name: str) -> str:
 
 
 def _cpu(name: str) -> str:
-    from quire.ops.cpu.build import INSTRUCTION_SETS
+    from quire.ops.cpu.build import INSTRUCTION_SETS, PROCESSORS
 
-    if name not in INSTRUCTION_SETS:
-        raise argparse.ArgumentTypeError(f"unknown instruction set {name!r}; known are: {', '.join(INSTRUCTION_SETS)}")
-    return name
+    known = dict(zip(INSTRUCTION_SETS, INSTRUCTION_SETS, strict=True)) | PROCESSORS
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"unknown processor {name!r}; known are: {', '.join(known)}")
+    return known[name]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,6 +40,12 @@ def test_options_of_serve_are_accepted_and_checked():
     assert "nothing to compile" in _quire("compile", "--port", "80", "--api-key", "x", "--max-num-seqs", "2").stderr
 
 
+def test_an_unknown_processor_is_refused_with_a_list_of_the_known_ones():
+    done = _quire("compile", "--cpu", "i486")
+    assert done.returncode == 2
+    assert "unknown processor 'i486'; known are: native, avx512-bf16" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_start_with_a_filled_cache_compiles_nothing_even_if_the_cache_was_moved_and_is_read_only(tmp_path: Path):
     pytest.importorskip("triton")

@@ -189,6 +189,41 @@ def test_the_fingerprint_of_a_fixed_instruction_set_is_the_same_on_every_process
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_a_start_takes_what_was_compiled_for_a_processor_like_this_one(
+    small_sources, monkeypatch, tmp_path, capsys, fresh_process
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "quire" / "kernels"
+    paths = {name: build.compile_for(name, folder) for name in ("avx2", "avx512")}  # this processor may lack avx512
+    assert build.compile_for("avx2", folder) == paths["avx2"]
+    assert capsys.readouterr().err.count("Compiling") == 2
+    features = {name: f"flags : {' '.join(sorted(build.INSTRUCTION_SETS[name][1]))}" for name in build.INSTRUCTION_SETS}
+    for processor, is_enough in (("avx2", True), ("avx512-bf16", False)):
+        build.library.cache_clear()
+        monkeypatch.setattr(build, "_cpu_features", lambda processor=processor: features[processor])
+        loaded = build.library()
+        assert loaded is not None
+        assert (loaded.path == paths["avx2"]) == is_enough  # else a better one is compiled
+        assert ("Compiling" in capsys.readouterr().err) == (not is_enough)
+    (folder / loaded.path.name).unlink()
+    build.library.cache_clear()
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    loaded = build.library()
+    assert loaded is not None
+    assert loaded.path == paths["avx512"]  # without a compiler, the best of those that the processor can run
+
+
+def test_the_sources_use_no_other_features_of_processors_than_the_build_knows():
+    macros = {
+        macro
+        for source in [*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")]
+        for macro in re.findall(r"__(AVX\w*|AMX\w*|FMA\w*|BMI\w*|F16C)__", source.read_text())
+    }
+    assert {macro.lower() for macro in macros} == {name.replace("_", "") for name in build._USED_FEATURES}
+
+
+@needs_compiler
 def test_the_compiler_needs_no_other_folder_than_that_of_the_library(small_sources, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", "/nonexistent")
     assert works(build.load(tmp_path))

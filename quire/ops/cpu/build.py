@@ -30,12 +30,26 @@ logger = logging.getLogger("quire")
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: see vector.h, fma
 # Instruction sets that the kernels may use: all that the processor has, or only those of an older one (to measure and
-# test that). Each has the compiler's flag and the features that the processor must have.
+# test that, and to compile for another machine). Each has the compiler's flags and the features that the processor must
+# have. The best are first.
+_AVX512 = {"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AVX512_VNNI = {*_AVX512, "avx512_vnni", "avx512vbmi"}
 INSTRUCTION_SETS = {
     "native": ("-march=native", set[str]()),
-    "avx512": ("-march=x86-64-v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "avx512-bf16": (
+        "-march=x86-64-v4 -mavx512vnni -mavx512vbmi -mavx512bf16", {*_AVX512_VNNI, "avx512_bf16"},
+    ),
+    "avx512-vnni": ("-march=x86-64-v4 -mavx512vnni -mavx512vbmi", _AVX512_VNNI),
+    "avx512": ("-march=x86-64-v4", _AVX512),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
-}
+}  # fmt: skip
+PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
+    "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "skylake-avx512": "avx512",
+    "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "avx512-bf16",
+    "graniterapids": "avx512-bf16", "znver4": "avx512-bf16", "znver5": "avx512-bf16",
+}  # fmt: skip
+# What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
+_USED_FEATURES = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
@@ -85,10 +99,12 @@ def library() -> Library | None:
     """The kernels, compiled if necessary. If that is not possible, None, after one warning."""
     if sys.platform != "linux":
         return None
-    flags, folder = [*FLAGS, INSTRUCTION_SETS[_chosen[0]][0]], cache_folder()
+    flags, folder = _flags(_chosen[0]), cache_folder()
     try:
         if folder is None:
             return _load_once(flags, "this user has no home folder")
+        if _chosen[0] == "native" and (shipped := _shipped(folder / "kernels")) is not None:
+            return shipped
         try:
             return load(folder / "kernels", flags)
         except OSError as error:
@@ -102,16 +118,33 @@ def library() -> Library | None:
         return None
 
 
+def _flags(name: str) -> list[str]:
+    return [*FLAGS, *INSTRUCTION_SETS[name][0].split()]
+
+
+def _shipped(folder: Path) -> Library | None:
+    """A library that `quire compile` made for processors like this one; without a compiler, also for lesser ones."""
+    features = set(_cpu_features().split())
+    for name, (_, needed) in INSTRUCTION_SETS.items():
+        serves = name != "native" and needed <= features
+        if serves and (features & _USED_FEATURES <= needed or find_compiler() is None):
+            for path in sorted(folder.glob(f"{_fingerprint(_flags(name))}-*.so")):
+                if (loaded := _open_sound(path)) is not None:
+                    return loaded
+    return None
+
+
 def compile_for(name: str, folder: Path) -> Path:
-    """The library for an instruction set, which this processor need not have. Compiled into `folder` if it is missing.
+    """The library for an instruction set, which this processor need not have, compiled into `folder` if it is missing.
 
     Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
     """
-    compiler, flags = find_compiler(), [*FLAGS, INSTRUCTION_SETS[name][0]]
+    compiler, flags = find_compiler(), _flags(name)
     if compiler is None:
         raise BuildError(_MISSING_COMPILER)
     path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
-    return _compiled(compiler, flags, path)
+    _compile_once(compiler, flags, path, _is_sound)  # loading it might run instructions that this processor lacks
+    return path
 
 
 def _load_once(flags: Sequence[str], reason: str) -> Library:
@@ -175,20 +208,20 @@ def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Libr
     path = folder / f"{fingerprint}-{_version(compiler)}.so"
     if (loaded := _open_sound(path)) is not None:
         return loaded
-    return Library(_compiled(compiler, flags, path))
+    _compile_once(compiler, flags, path, lambda path: _open_sound(path) is not None)
+    return Library(path)
 
 
-def _compiled(compiler: list[str], flags: Sequence[str], path: Path) -> Path:
-    """The path, at which the library is compiled if it is missing or damaged."""
+def _compile_once(compiler: list[str], flags: Sequence[str], path: Path, is_usable: Callable[[Path], bool]) -> None:
+    """Compile the library unless there is a usable one, perhaps since another process has just compiled it."""
     import fcntl  # not available everywhere; `library()` calls this on Linux only
 
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     _check_folder(path.parent)
     with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for its library
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_sound(path):
+        if not is_usable(path):
             _compile(compiler, flags, path)
-    return path
 
 
 _MISSING_COMPILER = (
