@@ -5,8 +5,8 @@
 The sections come in the order of their value: first whether the engine is right and how fast it is, then each kernel
 against its reference, other tiles for the slowest kernels, two ranks, and transformers for comparison. Each section is
 a process of its own. One that fails or takes too long does not stop the others. After each section, the results so far
-are written to gpu-suite.json in --out, $OUT or benchmarks/results. At the end come a table and gpu-suite.png.
-docs/gpu.md says what to do with them.
+are written to gpu-suite.json in --out, $OUT or benchmarks/results. With --only, the other sections keep their results.
+At the end come a table and gpu-suite.png. docs/gpu.md says what to do with them.
 
 Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec. A picture needs
 matplotlib; `--draw gpu-suite.json` makes it later. To try changes of this file without a GPU: `--small` runs everything
@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,13 @@ def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:
             figures.run_figure(figure, device, small)
         for difference in worst:
             if difference.figure == figure and difference.kernel in launches:
-                tried[f"{figure}: {difference.kernel}"] = kernels.try_tiles(launches[difference.kernel], clock)
+                launch = launches[difference.kernel]
+                result = tried[f"{figure}: {difference.kernel}"] = kernels.try_tiles(launch, clock)
                 tell({"tried": tried})
+                if difference.kernel == "attend_kernel" and "attention" in figure:
+                    run = partial(figures.run_figure, figure, device, small)
+                    kernels.try_rows(result, launch.arguments["ROWS"], run, clock)
+                    tell({"tried": tried})
         launches.clear()
         gc.collect()
     return {"tried": tried}
@@ -216,13 +222,14 @@ def main() -> int:
         draw(json.loads(a.draw.read_text()), a.draw.with_suffix(".png"))
         return 0
     a.out.mkdir(parents=True, exist_ok=True)
-    saved.unlink(missing_ok=True)
+    if not a.only:
+        saved.unlink(missing_ok=True)
     options = ["--out", str(a.out), *["--small"] * a.small, *(["--stand-in", a.stand_in] if a.stand_in else [])]
     slowness = 10 if a.stand_in else 1  # kernels are compiled on CPUs, and steps take as long as on a CPU
-    results: Results = {}
+    results: Results = json.loads(saved.read_text()) if saved.exists() else {}
     started = time.perf_counter()
     for name in SECTIONS:
-        if name == FIRST or not a.only or name in a.only:
+        if (name == FIRST and name not in results) or not a.only or name in a.only:
             left = slowness * DEADLINE - (time.perf_counter() - started)
             results[name] = run_process(name, min(slowness * SECTIONS[name], left), options)
             saved.write_text(json.dumps(results, indent=1))

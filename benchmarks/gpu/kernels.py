@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -191,6 +192,36 @@ def try_tiles(launch: Launch, clock: Callable[[Callable[[], object]], float]) ->
     return {"own_us": 1e6 * own, "best": best, "best_us": 1e6 * tried.get(best, own), "tried_us": {
         name: 1e6 * seconds for name, seconds in tried.items()
     }}  # fmt: skip
+
+
+@contextlib.contextmanager
+def attention_tile(**changes: int) -> Iterator[None]:
+    """Let attention backends that are made within this block take tiles with these changes. See attention/tiles.py."""
+    from quire.attention import triton as attention
+
+    choose = attention.choose_tiles
+
+    def changed(*args: Any) -> Any:
+        tiles = choose(*args)
+        return replace(tiles, few=replace(tiles.few, **changes), many=replace(tiles.many, **changes))
+
+    with mock.patch.object(attention, "choose_tiles", changed):
+        yield
+
+
+def try_rows(
+    result: dict[str, Any], rows: int, run: Callable[[], object], clock: Callable[[Callable[[], object]], float]
+) -> None:
+    """Add the time of the attention kernel with other rows of a tile, which change its grid, to those of `try_tiles`.
+    rows: of its own tile. run: makes a backend and attends."""
+    for other in (rows // 2, 2 * rows):
+        launches: dict[str, Launch] = {}
+        with contextlib.suppress(Exception), attention_tile(rows=other), recorded(launches):
+            run()
+            name = _text({"rows": other})
+            seconds = result["tried_us"][name] = 1e6 * clock(launches["attend_kernel"])
+            if seconds < result["best_us"]:
+                result |= {"best": name, "best_us": seconds}
 
 
 def _text(changes: dict[str, int]) -> str:

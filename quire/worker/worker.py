@@ -36,7 +36,13 @@ class Worker:
         """Raises ConfigError if the KV cache does not fit into memory, or if the model cannot use its type."""
         self.device, group = choose_device(config.kernels.device, mesh), mesh.tp
         device, started = self.device.torch_device, time.perf_counter()
-        budget = group.minimum(memory.budget(config, device, mesh.ranks_on_device(device.type)))
+        sharing = mesh.ranks_on_device(device.type)
+        if device.type == "cuda" and sharing > 1 and mesh.rank == 0:
+            logger.warning(
+                "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",
+                sharing,
+            )
+        budget = group.minimum(memory.budget(config, device, sharing))
         with memory.explained("the model's weights", device):
             model = load_model(directory, config, max_model_len, device, group, show_progress=mesh.rank == 0)
         self.model, dtype = model, model.kernels.target.dtype

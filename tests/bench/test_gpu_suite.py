@@ -49,6 +49,7 @@ def test_sections_run_on_a_stand_in_for_a_card(tmp_path):
     kernels = {kernel["name"] for kernel in results["attention"]["kernels"]["decode attention, 64 x 4096"]}
     assert "attend_kernel" in kernels
     assert any("num_warps" in name for tried in results["tiles"]["tried"].values() for name in tried["tried_us"])
+    assert "rows=256" in results["tiles"]["tried"]["prefill attention, 2 x 8192: attend_kernel"]["tried_us"]
     assert "| attend_kernel | 1 |" in printed
 
 
