@@ -82,15 +82,14 @@ class Traced:
 # ---- the stand-in
 
 
-def trace(card: str) -> dict[str, Any]:
-    """What all figures launch, and how many kernels the start of an engine compiles. The process must not have
-    imported the engine."""
+def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
+    """What all figures launch on each of some cards of the same capability, and how many kernels the start of an engine
+    compiles. The process must not have imported the engine."""
     from quire.gpu.stand_in import stand_in
 
     warnings.simplefilter("ignore")
-    rates = RATES[card]
-    found: dict[str, Any] = {}
-    with stand_in(rates.card) as device:
+    found: dict[str, dict[str, Any]] = {card: {} for card in cards}
+    with stand_in(RATES[cards[0]].card) as device:
         import torch
 
         from benchmarks import gpu_figures as figures
@@ -99,30 +98,30 @@ def trace(card: str) -> dict[str, Any]:
 
         gpu = torch.device("cuda", 0)
 
-        def collect(launches: list[Any], step: Step) -> Traced:
-            traced = Traced()
-            for launch in launches:
-                free, is_triton = is_free(launch), launch.kernel is not None
-                traced.host += HOST_TRITON if is_triton else HOST_VIEW if free else HOST_OPERATION
-                for work in works(launch, rates, step):
-                    key = replace(work, lanes=Lanes(work.lanes))
-                    traced.launches[key] = traced.launches.get(key, 0.0) + 1
-            return traced
+        def collect(name: str, launches: list[Any], step: Step) -> None:
+            for card in cards:
+                traced = found[card][name] = Traced()
+                for launch in launches:
+                    free, is_triton = is_free(launch), launch.kernel is not None
+                    traced.host += HOST_TRITON if is_triton else HOST_VIEW if free else HOST_OPERATION
+                    for work in works(launch, RATES[card], step):
+                        key = replace(work, lanes=Lanes(work.lanes))
+                        traced.launches[key] = traced.launches.get(key, 0.0) + 1
 
-        def attention(launches: list[Any], step: Step) -> Traced:
+        def attention(name: str, launches: list[Any], step: Step) -> None:
             """The last attention."""
             kernels = [launch for launch in launches if launch.kernel is not None]
             last = [i for i, launch in enumerate(kernels) if "attend" in launch.name][-1]
             after = [launch for launch in kernels[last + 1 :] if "merge" in launch.name][:1]
-            return collect([kernels[last], *after], step)
+            collect(name, [kernels[last], *after], step)
 
         with device.traced() as launches:
             figures.decoding(gpu, 64, 4096, 32, 8)
-        found["decode attention"] = attention(launches, Step((1,) * 64, (4096,) * 64))
+        attention("decode attention", launches, Step((1,) * 64, (4096,) * 64))
         for heads, name in ((32, "prefill attention"), (8, "prefill attention, GQA")):
             with device.traced() as launches:
                 figures.prompts(gpu, 2, 8192, 32, heads)
-            found[name] = attention(launches, Step((8192,) * 2, (8192,) * 2))
+            attention(name, launches, Step((8192,) * 2, (8192,) * 2))
 
         for name in MODELS:
             for layers in (1, 2):
@@ -132,9 +131,9 @@ def trace(card: str) -> dict[str, Any]:
                     path = figures.write_shape(Path(folder), name)
                     llm = LLM(str(path), load_format="dummy", device="cuda", enforce_eager=True,
                               enable_prefix_caching=False)  # fmt: skip
-                found[f"{name}, compilations"] = max(
-                    len(device.compilations) - before, found.get(f"{name}, compilations", 0)
-                )
+                for card in cards:
+                    started = found[card].get(f"{name}, compilations", 0)
+                    found[card][f"{name}, compilations"] = max(started, len(device.compilations) - before)
                 cases = [("one stream", 1, 1, 0.0), *((f"{n} requests", n, 1, 0.6) for n in REQUESTS),
                          ("prompts", *PROMPTS, 0.6)]  # fmt: skip
                 for case, requests, tokens, temperature in cases:
@@ -148,7 +147,7 @@ def trace(card: str) -> dict[str, Any]:
                     else:
                         part = launches[starts[-2] : starts[-1]]
                         lengths = (CONTEXT if temperature else STREAM,) * requests
-                    found[f"{name}, {case}, {layers}"] = collect(part, Step((tokens,) * requests, lengths))
+                    collect(f"{name}, {case}, {layers}", part, Step((tokens,) * requests, lengths))
     return found
 
 
@@ -159,18 +158,21 @@ class Lanes(dict[str, float]):
         return hash(tuple(sorted(self.items())))
 
 
-def traced(card: str) -> dict[str, Any]:
-    """What all figures launch on a card, found by a process of its own."""
+def traced(cards: list[str]) -> dict[str, dict[str, Any]]:
+    """What all figures launch on each card, found by a process for each capability."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "traced"
-        code = (
-            "import pathlib, pickle, sys; from benchmarks.gpu import expect; "
-            "pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(expect.trace(sys.argv[1])))"
-        )
-        subprocess.run([sys.executable, "-c", code, card, str(output)], check=True, env=environment, cwd=ROOT)
-        found: dict[str, Any] = pickle.loads(output.read_bytes())
-    return found
+    code = (
+        "import pathlib, pickle, sys; from benchmarks.gpu import expect; "
+        "pathlib.Path(sys.argv[1]).write_bytes(pickle.dumps(expect.trace(sys.argv[2:])))"
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for capability in dict.fromkeys(RATES[card].card.capability for card in cards):
+        same = [card for card in cards if RATES[card].card.capability == capability]
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "traced"
+            subprocess.run([sys.executable, "-c", code, str(output), *same], check=True, env=environment, cwd=ROOT)
+            found |= pickle.loads(output.read_bytes())
+    return {card: found[card] for card in cards}
 
 
 def whole(found: dict[str, Any], name: str, case: str) -> Traced:
@@ -360,8 +362,8 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="write the tables between the markers of this file")
     arguments = parser.parse_args()
     results: dict[str, dict[str, Figure]] = {}
-    for card in arguments.cards:
-        results[card] = figures(card, traced(card))
+    for card, found in traced(list(arguments.cards)).items():
+        results[card] = figures(card, found)
         print(shown(card, results[card]), flush=True)
     if arguments.json:
         data = {card: {name: asdict(figure) for name, figure in result.items()} for card, result in results.items()}

@@ -214,8 +214,9 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
     """Attention of a step, by the lengths of its requests."""
     code, named = read(launch.kernel), launch.arguments
     rows, tokens, keys = named["ROWS"], named["TOKENS"], named["KEYS"]
-    splits, heads = max(1, named.get("splits", 1)), named["kv_heads"]
-    inner, columns = named["MAIN"] + named["REST"], named["OUT_BLOCK"]
+    heads = named["q"].shape[1] // named["GROUP"]  # of keys and values
+    splits, parts = max(1, named["splits"]), launch.grid[1] // heads
+    inner, columns = named["MAIN"] + named["REST"], 1 << (named["OUT_DIM"] - 1).bit_length()
     cell = named["cache"].element_size()
     tile_bytes = keys * cell * (named["DIM"] if named["LATENT"] else named["DIM"] + named["OUT_DIM"])
     programs, tiles, longest = 0, 0.0, 0.0
@@ -226,7 +227,7 @@ def _attention(launch: Launch, rates: Rates, step: Step) -> Work:
             programs += math.ceil(needed / each)
             tiles += needed
             longest = max(longest, each)
-    programs, tiles = programs * heads, tiles * heads
+    programs, tiles = programs * heads * parts, tiles * heads * parts
     average = tiles / programs
     loop = _main_loop(code)
     ways = _combined([(_outside(code), 1.0), (loop.instructions, average)], code.warps)
