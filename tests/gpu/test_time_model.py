@@ -1,12 +1,17 @@
 """The time model against published kernels, and how its answers must change with the work."""
 
+import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.gpu import expect
+from benchmarks.gpu.launches import lanes, library_product
 from benchmarks.gpu.model import Work, estimate, queueing, resident_programs
 from benchmarks.gpu.published import KERNELS
 from benchmarks.gpu.rates import RATES
+from tests.support.stand_in import run_on_stand_in
 
 WORK = Work("work", 4000, 2, moved=2e5, cached=4e5, in_flight=32_768, products=1e8, synchronous=False,
             lanes={"fma": 1e5, "special": 4e5}, instructions=4e4, shared=1e5, streams=1)  # fmt: skip
@@ -72,3 +77,61 @@ def test_registers_and_shared_memory_limit_the_programs_of_a_processor() -> None
     assert resident_programs(RATES["A100"], 4, 255, 49_152) == 2
     assert resident_programs(RATES["H100"], 8, 255, 100_000) == 1
     assert resident_programs(RATES["H100"], 4, 32, 100_000) == 2
+
+
+def test_instructions_are_counted_by_pipe() -> None:
+    code = Counter(
+        {"FFMA": 4, "MUFU.EX2": 2, "ISETP.GE.AND": 3, "LDSM.16.M88.4": 1, "HMMA.16816.F32.BF16": 8, "BRA": 1}
+    )
+    found, issued, shared = lanes(code, warps=2)
+    assert found == {"fma": 256, "special": 128, "alu": 192, "memory": 64}
+    assert issued == 2 * code.total()
+    assert shared == 2 * 32 * 16
+
+
+def test_a_product_of_one_row_takes_the_time_of_its_weights() -> None:
+    rates = RATES["H100"]
+    times = [sum(estimate(work, rates).seconds for work in library_product(rates, 1, n, n)) for n in (4096, 8192)]
+    least = [2 * n * n / rates.memory_bandwidth for n in (4096, 8192)]
+    assert all(bound < seconds < 2 * bound for bound, seconds in zip(least, times, strict=True))
+
+
+def test_a_model_is_its_first_layer_and_the_difference_for_each_further_one() -> None:
+    layer, head = Work("layer", 1, lanes=expect.Lanes()), Work("head", 1, lanes=expect.Lanes())
+    found = {"qwen3-0.6b, one stream, 1": expect.Traced({layer: 3.0, head: 1.0}, 5.0),
+             "qwen3-0.6b, one stream, 2": expect.Traced({layer: 6.0, head: 1.0}, 9.0)}  # fmt: skip
+    whole = expect.whole(found, "qwen3-0.6b", "one stream")
+    assert whole.launches == {layer: 3.0 * 28, head: 1.0}
+    assert whole.host == 5.0 + 4.0 * 27
+    assert expect.outside(found, "qwen3-0.6b", "one stream") == 1.0
+
+
+def test_attention_that_was_compiled_gets_a_time_and_a_bound() -> None:
+    printed = run_on_stand_in("""
+        import torch
+        from benchmarks import gpu_figures
+        from benchmarks.gpu.launches import Step, works
+        from benchmarks.gpu.model import estimate
+        from benchmarks.gpu.rates import RATES
+        with device.traced() as launches:
+            gpu_figures.decoding(torch.device("cuda", 0), 64, 4096, 32, 8)
+        attend = next(launch for launch in launches if launch.kernel is not None and "attend" in launch.name)
+        for length in (4096, 8192):
+            (work,) = works(attend, RATES["H100"], Step((1,) * 64, (length,) * 64))
+            found = estimate(work, RATES["H100"])
+            print(found.bound, found.seconds * RATES["H100"].bandwidth / (64 * length * 8 * 128 * 4))
+    """)
+    for line in printed.splitlines():
+        bound, over_roofline = line.split()
+        assert bound == "memory"
+        assert 1 < float(over_roofline) < 1.3
+
+
+def test_the_stored_figures_have_what_the_suite_compares() -> None:
+    stored = json.loads((expect.ROOT / "benchmarks/results/gpu-expected.json").read_text())
+    assert set(stored) == set(expect.CARDS)
+    for figures in stored.values():
+        for figure in figures.values():
+            assert {"value", "goal", "unit", "kernels"} <= set(figure)
+            assert all(kernel["seconds"] > 0 and kernel["launches"] > 0 for kernel in figure["kernels"])
+        assert figures["decode attention, 64 x 4096"]["kernels"][0]["name"] == "attend_kernel"
