@@ -129,7 +129,7 @@ def test_attention_that_was_compiled_gets_a_time_and_a_bound() -> None:
 
 def test_the_stored_figures_have_what_the_suite_compares() -> None:
     stored = json.loads((expect.ROOT / "benchmarks/results/gpu-expected.json").read_text())
-    assert set(stored) == set(expect.CARDS)
+    assert set(stored) <= set(expect.CARDS)
     for figures in stored.values():
         for figure in figures.values():
             assert {"value", "goal", "unit", "kernels"} <= set(figure)
