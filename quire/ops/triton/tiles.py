@@ -26,6 +26,19 @@ class Tile:
 # dequantized, "four") and the rows of a tile. The first tile that gives each processor a program is taken, or the last.
 # With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
 # each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
+#
+# What was compiled (Triton 3.9, bfloat16, groups of 128; without spills, weights and inputs loaded 16 bytes at a time):
+#
+#   kind, rows    shared memory, registers of a thread on 8.0 | 9.0 | 10.0 | 12.0      tensor cores on 9.0, 10.0
+#   int8, 16      36 KB, 94 | 36 KB, 72 | 36 KB, 72 | 36 KB, 64                        mma.sync, mma.sync
+#   int8, 128     64 KB, 242 | 96 KB, 122 | 96 KB, 156 | 64 KB, 156                    wgmma, tcgen05
+#   float8, 16    as "wide" | 40 KB, 40 | 40 KB, 40 |                                  wgmma, tcgen05
+#   float8, 128   as "wide" | 96 KB, 170 | 96 KB, 226 | 64 KB, 244                     wgmma, tcgen05
+#   wide, 128     48 KB, 240 (float8 on 8.0)
+#   four, 16      54 KB, 64 | 54 KB, 66 | 54 KB, 63 | 54 KB, 64                        mma.sync, mma.sync
+#   four, 128     72 KB, 174 | 112 KB, 193 | 80 KB, 170 | 72 KB, 176                   wgmma, tcgen05
+#   dense, 16     36 KB, 72 | 36 KB, 66 | 36 KB, 66 |                                  mma.sync, mma.sync
+#   dense, 128    64 KB, 186 | 96 KB, 113 | 96 KB, 78 |                                wgmma, tcgen05
 _TILES = {
     ("dense", 16): (Tile(16, 64, 128, 4, 4), Tile(16, 32, 128, 2, 4)),
     ("dense", 32): (Tile(32, 64, 128, 4, 4), Tile(32, 32, 128, 2, 4)),
@@ -52,7 +65,8 @@ _TILES = {
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
     ("float32", 128): (Tile(64, 64, 32, 4, 2),),
 }
-# Other tiles on cards whose tensor cores take operands from registers (mma.sync).
+# Other tiles on cards whose tensor cores take operands from registers (mma.sync). With 128 outputs of 128 rows, sums and
+# products of one group need 255 registers, and some are spilled.
 _REGISTERS = {("four", 128): (Tile(128, 64, 32, 8, 3),)}
 _STEPS = {16: 16, 32: 32, 64: 64, 256: 128}  # rows of an expert, at most: rows of a tile
 
@@ -78,14 +92,17 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
     enough = card.processors * 15 // 16
     at_once = min(experts, 4) if limit == min(_STEPS) else experts  # so many experts have rows
     if not limit:
-        return replace(tiles[0], outs=min(tiles[0].outs, _power(outs)))
+        return _fitted(tiles[0], card, outs, 1)
     tile = next((tile for tile in tiles if -(-outs // tile.outs) * at_once >= enough), tiles[-1])
     programs = -(-outs // tile.outs) * at_once
     splits = 1
     while programs * splits < enough and splits < 8 and ins >= splits * 2 * 4 * tile.ins:
         splits *= 2  # each part has at least four steps
-    return replace(tile, outs=min(tile.outs, _power(outs)), splits=splits)
+    return _fitted(tile, card, outs, splits)
 
 
-def _power(outs: int) -> int:
-    return max(16, 1 << (outs - 1).bit_length())
+def _fitted(tile: Tile, card: Card, outs: int, splits: int) -> Tile:
+    width = max(16, 1 << (outs - 1).bit_length())
+    # AMD's processors have 64 KiB of shared memory, and deep pipelines take minutes to compile for them.
+    stages = min(tile.stages, 2) if card.backend == "hip" else tile.stages
+    return replace(tile, outs=min(tile.outs, width), stages=stages, splits=splits)
