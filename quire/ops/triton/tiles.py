@@ -65,8 +65,8 @@ _TILES = {
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
     ("float32", 128): (Tile(64, 64, 32, 4, 2),),
 }
-# Other tiles on cards whose tensor cores take operands from registers (mma.sync). With 128 outputs of 128 rows, sums and
-# products of one group need 255 registers, and some are spilled.
+# Other tiles on cards whose tensor cores take operands from registers (mma.sync). There 128 outputs of 128 rows would
+# need all 255 registers for sums and for products of one group, and spill some.
 _REGISTERS = {("four", 128): (Tile(128, 64, 32, 8, 3),)}
 _STEPS = {16: 16, 32: 32, 64: 64, 256: 128}  # rows of an expert, at most: rows of a tile
 
