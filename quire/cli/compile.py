@@ -121,7 +121,10 @@ def compile_for_gpu(
     max_model_len = describe(directory, config.model).max_model_len
     logger.info("Compiling for %s (%s) with Triton %s", target, card.name, triton.__version__)
     with stand_in(card) as device:
-        from quire.ops import launchers
+        from quire.ops import HAS_TRITON, launchers
+
+        if not HAS_TRITON:
+            raise ConfigError("quire compile --target needs a C compiler: install gcc or clang")
         from quire.ops.triton.cache import use_folder
         from quire.worker.worker import Worker
 

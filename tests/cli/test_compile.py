@@ -46,6 +46,16 @@ def test_an_unknown_processor_is_refused_with_a_list_of_the_known_ones():
     assert "unknown processor 'i486'; known are: native, avx512-bf16" in done.stderr
 
 
+def test_a_machine_without_a_compiler_and_a_model_that_does_not_exist_are_one_line_each(tmp_path: Path):
+    pytest.importorskip("triton")
+    done = _quire("compile", "--target", "sm_90", PATH="/nowhere", CC="", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("needs a C compiler: install gcc or clang")
+    done = _quire("compile", "./nowhere", "--target", "sm_90", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("quire: error: model './nowhere' is neither a directory")
+
+
 @pytest.mark.slow
 def test_a_start_with_a_filled_cache_compiles_nothing_even_if_the_cache_was_moved_and_is_read_only(tmp_path: Path):
     pytest.importorskip("triton")
