@@ -28,12 +28,12 @@ class VarlenAttention(TritonAttention):
 
     @classmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
+        if shape.batch_invariant:
+            return f"the {cls.name} backend computes whole prompts in another way than chunks of them (batch_invariant)"
         if reason := super().unsupported(shape) or cls.missing(shape):
             return reason
         if shape.value_dim is not None or shape.cell is not None:
             return f"the {cls.name} backend supports neither latent caches nor caches of cells"
-        if shape.batch_invariant:
-            return f"the {cls.name} backend computes prompts in another way than chunks of them (batch_invariant)"
         if shape.dtype is torch.float32 or shape.head_dim % 8 or shape.head_dim > 256:
             return f"the {cls.name} backend does not support heads of {shape.head_dim} in {shape.dtype}"
         return None

@@ -188,5 +188,5 @@ class MoE:
         experts = choice.topk(spec.top_k, dim=-1).indices
         weights = scores.gather(1, experts)
         if spec.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (self.kernels.row_sums(weights) + 1e-20)
         return weights * spec.scale, experts

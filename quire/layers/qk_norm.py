@@ -48,6 +48,7 @@ class RMSNormOfAllHeads:
         self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
     ) -> None:
         self.eps, self.group, self.size = spec.eps, builder.tensor_group, num_heads * head_dim
+        self.row_sums = builder.kernels.row_sums
         self.weight = builder.parameter(len(heads), head_dim, dtype=torch.float32)
         share = slice(heads.start * head_dim, heads.stop * head_dim)
         builder.part(f"{name}.weight", self.weight.view(-1), (self.size,), share)
@@ -56,5 +57,5 @@ class RMSNormOfAllHeads:
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
-        squares = self.group.all_reduce(wide.square().sum((-2, -1), keepdim=True)) / self.copies
+        squares = self.group.all_reduce(self.row_sums(wide.square().flatten(1)))[..., None] / self.copies
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)

@@ -34,6 +34,7 @@ if HAS_TRITON:
     import quire.ops.triton.dense
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
-    import quire.ops.triton.sampling  # noqa: F401
+    import quire.ops.triton.sampling
+    import quire.ops.triton.sums  # noqa: F401
 
 __all__ = ["HAS_TRITON", "OPS", "Kernels", "Op", "Target", "declare"]

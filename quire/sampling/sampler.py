@@ -55,7 +55,7 @@ class Sampler:
 
     def __init__(self, kernels: Kernels, config: EngineConfig, device: torch.device) -> None:
         """Raises ConfigError for a plugin that cannot be loaded."""
-        self.argmax = kernels.argmax
+        self.argmax, self.log_softmax = kernels.argmax, kernels.log_softmax
         self.sample_gumbel, self.keep_top_k_top_p = kernels.sample_gumbel, kernels.keep_top_k_top_p
         mode = config.sampling.logprobs_mode
         self._scores_processed, self._scores_are_logits = mode.startswith("processed"), mode.endswith("logits")
@@ -88,7 +88,10 @@ class Sampler:
     def score(self, logits: Tensor) -> Tensor:
         """The scores to report for logits [places, vocab], as a copy: log-probabilities, or the logits themselves if
         logprobs_mode says so."""
-        return logits.to(torch.float32, copy=True) if self._scores_are_logits else logits.log_softmax(-1, torch.float32)
+        if self._scores_are_logits:
+            return logits.to(torch.float32, copy=True)
+        scores: Tensor = self.log_softmax(logits)
+        return scores
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """The sampled tokens, and the logits they were drawn from, for processed logprobs."""

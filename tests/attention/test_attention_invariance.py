@@ -11,11 +11,12 @@ import torch
 from attention.test_attention import allocate
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, StepLayout
+from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.attention.cpu import CpuAttention
 from quire.ops.cpu import build
 from support.threads import thread_count
 
+CPU = torch.device("cpu")
 BLOCK = 16
 LENGTH = 1100  # several splits (see attention.h's split_end)
 PLACES = (
@@ -64,13 +65,16 @@ class Case:
 class Sequences:
     """Sequences whose keys and values are stored in scattered blocks; the first one is looked at."""
 
-    def __init__(self, case: Case, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, case: Case, lengths: Sequence[int], backend: type[AttentionBackend] = CpuAttention,
+        device: torch.device = CPU,
+    ) -> None:  # fmt: skip
         shape = AttentionShape(
-            case.heads, case.kv_heads, case.dim, BLOCK, case.dtype, torch.device("cpu"), case.value_dim, case.cell
+            case.heads, case.kv_heads, case.dim, BLOCK, case.dtype, device, case.value_dim, case.cell, True
         )
-        if reason := CpuAttention.unsupported(shape):
+        if reason := backend.unsupported(shape):
             pytest.skip(reason)
-        self.case, self.backend = case, CpuAttention(shape)
+        self.case, self.backend = case, backend(shape)
         generator = torch.Generator().manual_seed(1)
 
         def draw(length: int, heads: int) -> Tensor:
@@ -98,7 +102,10 @@ class Sequences:
         for r, start, stop in parts:
             places = torch.arange(start, stop)
             slots.append(self.table[r, places // BLOCK].long() * BLOCK + places % BLOCK)
-        return StepLayout(starts, ends, torch.cat(slots), self.table[[r for r, _, _ in parts]].contiguous())
+        table = self.table[[r for r, _, _ in parts]].contiguous()
+        counts = {stop - start for _, start, stop in parts}
+        tokens = counts.pop() if len(counts) == 1 else 0
+        return StepLayout(starts, ends, torch.cat(slots), table, tokens_per_request=tokens)
 
     def attend(self, *parts: tuple[int, int, int]) -> list[tuple[Tensor, Tensor]]:
         """Result and logarithm of the sum, of each request of the step."""

@@ -183,6 +183,13 @@ def keep_top_k_top_p_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield draw(torch.float32, 300, 8).t(), torch.full((8,), 7), None
 
 
+def row_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, dim in ((0, 5), (1, 1), (3, 17), (60, 1000)):
+        yield (draw(dtype, rows, dim),)
+        yield (slice_of_wider(draw(dtype, rows, dim)),)
+    yield (draw(dtype, 40, 9).t(),)
+
+
 def keys(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**20, (rows,))
 
@@ -200,6 +207,8 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "linear_by_head": linear_by_head_cases,
     "combine_experts": combine_experts_cases,
     "grouped_linear": grouped_linear_cases,
+    "row_sums": row_cases,
+    "log_softmax": row_cases,
     "argmax": argmax_cases,
     "sample_gumbel": sample_gumbel_cases,
     "keep_top_k_top_p": keep_top_k_top_p_cases,

@@ -16,6 +16,7 @@ from quire.ops.triton import INTERPRETED
 from quire.ops.triton import elementwise as ours
 from quire.ops.triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
 from quire.ops.triton.sampling import argmax, keep_top_k_top_p, sample_gumbel
+from quire.ops.triton.sums import log_softmax_triton, row_sums_triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -138,6 +139,16 @@ def test_products_of_experts_with_quantized_weights(counts):
             made = grouped_quantized_linear_triton(x, quantized_linear_triton.pack(matrix), bias, offsets)
             wanted = grouped_quantized_linear.reference(x, matrix, bias, offsets)
             torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+
+
+@each_dtype
+def test_sums_of_rows(dtype):
+    for rows, dim in ((0, 5), (1, 1), (3, 17), (2, 5000)):
+        for x in (draw(dtype, rows, dim), draw(dtype, rows, dim + 8)[:, 8:], draw(dtype, dim, rows).t()):
+            torch.testing.assert_close(row_sums_triton(x), elementwise.row_sums.reference(x), rtol=1e-5, atol=1e-3)
+            close(log_softmax_triton(x), sampling.log_softmax.reference(x))
+    masked = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0]], device=DEVICE)
+    close(log_softmax_triton(masked), sampling.log_softmax.reference(masked))
 
 
 def kept_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:

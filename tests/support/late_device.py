@@ -202,6 +202,9 @@ class LateKernels(_Late):
     def argmax(self, logits: Tensor) -> Tensor:
         return self.stream.launch(lambda: self.real.argmax(logits), len(logits), dtype=torch.int64)
 
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return self.stream.launch(lambda: self.real.log_softmax(logits), *logits.shape, dtype=torch.float32)
+
     def sample_gumbel(self, logits: Tensor, *arguments: Any) -> Tensor:
         return self.stream.launch(lambda: self.real.sample_gumbel(logits, *arguments), len(logits), dtype=torch.int64)
 

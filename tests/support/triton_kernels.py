@@ -22,7 +22,8 @@ if INSTALLED:
     import quire.ops.triton.elementwise
     import quire.ops.triton.float8
     import quire.ops.triton.linear
-    import quire.ops.triton.sampling  # noqa: F401
+    import quire.ops.triton.sampling
+    import quire.ops.triton.sums  # noqa: F401
 
     os.environ.pop("TRITON_INTERPRET", None)
 

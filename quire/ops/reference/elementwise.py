@@ -100,6 +100,12 @@ def rotary_embedding(
     return rotate(q), rotate(k)
 
 
+@declare_invariant("cpu")
+def row_sums(x: Tensor) -> Tensor:
+    """The sum of each row, in float32. x: [rows, dim], any float type -> [rows, 1]."""
+    return x.float().sum(-1, keepdim=True)
+
+
 @declare
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b. x: [tokens, in], weight: [out, in], bias: [out] -> [tokens, out].

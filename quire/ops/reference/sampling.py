@@ -55,6 +55,12 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+@declare_invariant("cpu")
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities, computed in float32. logits: [rows, vocab], any float type -> [rows, vocab], float32."""
+    return logits.log_softmax(-1, torch.float32)
+
+
 @declare
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Keep the top_k largest logits of each row, and of these the fewest whose probabilities reach top_p.
