@@ -187,7 +187,7 @@ MUTATIONS = """
         "prompts": attend(False),
         "decoding": attend(True),
         "a tile doubled": attend(False, KEYS=2, ROWS=2, TOKENS=2),
-        "a load made scalar": attend(True, (r"keys % BLOCK_SIZE \\* DIM", "keys % BLOCK_SIZE * (DIM + 1)")),
+        "a load made scalar": attend(True, (r"slot \\* DIM", "slot * (DIM + 1)")),
         "a float64 constant": attend(
             True, (r"tl\\.zeros\\(\\[ROWS\\], tl\\.float32\\)", "tl.full([ROWS], 0.0, tl.float64)")
         ),
