@@ -294,7 +294,10 @@ def greedy_tokens(model: str, prompts: list[Any], device: str, **options: Any) -
 
 def two_ranks(device: str) -> None:
     """Two ranks say the same greedy text as one, with the bundled model. They share a card if there is only one."""
+    from quire.loading.hub import bundled_model
+
     prompts = ["The sea is", "A sentence that goes on for a while and then", "One"]
-    one = greedy_tokens("", prompts, device)
-    two = greedy_tokens("", prompts, device, tensor_parallel_size=2)
+    model = str(bundled_model())
+    one = greedy_tokens(model, prompts, device)
+    two = greedy_tokens(model, prompts, device, tensor_parallel_size=2)
     assert one == two, f"one rank: {one}; two ranks: {two}"

@@ -80,13 +80,15 @@ def profiled(steps: int, kernels: list[Kernel]) -> Iterator[Any]:
 
 
 def decoding_steps(llm: Any, requests: int, context: int, steps: int) -> list[Kernel]:
-    """The kernels of a step that decodes one token for each of `requests` requests of `context` tokens."""
+    """The kernels of a step that decodes one token for each of `requests` requests. `context`: their tokens on
+    average."""
     from quire import SamplingParams
 
-    # Prompts are computed in several steps, in which the first requests already decode.
-    early = requests * context // 8192 + 4
-    params = SamplingParams(temperature=0, max_tokens=2 * (early + steps + 8), ignore_eos=True)
-    streams = [llm.stream([9 + i % 1000] * max(1, context - early - steps), params) for i in range(requests)]
+    # A stream enters the engine when it is first read, at most two steps after the one before. So the first stream is
+    # up to 2 * requests tokens ahead of the last.
+    length = max(1, context - requests - steps // 2 - 4)
+    params = SamplingParams(temperature=0, max_tokens=2 * requests + steps + 16, ignore_eos=True)
+    streams = [llm.stream([9 + i % 1000] * length, params) for i in range(requests)]
     for _ in range(4):
         for stream in streams:
             next(stream)
