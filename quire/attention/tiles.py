@@ -54,12 +54,13 @@ _AMPERE = {  # 8.0: 163 KiB
 }
 _HOPPER = {  # 9.0: 227 KiB; products of 64 rows and more are those of warp groups
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
-    128: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
+    128: Tiles(Tile(16, 64, 4, 5), Tile(64, 64, 4, 3), 3),  # of prompts two: one's softmax during the other's products
     256: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),
     1024: Tiles(Tile(16, 32, 8, 5), Tile(32, 32, 8, 3)),
 }
 _BLACKWELL = {  # 10.0: 227 KiB, and 512 columns of tensor memory for products of 64 rows and more
     **_HOPPER,
+    128: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3), 3),
     1024: Tiles(Tile(16, 16, 8, 5), Tile(32, 32, 8, 3)),
 }
 _FLOAT32 = {
