@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire.cli.model import add_model
 from quire.config import ConfigError, EngineConfig, ServerConfig
-from quire.gpu.cards import CARDS
+from quire.gpu.cards import CARDS, Card
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
 from quire.system.folders import cache_folder
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument(
         "--target", action="append", default=[], metavar="TARGET", type=_target,
-        help=f"GPU to compile for: {', '.join(CARDS)}; may be repeated",
+        help=f"GPU to compile for: {', '.join(CARDS)}; sm_90:114 is one with 114 processors; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--cpu", action="append", default=[], metavar="NAME", type=_cpu,
@@ -46,10 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(parser)
 
 
-def _target(name: str) -> str:
+def _target(text: str) -> str:
+    _card(text)
+    return text
+
+
+def _card(target: str) -> Card:
+    """The card of a target: "sm_90", or "sm_90:114" for one with 114 processors."""
+    name, _, processors = target.partition(":")
     if name not in CARDS:
         raise argparse.ArgumentTypeError(f"unknown target {name!r}; known are: {', '.join(CARDS)}")
-    return name
+    if not processors:
+        return CARDS[name]
+    if not processors.isdecimal() or not int(processors):
+        raise argparse.ArgumentTypeError(f"{target!r}: the number of processors must be an integer of at least 1")
+    return replace(CARDS[name], processors=int(processors))
 
 
 def _cpu(name: str) -> str:
@@ -114,7 +126,7 @@ def compile_for_gpu(
     from quire.models.description import describe
     from quire.parallel.mesh import Communicator, Mesh
 
-    started, card = time.perf_counter(), CARDS[target]
+    started, card = time.perf_counter(), _card(target)
     chosen = {**options, "device": "cuda", "load_format": "dummy", "cpu_isa": "native"}
     config = EngineConfig.create(model=model, **chosen)
     directory = model_directory(config.model)

@@ -27,6 +27,7 @@ def test_an_unknown_target_is_refused_with_a_list_of_the_known_ones():
     done = _quire("compile", "--target", "sm_42")
     assert done.returncode == 2
     assert "unknown target 'sm_42'; known are: sm_80" in done.stderr
+    assert "processors must be an integer" in _quire("compile", "--target", "sm_90:x").stderr
 
 
 def test_without_a_target_the_command_says_what_to_give():
@@ -59,7 +60,7 @@ def test_a_machine_without_a_compiler_and_a_model_that_does_not_exist_are_one_li
 @pytest.mark.slow
 def test_a_start_with_a_filled_cache_compiles_nothing_even_if_the_cache_was_moved_and_is_read_only(tmp_path: Path):
     pytest.importorskip("triton")
-    done = _quire("compile", "--target", "sm_90", "--target", "sm_80", "--output", str(tmp_path / "quire"), *_SMALL)
+    done = _quire("compile", "--target", "sm_90", "--target", "sm_80:108", "--output", str(tmp_path / "quire"), *_SMALL)
     assert done.returncode == 0, done.stderr
     assert "sm_90: " in done.stderr
     (tmp_path / "image").mkdir()
