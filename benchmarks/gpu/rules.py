@@ -16,7 +16,7 @@ SMALL_TYPES = ("bf16", "f16", "i8", "f8E4M3FN", "f8E5M2", "u8")  # the types of 
 def programs_wanted(name: str, code: MachineCode) -> int:
     """How many programs of a processor the plan counts on: two if attention decodes, since one loads while the other
     computes."""
-    decodes = "attend" in name and max((dot.rows for dot in code.dots), default=0) < 64
+    decodes = "attend" in name and max((dot.rows for dot in code.dots), default=0) < 32  # prompts of latents have 32
     return 2 if decodes else 1
 
 

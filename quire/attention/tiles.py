@@ -6,7 +6,7 @@ two programs run on a processor at once in steps that decode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.attention.base import AttentionShape
 from quire.gpu.cards import Card
@@ -69,6 +69,7 @@ _FLOAT32 = {
     256: Tiles(Tile(16, 16, 4, 3), Tile(32, 16, 8, 2)),
     1024: Tiles(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2), 1),
 }
+_CELLS = 4096  # elements of a tile of keys that a program of 4 warps converts without spills
 _CARDS = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
 
 
@@ -76,4 +77,18 @@ def choose_tiles(card: Card, shape: AttentionShape) -> Tiles:
     table = _CARDS.get(card.capability, _SMALL_MEMORY) if isinstance(card.capability, int) else _SMALL_MEMORY
     if shape.dtype.itemsize == 4:
         table = _FLOAT32
-    return next(tiles for size, tiles in table.items() if shape.head_dim <= size)
+    tiles = next(tiles for size, tiles in table.items() if shape.head_dim <= size)
+    if shape.cell is not None:
+        tiles = _for_cells(tiles, shape.head_dim, table in (_HOPPER, _BLACKWELL))
+    return tiles
+
+
+def _for_cells(tiles: Tiles, head_dim: int, has_warp_groups: bool) -> Tiles:
+    """Tiles for caches of cells, whose conversion takes registers (not where warp groups multiply)."""
+    few, many = tiles.few, tiles.many
+    if few.keys * head_dim > _CELLS:
+        few = replace(few, keys=max(16, few.keys // 2), warps=4)
+    if not has_warp_groups:
+        keys = many.keys // 2 if many.keys * head_dim > _CELLS else many.keys
+        many = replace(many, rows=max(32, many.rows // 2), keys=keys)
+    return replace(tiles, few=few, many=many)

@@ -138,10 +138,10 @@ def prepare_kernel(
 def _decoded(cells, dtype: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
     """The values of cells, without their scales. They are exact in every type."""
     if CELL == 1:
-        values = cells.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)  # the interpreter needs the step between
+        values = cells.to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        values = from_float8(cells, dtype, NATIVE)
-    return values
+        values = from_float8(cells, tl.float16, NATIVE).to(tl.float32)  # directly to bfloat16 takes longer
+    return values.to(dtype)
 
 
 @triton.jit
@@ -155,19 +155,26 @@ def _each(addresses, exists, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _lines(tokens, columns, exists, DIM: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr):
+def _lines(
+    tokens, columns, exists, DIM: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr = False
+):
     """The elements `columns` of keys or values, [keys, columns], of the tokens at some addresses.
+
+    TURNED: [columns, keys]. Values of cells are loaded so, because otherwise Triton loads only 8 bytes at once.
 
     MASKED: whether tokens that do not exist are zero. PADDED: whether columns from DIM on are zero. Without a mask,
     whole lines are loaded at once.
     """
-    addresses = tokens[:, None] + columns[None, :]
+    if TURNED:
+        addresses, is_token, is_column = tokens[None, :] + columns[:, None], exists[None, :], (columns < DIM)[:, None]
+    else:
+        addresses, is_token, is_column = tokens[:, None] + columns[None, :], exists[:, None], (columns < DIM)[None, :]
     if MASKED and PADDED:
-        lines = tl.load(addresses, mask=exists[:, None] & (columns < DIM)[None, :], other=0)
+        lines = tl.load(addresses, mask=is_token & is_column, other=0)
     elif MASKED:
-        lines = tl.load(addresses, mask=exists[:, None], other=0)
+        lines = tl.load(addresses, mask=is_token, other=0)
     elif PADDED:
-        lines = tl.load(addresses, mask=(columns < DIM)[None, :], other=0)
+        lines = tl.load(addresses, mask=is_column, other=0)
     else:
         lines = tl.load(addresses)
     return lines
@@ -294,13 +301,13 @@ def attend_kernel(
                 v = k
                 if not LATENT:
                     tokens += plane_size
-                    v = _lines(tokens, main, exists, DIM, phase != 1, padded)
+                    v = _lines(tokens, main, exists, DIM, phase != 1, padded, CELL > 0)
                 if CELL:
                     if LATENT:
                         v_scales = k_scales
                     else:
                         v_scales = _each(_scales(entry + plane_size + BLOCK_SIZE * DIM) + slot, exists, phase != 1)
-                        v = _decoded(v, dtype, CELL, NATIVE)
+                        v = tl.trans(_decoded(v, dtype, CELL, NATIVE))
                     if scaled_values:
                         v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
                     else:
@@ -308,9 +315,9 @@ def attend_kernel(
                 weights = weights.to(dtype)
                 values = multiplied(weights, v, values * shrink[:, None], PRECISION)
                 if rest_values:
-                    v = _lines(tokens, rest, exists, DIM, phase != 1, padded_rest)
+                    v = _lines(tokens, rest, exists, DIM, phase != 1, padded_rest, CELL > 0)
                     if CELL:
-                        v = _decoded(v, dtype, CELL, NATIVE)
+                        v = tl.trans(_decoded(v, dtype, CELL, NATIVE))
                         if scaled_values:
                             v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
                     values_rest = multiplied(weights, v, values_rest * shrink[:, None], PRECISION)
