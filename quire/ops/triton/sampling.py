@@ -146,26 +146,29 @@ def _gather(
     if TRUNCATED:
         cutoff = tl.load(cutoffs + row).to(tl.uint32, bitcast=True)
         if cutoff != 0:
-            token = part * PART + tl.arange(0, PART)
-            x = _scaled(line, token, stride, vocab, divisor, SCALED)
-            is_candidate = (_key(x) >= cutoff) & (x > float("-inf"))
-            places = tl.cumsum(is_candidate.to(tl.int32), 0)
-            at = index * PART + places - 1
-            tl.store(values + at, x, mask=is_candidate)
-            tl.store(tokens + at, token, mask=is_candidate)
-            tl.store(best_token + index, tl.max(places))
+            count = 0
+            for begin in range(part * PART, tl.minimum((part + 1) * PART, vocab), BLOCK):
+                token = begin + tl.arange(0, BLOCK)
+                x = _scaled(line, token, stride, vocab, divisor, SCALED)
+                is_candidate = (_key(x) >= cutoff) & (x > float("-inf"))
+                at = index * PART + count - 1 + tl.cumsum(is_candidate.to(tl.int32), 0)
+                tl.store(values + at, x, mask=is_candidate)
+                tl.store(tokens + at, token, mask=is_candidate)
+                count += tl.sum(is_candidate.to(tl.int32))
+            tl.store(best_token + index, count)
             return
-    tops = tl.full([BLOCK // 4, 4], float("-inf"), tl.float32)
-    top_tokens = tl.full([BLOCK // 4, 4], 2147483647, tl.int32)
+    width: tl.constexpr = 4 if NOISE else 8  # tokens of a thread that are neighbours; 4 share a call of Philox
+    tops = tl.full([BLOCK // width, width], float("-inf"), tl.float32)
+    top_tokens = tl.full([BLOCK // width, width], 2147483647, tl.int32)
     for begin in range(part * PART, tl.minimum((part + 1) * PART, vocab), BLOCK):
-        group = begin // 4 + tl.arange(0, BLOCK // 4)
-        token = group[:, None] * 4 + tl.arange(0, 4)[None, :]
+        group = begin // width + tl.arange(0, BLOCK // width)
+        token = group[:, None] * width + tl.arange(0, width)[None, :]
         value = _scaled(line, token, stride, vocab, divisor, SCALED)
         if NOISE:
             zero = tl.zeros_like(group).to(tl.uint32)
             position = zero + tl.load(positions + row).to(tl.uint32)
             a, b, c, d = tl.philox(tl.load(seeds + row), group.to(tl.uint32), position, zero, zero)
-            words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK // 4, 4])
+            words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK // width, width])
             value = tl.where(value == float("-inf"), value, value + _gumbel(words))
         tops, top_tokens = _first_best(value, token, tops, top_tokens)
     top, token = _first(tops, top_tokens)
@@ -274,7 +277,7 @@ def _search(
         return
     values += row * parts * PART
     tokens += row * parts * PART
-    count = _close_ranks(values, tokens, best_token + row * parts, parts, PARTS, PART, BLOCK)
+    count = _close_ranks(values, tokens, best_token + row * parts, parts, PARTS, PART, BLOCK // 4)
     top = tl.load(tops + row)
     k = tl.load(top_k + row * top_k_stride)
     p = tl.load(top_p + row * top_p_stride)
