@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="the caches of this test are in the memory of the host"),
 ]
 
-LENGTH = 140  # long enough that its keys would be divided
+LENGTH = 140
 CASES = [
-    Case(dtype=torch.float32, length=LENGTH),
+    Case(dtype=torch.float32, length=260),  # its keys would be divided
     Case(heads=4, kv_heads=1, dim=80, value_dim=64, dtype=torch.float32, length=LENGTH),
 ]
 SLOW = [
@@ -34,9 +34,9 @@ SLOW = [
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
 def test_a_tokens_result_does_not_depend_on_the_step(case: Case) -> None:
-    sequences = Sequences(case, [LENGTH, 1, 70], TritonAttention)
+    sequences = Sequences(case, [case.length, 1, 70], TritonAttention)
     sequences.backend._card = CARDS["sm_90"]  # type: ignore[attr-defined]  # it would divide the keys
-    [(out, lse)] = sequences.attend((0, 0, LENGTH))
+    [(out, lse)] = sequences.attend((0, 0, case.length))
     assert torch.isfinite(out.float()).all()
     for place in (0, 64, 139):
         wanted = out[place : place + 1], lse[place : place + 1]
