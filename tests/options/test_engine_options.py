@@ -157,3 +157,24 @@ def test_chat_templates_have_default_variables_that_a_request_may_change():
     assert frontend.render_chat(chat, add_generation_prompt=False, greeting="Bye ") == "True Bye x"
     with pytest.raises(ConfigError, match="default_chat_template_kwargs cannot set 'messages'"):
         render("x", default_chat_template_kwargs={"messages": []})
+
+
+def test_batch_invariance_contradicts_kernels_whose_results_depend_on_the_batch(path):
+    with pytest.raises(
+        ValueError, match=r"batch_invariant contradicts kernels: .* linear=reference depend on the batch"
+    ):
+        make_llm(path, batch_invariant=True, kernels={"linear": "reference"})
+    with pytest.raises(ValueError, match="attention_backend='reference' cannot be used: results of torch's products"):
+        make_llm(path, batch_invariant=True, attention_backend="reference")
+    with pytest.raises(ValueError, match=r"batch_invariant: \w+ has no implementation for torch.float16 on cpu"):
+        make_llm(path, batch_invariant=True, dtype="float16")
+    with pytest.raises(ConfigError, match="batch_invariant and torch_compile exclude each other"):
+        make_llm(path, batch_invariant=True, torch_compile=True)
+
+
+def test_batch_invariance_changes_nothing_on_a_cpu(path):
+    options = {"dtype": "bfloat16", "max_num_seqs": 2}
+    plain, invariant = (make_llm(path, batch_invariant=flag, **options) for flag in (False, True))
+    assert tokens_of(generate(invariant, [[5] * 9], GREEDY)) == tokens_of(generate(plain, [[5] * 9], GREEDY))
+    chosen = [llm.core.executor.runner.model.kernels.chosen for llm in (plain, invariant)]
+    assert chosen[0] == chosen[1]
