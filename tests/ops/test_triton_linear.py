@@ -89,13 +89,21 @@ def test_products_of_packed_experts(counts):
 
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits):
+def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits, monkeypatch):
+    chosen = set()
+
+    def recorded(*args):
+        chosen.add(tile_of(*args))
+        return tile_of(*args)
+
+    monkeypatch.setattr(linear, "tile_of", recorded)
     torch.manual_seed(0)
     matrix = linear.quantized_linear_triton.pack(quantize.reference(torch.randn(40, 512), bits, 128))
     x = torch.randn(70, 512).half()
     whole = linear.quantized_linear_triton(x, matrix, None, fixed=True)
     for rows in (slice(0, 1), slice(3, 20), slice(65, 70)):
         assert torch.equal(linear.quantized_linear_triton(x[rows], matrix, None, fixed=True), whole[rows])
+    assert len(chosen) == 1
 
 
 @pytest.mark.parametrize("card", [card for name, card in CARDS.items() if name != "gfx942"], ids=lambda card: card.name)
