@@ -89,6 +89,6 @@ def _for_cells(tiles: Tiles, head_dim: int, has_warp_groups: bool) -> Tiles:
     if few.keys * head_dim > _CELLS:
         few = replace(few, keys=max(16, few.keys // 2), warps=4)
     if not has_warp_groups:
-        keys = many.keys // 2 if many.keys * head_dim > _CELLS else many.keys
+        keys = max(16, many.keys // 2) if many.keys * head_dim > _CELLS else many.keys
         many = replace(many, rows=max(32, many.rows // 2), keys=keys)
     return replace(tiles, few=few, many=many)

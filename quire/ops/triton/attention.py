@@ -138,7 +138,8 @@ def prepare_kernel(
 def _decoded(cells, dtype: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr):
     """The values of cells, without their scales. They are exact in every type."""
     if CELL == 1:
-        values = cells.to(tl.int8, bitcast=True).to(tl.float32)
+        # 2^23 + 128 + cell has the bits of 0x4B000000 + (cell + 128). This takes fewer instructions than a conversion.
+        values = ((cells ^ 0x80).to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:
         values = from_float8(cells, tl.float16, NATIVE).to(tl.float32)  # directly to bfloat16 takes longer
     return values.to(dtype)
