@@ -38,13 +38,18 @@ class Tiles:
     programs: int = 2
 
 
-# By the kind of card, then by the largest size of a head. In brackets: bytes of shared memory, registers of a thread,
-# and programs on a processor, for bfloat16. Attention with a window and a soft cap takes the most registers.
+# By the kind of card, then by the largest size of a head. Compiled with Triton 3.9 for bfloat16, as (bytes of shared
+# memory, registers of a thread):
+#   few    8.0: 128 (72,192, 96), 256 (75,008, 128), 576 (56,576, 121)    12.0: 128 (38,144, 80), 256 (41,600, 96),
+#          9.0: 128 (72,192, 100), 256 (75,008, 132), 576 (93,696, 122)         576 (37,504, 159)
+#   many   8.0: 128 (65,792, 218), 256 (69,760, 180), 576 (76,032, 173)   12.0: 256 (69,760, 178), 576 (76,032, 178)
+#          9.0: 128 (98,560, 183), 256 (131,200, 233), 576 (76,032, 169)  10.0: 128 (99,104, 186), 256 (131,744, 254)
+# Tiles of latents with 64 rows did not fit the registers. Prompts of 9.0 with 128 keys took longer by the time model.
 _SMALL_MEMORY = {  # 8.6, 8.9, 12.0, 12.1: 99 KiB
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
     128: Tiles(Tile(16, 32, 4, 5), Tile(128, 32, 8, 3)),
     256: Tiles(Tile(16, 16, 4, 5), Tile(64, 32, 8, 3)),
-    1024: Tiles(Tile(16, 16, 8, 3), Tile(32, 32, 8, 3)),
+    1024: Tiles(Tile(16, 16, 4, 3), Tile(32, 32, 8, 3)),
 }
 _AMPERE = {  # 8.0: 163 KiB
     64: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3)),
@@ -61,7 +66,7 @@ _HOPPER = {  # 9.0: 227 KiB; products of 64 rows and more are those of warp grou
 _BLACKWELL = {  # 10.0: 227 KiB, and 512 columns of tensor memory for products of 64 rows and more
     **_HOPPER,
     128: Tiles(Tile(16, 64, 4, 5), Tile(128, 64, 8, 3), 3),
-    1024: Tiles(Tile(16, 16, 8, 5), Tile(32, 32, 8, 3)),
+    1024: Tiles(Tile(16, 16, 4, 5), Tile(32, 32, 8, 3)),
 }
 _FLOAT32 = {
     64: Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 2)),
