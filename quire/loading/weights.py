@@ -212,6 +212,10 @@ def load_dummy(builder: Builder, show_progress: bool) -> None:
 
 def _normal(target: Tensor, generator: torch.Generator) -> None:
     """Repeat one tile of normal values: drawing every value of a large model would take longer than reading it."""
+    if not target.is_contiguous():  # such as the gates of experts whose gates and ups are stored as one
+        for part in target:
+            _normal(part, generator)
+        return
     tile = torch.randn(2**20 + 1, generator=generator, device=target.device).mul_(0.02).to(target.dtype)
     flat = target.view(-1)
     tiles, rest = divmod(flat.numel(), tile.numel())
