@@ -117,13 +117,13 @@ def test_a_case_is_found_again_by_its_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_the_kernels_of_a_small_model_pass_on_every_card(card):
+@pytest.mark.parametrize("card", ["sm_80", "sm_90"])
+def test_the_kernels_of_a_small_model_pass(card):
     printed = run_on_stand_in(f"""
         import json
         from benchmarks.gpu.check import run_case
         from benchmarks.gpu.cases import Case
-        print(json.dumps(run_case(Case.parse("{card} tiny/1"), device)))
+        print(json.dumps(run_case(Case.parse("{card} qwen3-0.6b/1 enforce_eager=True"), device)))
     """, card)  # fmt: skip
     result = json.loads(printed.splitlines()[-1])
     assert (result["state"], result.get("reason")) == ("done", None)
