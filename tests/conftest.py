@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks; last, so that the installed quire is tested
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
 
 import pytest

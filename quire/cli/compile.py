@@ -120,7 +120,9 @@ def compile_for_gpu(
     try:
         import triton
     except ImportError as error:
-        raise ConfigError(f"Triton, which compiles kernels for GPUs, cannot be imported: {error}") from error
+        raise ConfigError(
+            f"Triton, which compiles kernels for GPUs, cannot be imported: {error_text(error)}"
+        ) from error
     from quire.gpu.stand_in import stand_in
     from quire.loading.hub import model_directory
     from quire.models.description import describe

@@ -42,7 +42,9 @@ class Worker:
                 "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",
                 sharing,
             )
-        budget = group.minimum(memory.budget(config, device, sharing))
+        budget = memory.budget(config, device, sharing)
+        if device.type == "cuda":
+            budget = group.minimum(budget)
         with memory.explained("the model's weights", device):
             model = load_model(directory, config, max_model_len, device, group, show_progress=mesh.rank == 0)
         self.model, dtype = model, model.kernels.target.dtype

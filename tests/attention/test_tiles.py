@@ -13,7 +13,7 @@ import torch
 from quire.attention.base import AttentionShape
 from quire.attention.tiles import choose_tiles
 from quire.gpu.cards import CARDS
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 SHAPE = AttentionShape(16, 1, 128, 16, torch.bfloat16, torch.device("cuda", 0))
 

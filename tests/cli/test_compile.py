@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 _SMALL = ["--max-num-seqs", "4", "--max-model-len", "64", "--max-num-batched-tokens", "64"]
 

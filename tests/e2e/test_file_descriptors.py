@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 
+from support.server import eventually
 from support.server_process import Server
 
 CONNECTIONS = 100
@@ -34,9 +35,12 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
 def test_connections_beyond_the_hard_limit_wait_and_are_not_lost():
     with Server(files=(64, 64)) as server:
         assert "The limit of open files is small: 64" in server.log
-        for connection in connect(server):  # each that is closed makes room for another
+        connections = connect(server)
+        message = "New connections wait: the limit of open files (64) is reached"
+        eventually(lambda: message in server.log)
+        for connection in connections:  # each that is closed makes room for another
             connection.settimeout(60)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
             connection.close()
-        assert server.log.count("New connections wait: the limit of open files (64) is reached") == 1
+        assert server.log.count(message) == 1
         assert server.get("/health")[0] == 200

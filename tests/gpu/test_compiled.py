@@ -14,7 +14,7 @@ from benchmarks.gpu.machine_code import MachineCode, Product
 from benchmarks.gpu.rules import broken
 from benchmarks.gpu.shapes import SERVED
 from quire.gpu.cards import CARDS
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 SASS = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;

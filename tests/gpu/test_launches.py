@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("triton")
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 # Torch's operations that launch nothing: they make views, allocate memory, or leave their argument as it is.
 NO_LAUNCH = {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 pytest.importorskip("triton")
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 
 def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():

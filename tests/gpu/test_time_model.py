@@ -11,7 +11,7 @@ from benchmarks.gpu.launches import lanes, library_product
 from benchmarks.gpu.model import Work, estimate, queueing, resident_programs
 from benchmarks.gpu.published import KERNELS
 from benchmarks.gpu.rates import RATES
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 WORK = Work("work", 4000, 2, moved=2e5, cached=4e5, in_flight=32_768, products=1e8, synchronous=False,
             lanes={"fma": 1e5, "special": 4e5}, instructions=4e4, shared=1e5, streams=1)  # fmt: skip

@@ -21,7 +21,7 @@ from quire.ops.reference.quantized import (
 )
 from quire.ops.triton import INTERPRETED, linear
 from quire.ops.triton.tiles import row_sizes, tile_of
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 CARD = CARDS["sm_80"]

@@ -6,9 +6,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
+# After the installed packages, so that the installed quire is tested: support and benchmarks.
+_FOLDERS = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 _FRAME = """
+import sys
 import warnings
+sys.path += {folders!r}
 warnings.simplefilter("ignore")
 from quire.gpu.cards import CARDS
 from quire.gpu.stand_in import stand_in
@@ -23,9 +28,14 @@ def run_on_stand_in(code: str, card: str = "sm_90", timeout: float = 600, **vari
     variables: of its environment.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    program = _FRAME.format(card=card, code=textwrap.indent(textwrap.dedent(code), "    "))
+    program = _FRAME.format(folders=_FOLDERS, card=card, code=textwrap.indent(textwrap.dedent(code), "    "))
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        [sys.executable, "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        check=False,
     )
     assert not done.returncode, done.stderr[-3000:]
     return done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from tests.support.stand_in import run_on_stand_in
+from support.stand_in import run_on_stand_in
 
 _EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3,
@@ -32,7 +32,7 @@ def _compiled(card: str = "sm_90", thorough: bool = True, **options: Any) -> tup
     printed = run_on_stand_in(f"""
         import json
         from quire import LLM
-        from tests.support.traffic import serve_everything
+        from support.traffic import serve_everything
         llm = LLM(**json.loads({json.dumps(options)!r}))
         at_start = len(device.compilations)
         serve_everything(llm, {thorough})
