@@ -400,7 +400,7 @@ def _select(
     if is_truncated:
         _search[(rows,)](
             out, bounds, seeds, positions, cutoffs, tops, masses, best, best_token, values, tokens, *given, *strides,
-            vocab, parts, draws, width, _PART, _BLOCK, num_warps=8, enable_fp_fusion=False,
+            vocab, parts, draws, width, _PART, _BLOCK // 2, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     else:
         _merge[(rows,)](out, best, best_token, parts, width, num_warps=1, enable_fp_fusion=False)

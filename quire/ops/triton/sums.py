@@ -9,7 +9,7 @@ from quire.ops.reference.elementwise import row_sums
 from quire.ops.reference.sampling import log_softmax
 from quire.ops.triton import on_gpu
 
-_BLOCK = 4096  # elements of an iteration
+_BLOCK = 2048  # elements of an iteration
 
 
 @triton.jit
