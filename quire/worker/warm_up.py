@@ -40,8 +40,8 @@ def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator
     # Requests with a rule about tokens have float32 logits. All limits share the kernels that find what they keep.
     rules: tuple[dict[str, Any], ...] = {}, {"logit_bias": {0: 1.0}}
     sampling: tuple[dict[str, Any], ...] = {"temperature": 0}, {}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}
-    for rule, options in product(rules, sampling):
-        params = SamplingParams(**rule, **options)
+    for rule, options, logprobs in product(rules, sampling, (None, 1)):
+        params = SamplingParams(**rule, **options, logprobs=logprobs)
         yield _step([1], [params])
         if most_requests > 1:
             yield _step([1, 1], [params, _GREEDY])

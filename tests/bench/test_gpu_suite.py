@@ -60,7 +60,7 @@ def test_other_tiles_are_tried_with_the_results_of_an_earlier_run(tmp_path):
     assert {"its own tile", "num_warps=4", "KEYS=32", "rows=256"} <= {*tried}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_suite_runs_on_a_stand_in_for_a_card(tmp_path):
     pytest.importorskip("triton")
     results, _ = run(tmp_path, "--stand-in", "sm_90")
