@@ -42,11 +42,13 @@ class Difference(NamedTuple):
 def kind_of(name: str) -> str:
     """The name under which a kernel's time is compared: its own if Triton compiled it, else what torch uses it for.
 
-    "attend_kernel" -> "attend_kernel"; "nvjet_tst_64x8" and "mm" -> PRODUCTS; "Memcpy HtoD" -> OTHERS
+    "attend_kernel" -> "attend_kernel"; "_product 1 x 4096 x 6144" -> "_product"; "nvjet_tst_64x8" and "mm" -> PRODUCTS;
+    "Memcpy HtoD" -> OTHERS
     """
     if _PRODUCT.search(name.removeprefix("aten.").removesuffix(".default")):
         return PRODUCTS
-    return name if _TRITON.match(name) else OTHERS
+    word = name.partition(" ")[0]
+    return word if _TRITON.match(word) else OTHERS
 
 
 def summed(kernels: list[Kernel]) -> list[Kernel]:

@@ -50,6 +50,8 @@ def works(launch: Launch, rates: Rates, step: Step) -> list[Work]:
     if launch.kernel is not None:
         if "attend" in launch.name:
             return [_attention(launch, rates, step)]
+        if launch.name == "_product" and launch.arguments["FORM"] == "dense" and not launch.arguments["EXPERTS"]:
+            return [_product_of_few(launch, rates)]
         return [_simple(launch, rates)]
     if is_free(launch):
         return []
@@ -204,6 +206,27 @@ def _simple(launch: Launch, rates: Rates) -> Work:
                 is_prefetched=False, **_combined(parts, code.warps))  # fmt: skip
     path = sum(instructions.total() * times for instructions, times in parts)
     return _placed(replace(work, path=path), moved, rates)
+
+
+def _product_of_few(launch: Launch, rates: Rates) -> Work:
+    """A product with dense weights (quire/ops/triton/linear.py), whose rows are in one tile."""
+    code, named = read(launch.kernel), launch.arguments
+    rows, outs, steps = named["rows"], named["OUTS"], math.ceil(named["span"] / named["INS"])
+    programs, size = math.prod(launch.grid), named["codes"].element_size()
+    stage = outs * named["INS"] * size  # bytes of weights
+    buffers = code.shared // (stage + named["ROWS"] * named["INS"] * size)
+    loop = _main_loop(code)
+    parts = [(_outside(code), 1.0), (loop.instructions, float(steps))]
+    synchronous = not code.products() & {"wgmma", "tcgen05"}
+    weights, x = stage * steps, rows * named["INS"] * steps * size
+    result = rows * outs * named["out"].element_size()
+    return Work(
+        f"_product {rows} x {named['ins']} x {named['outs']}", programs, max(1, code.programs(rates.card)),
+        moved=float(weights), cached=float(weights + x + result),
+        in_flight=float((stage + rows * named["INS"] * size) * max(1, buffers - 1)),
+        products=2.0 * named["ROWS"] * outs * named["INS"] * steps, synchronous=synchronous,
+        path=sum(instructions.total() * times for instructions, times in parts), **_combined(parts, code.warps),
+    )  # fmt: skip
 
 
 _TABLES = {"cache", "block_table", "block_tables", "token_ids"}  # of which a kernel touches only some rows

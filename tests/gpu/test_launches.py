@@ -58,6 +58,7 @@ def counts(names: list[str]) -> Counter[str]:
 
 def test_a_layer_launches_no_more_than_it_must(traced):
     launched = counts(traced["greedy"])
+    launched["linear"] += launched.pop("_product", 0)  # dense products of few rows
     layers = traced["layers"]
     for name, count in OF_A_LAYER.items():
         head = name == "linear"  # the language-model head is another product

@@ -127,6 +127,29 @@ def test_attention_that_was_compiled_gets_a_time_and_a_bound() -> None:
         assert 1 < float(over_roofline) < 1.3
 
 
+def test_a_product_of_few_rows_takes_little_more_time_than_its_weights() -> None:
+    printed = run_on_stand_in("""
+        import torch
+        from benchmarks.gpu.launches import Step, library_product, works
+        from benchmarks.gpu.model import estimate
+        from benchmarks.gpu.rates import RATES
+        from quire.ops.triton.linear import linear_of_few_rows
+        gpu, rates = torch.device("cuda", 0), RATES["H200"]
+        weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=gpu)
+        for rows in (1, 8, 16):
+            with device.traced() as launches:
+                linear_of_few_rows(weight.new_empty(rows, 4096), weight, None)
+            (work,) = [work for launch in launches for work in works(launch, rates, Step((1,), (1,)))]
+            library = sum(estimate(work, rates).seconds for work in library_product(rates, rows, 28672, 4096))
+            found = estimate(work, rates)
+            print(found.seconds * rates.memory_bandwidth / weight.nbytes, found.seconds / library)
+    """)
+    for line in printed.splitlines():
+        over_limit, over_library = line.split()
+        assert 1 < float(over_limit) < 1.1
+        assert float(over_library) < 1
+
+
 def test_the_stored_figures_have_what_the_suite_compares() -> None:
     stored = json.loads((expect.ROOT / "benchmarks/results/gpu-expected.json").read_text())
     assert set(stored) <= set(expect.CARDS)
@@ -134,4 +157,5 @@ def test_the_stored_figures_have_what_the_suite_compares() -> None:
         for figure in figures.values():
             assert {"value", "goal", "unit", "kernels"} <= set(figure)
             assert all(kernel["seconds"] > 0 and kernel["launches"] > 0 for kernel in figure["kernels"])
+        assert figures["llama-3-8b, one stream, share of its limit"]["value"] >= 75
         assert figures["decode attention, 64 x 4096"]["kernels"][0]["name"] == "attend_kernel"

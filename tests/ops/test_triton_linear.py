@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import torch
 
 from quire.gpu.cards import CARDS
+from quire.ops import Kernels, Target
 from quire.ops.reference.quantized import (
     QuantizedMatrix,
     concatenate,
@@ -20,7 +21,7 @@ from quire.ops.reference.quantized import (
     quantized_linear,
 )
 from quire.ops.triton import INTERPRETED, linear
-from quire.ops.triton.tiles import row_sizes, tile_of
+from quire.ops.triton.tiles import row_sizes, suits_few_rows, tile_of
 from support.stand_in import run_on_stand_in
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -87,6 +88,59 @@ def test_products_of_packed_experts(counts):
             torch.testing.assert_close(computed, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dense_products_of_few_rows(dtype, monkeypatch):
+    """Whether a product runs in the kernel, and its result. The widest view has strides of columns."""
+    rows_of_kernel = []
+
+    def recorded(card, kind, rows, *sizes):
+        rows_of_kernel.append(rows)
+        return tile_of(card, kind, rows, *sizes)
+
+    monkeypatch.setattr(linear, "tile_of", recorded)
+    torch.manual_seed(0)
+    wide = torch.randn(34, 800, device=DEVICE).to(dtype)
+    for outs, ins, in_kernel in ((40, 256, True), (33, 384, True), (40, 250, False), (7, 256, False)):
+        weight, bias = torch.randn(outs, ins, device=DEVICE).to(dtype), torch.randn(outs, device=DEVICE).to(dtype)
+        for rows, added in ((0, bias), (1, None), (2, bias), (3, None), (7, bias), (8, None), (16, bias), (17, None)):
+            for x in (wide[:rows, 8 : 8 + ins], wide[: 2 * rows : 2, : 2 * ins : 2]):
+                rows_of_kernel.clear()
+                product = linear.linear_of_few_rows(x, weight, added)
+                assert rows_of_kernel == [rows] * (in_kernel and 0 < rows <= 16)
+                wanted = x.float() @ weight.float().T + (0 if added is None else added.float())
+                assert (product.dtype, product.shape) == (dtype, wanted.shape)
+                tolerance = 2**-6 if dtype is torch.bfloat16 else 2**-9
+                torch.testing.assert_close(product.float(), wanted, rtol=tolerance, atol=tolerance)
+        rows_of_kernel.clear()
+        x, columns = wide[:3, :ins], weight.t().contiguous().t()
+        torch.testing.assert_close(
+            linear.linear_of_few_rows(x, columns, bias), linear.linear.reference(x, columns, bias)
+        )
+        assert not rows_of_kernel  # its loads would not be wide
+
+
+def test_few_rows_take_the_kernel_where_most_processors_get_a_program():
+    for card in (CARDS["sm_80"], CARDS["sm_90"], CARDS["sm_100"]):
+        for outs, ins in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (128_256, 4096)):
+            assert suits_few_rows(card, 1, outs, ins, 2)
+            assert suits_few_rows(card, 16, outs, ins, 2)
+            assert not suits_few_rows(card, 17, outs, ins, 2)
+            assert not suits_few_rows(card, 1, outs, ins, 4)
+            assert not suits_few_rows(card, 1, outs, ins + 1, 2)
+        assert not suits_few_rows(card, 1, 1024, 3072, 2)
+    assert not suits_few_rows(CARDS["gfx942"], 1, 28672, 4096, 2)
+
+
+def test_only_products_in_16_bits_that_may_depend_on_the_batch_have_a_kernel_for_few_rows():
+    gpu = torch.device("cuda", 0)
+    for dtype, batch_invariant, wanted in (
+        (torch.bfloat16, False, "triton-few-rows"), (torch.float16, False, "triton-few-rows"),
+        (torch.float32, False, "reference"), (torch.bfloat16, True, "triton"),
+    ):  # fmt: skip
+        assert Kernels(Target(gpu, dtype, batch_invariant)).chosen["linear"] == wanted
+
+
 @pytest.mark.usefixtures("interpreter", "tiles")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits, monkeypatch):
@@ -147,6 +201,32 @@ _COMPILE = """
         results.append([sorted(code.products()), code.spilled, wide, code.shared <= device.card.shared_memory])
     print(json.dumps(results))
 """
+
+
+_COMPILE_FEW = """
+    import json
+    import torch
+    from benchmarks.gpu.machine_code import read
+    from benchmarks.gpu.rules import broken
+    from quire.ops.triton import linear
+    weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    results = []
+    for rows in (1, 16):
+        with device.traced() as launches:
+            linear.linear_of_few_rows(weight.new_empty(rows, 4096), weight, None)
+        (kernel,) = (launch.kernel for launch in launches if launch.kernel is not None)
+        code = read(kernel)
+        results.append([broken("_product", code, device.card), sorted(code.products()), sorted(code.widths())])
+    print(json.dumps(results))
+"""
+
+
+@pytest.mark.parametrize(
+    "card", ["sm_90", *(pytest.param(card, marks=pytest.mark.slow) for card in ("sm_80", "sm_100", "sm_120"))]
+)
+def test_products_of_few_rows_keep_the_rules_of_machine_code(card):
+    printed = run_on_stand_in(_COMPILE_FEW, card)
+    assert json.loads(printed.splitlines()[-1]) == [[[], ["mma.sync"], [16]]] * 2
 
 
 def test_products_use_the_tensor_cores_of_the_card():

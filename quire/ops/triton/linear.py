@@ -1,4 +1,5 @@
-"""Matrix products that torch lacks: grouped by expert, and with weights that stay quantized in memory.
+"""Matrix products that torch lacks: grouped by expert, and with weights that stay quantized in memory. Dense products
+of few rows are computed here as well.
 
 For weights of 8 bits, the inputs are rounded to 8 bits as well, with a scale for each token. Other weights are
 dequantized where they are used, and so are all weights of float32 models.
@@ -16,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.gpu.cards import card_of
-from quire.ops.reference.elementwise import grouped_linear
+from quire.ops.reference.elementwise import grouped_linear, linear
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
-from quire.ops.registry import Function, Op
+from quire.ops.registry import Function, Op, Target
 from quire.ops.triton import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
 from quire.ops.triton.float8 import converts_float8, from_float8, to_float8
-from quire.ops.triton.tiles import tile_of
+from quire.ops.triton.tiles import suits_few_rows, tile_of
 
 _FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 
@@ -340,6 +341,21 @@ def _pack(matrix: QuantizedMatrix) -> PackedMatrix:
 
 def _by_group(values: Tensor) -> Tensor:
     return values.t().contiguous().t()
+
+
+def _on_gpu_in_16_bits(target: Target) -> bool:
+    return on_gpu(target) and target.dtype.itemsize == 2
+
+
+@linear.implementation("triton-few-rows", supports=_on_gpu_in_16_bits, invariant_on=())
+def linear_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Few rows take as long as the weights need to arrive, so each program has many loads under way and no second
+    kernel adds parts. Other products are computed by torch's library."""
+    (outs, ins), size = weight.shape, x.dtype.itemsize
+    if suits_few_rows(card_of(x.device), len(x), outs, ins, size) and weight.is_contiguous():
+        return _launch(x, None, weight, None, bias, None, "few", x.dtype, False)
+    product: Tensor = linear.reference(x, weight, bias)
+    return product
 
 
 @grouped_linear.implementation("triton", supports=on_gpu, invariant_on=())

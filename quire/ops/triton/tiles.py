@@ -22,7 +22,7 @@ class Tile:
     splits: int = 1
 
 
-# By the kind of weight ("dense", "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
+# By the kind of weight ("dense": experts, "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
 # dequantized, "four") and the rows of a tile. The first tile that gives each processor a program is taken, or the last.
 # With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
 # each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
@@ -68,11 +68,28 @@ _TILES = {
 # Other tiles on cards whose tensor cores take operands from registers (mma.sync). There 128 outputs of 128 rows would
 # need all 255 registers for sums and for products of one group, and spill some.
 _REGISTERS = {("four", 128): (Tile(128, 64, 32, 8, 3),)}
+# Tiles of dense products with up to 8 and 16 rows ("few"), without splits, so no second kernel adds parts. At least 32
+# KB of weights are under way for each program. A warp multiplies 16 outputs: with four warps, each weight would be read
+# from shared memory twice, and a B200 would wait for that.
+#
+#   rows  shared memory, registers, programs per processor on 8.0 | 9.0 | 10.0 | 12.0 (Triton 3.9; mma.sync, no spills)
+#   8     50 KB, 64, 3 | 50 KB, 48, 4 | 50 KB, 48, 4 | 50 KB, 48, 1
+#   16    60 KB, 70, 2 | 60 KB, 72, 3 | 60 KB, 72, 3 | 60 KB, 72, 1
+_FEW_ROWS = {8: Tile(8, 32, 128, 2, 6), 16: Tile(16, 32, 128, 2, 6)}
 _STEPS = {16: 16, 32: 32, 64: 64, 256: 128}  # rows of an expert, at most: rows of a tile
+
+
+def suits_few_rows(card: Card, rows: int, outs: int, ins: int, size: int) -> bool:
+    """Whether a dense product takes the tiles of "few": the time model finds them faster than a library's for up to 16
+    rows if at least three of four processors get a program. size: bytes of an element."""
+    tile = _FEW_ROWS[8]
+    enough = 4 * outs >= 3 * tile.outs * card.processors
+    return rows <= max(_FEW_ROWS) and enough and ins % tile.ins == 0 and size == 2 and card.backend == "cuda"
 
 
 def row_sizes(experts: int = 1) -> tuple[int, ...]:
     """The largest numbers of rows for which tiles of one size serve; the largest tiles serve for all beyond the last.
+    Only dense products of few rows have another tile for 8 rows.
 
     Products of each of these numbers of rows, and of more, compile every kernel that serving needs. With experts, rows
     are tokens times experts of a token.
@@ -87,6 +104,8 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
     split.
     """
     limit = next((limit for limit in _STEPS if rows <= limit * experts), 0)
+    if kind == "few":
+        return next(tile for limit, tile in _FEW_ROWS.items() if rows <= limit)
     key = kind, _STEPS.get(limit, 128)
     tiles = _TILES[key] if card.capability in (90, 100, 103) else _REGISTERS.get(key, _TILES[key])
     enough = card.processors * 15 // 16
