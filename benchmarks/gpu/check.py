@@ -24,6 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ from quire.options.declaration import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu-compiled.jsonl"
-SOURCES = ("quire/ops/triton/*.py", "quire/attention/triton.py", "benchmarks/gpu/rules.py")
+SOURCES = (
+    "quire/ops/triton/*.py", "quire/attention/triton.py", "quire/attention/tiles.py", "quire/worker/warm_up.py",
+    "benchmarks/gpu/rules.py",
+)  # fmt: skip
 TIME_LIMIT = 1800  # seconds of a case
 
 Result = dict[str, Any]
@@ -119,6 +123,7 @@ def main() -> None:
     parser.add_argument("--triton", help="a folder with another Triton, put in front of Python's path")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of the results")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further case after so many minutes")
+    parser.add_argument("--jobs", type=int, default=2, help="cases that run at once; default: 2")
     parser.add_argument("--list", action="store_true", help="only print the cases")
     parser.add_argument("--report", action="store_true", help="only write the report")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -135,11 +140,11 @@ def main() -> None:
         print("\n".join(case.name for case in chosen))
         return
     if not options.report:
-        run_all(chosen, options.triton, options.results, options.minutes)
+        run_all(chosen, options.triton, options.results, options.minutes, options.jobs)
     write_report(list(stored(options.results).values()), ROOT / "docs/gpu.md")
 
 
-def run_all(cases: list[Case], triton: str | None, path: Path, minutes: float) -> None:
+def run_all(cases: list[Case], triton: str | None, path: Path, minutes: float, jobs: int) -> None:
     begun = time.perf_counter()
     version = _triton_version(triton)
     results = stored(path)
@@ -147,24 +152,31 @@ def run_all(cases: list[Case], triton: str | None, path: Path, minutes: float) -
         case for case in cases if results.get((case.name, version), {}).get("key") != key(case, version)
     ]  # fmt: skip
     print(f"Triton {version}: {len(cases)} cases, {len(cases) - len(missing)} of them done before", flush=True)
-    for number, case in enumerate(missing, 1):
+
+    def run(case: Case) -> Result | None:
         if time.perf_counter() - begun > 60 * minutes:
-            print(f"{len(missing) - number + 1} cases are left for the next run")
-            return
+            return None
         begin = {"case": case.name, "card": case.card, "model": str(case.model), "triton": version}
-        result = begin | {"key": key(case, version)} | run_apart(case, triton)
-        results[(case.name, version)] = result
-        save(path, results.values())
-        found = failures(result)
-        state = result["state"] if result["state"] != "done" else f"{len(found)} failures" if found else "passed"
-        average = (time.perf_counter() - begun) / number
-        left = average * (len(missing) - number) / 60
-        print(
-            f"[{number}/{len(missing)}, {left:.0f} min left] {case.name}: {state} ({len(result['kernels'])} kernels, "
-            f"{result['seconds']:.0f} s)", flush=True,
-        )  # fmt: skip
-        for line in found[:12]:
-            print(f"    {line}", flush=True)
+        return begin | {"key": key(case, version)} | run_apart(case, triton)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        ends = as_completed([pool.submit(run, case) for case in missing])
+        for number, result in enumerate((end.result() for end in ends), 1):
+            if result is None:
+                print(f"{len(missing) - number + 1} cases are left for the next run")
+                pool.shutdown(cancel_futures=True)
+                return
+            results[(result["case"], version)] = result
+            save(path, results.values())
+            found = failures(result)
+            state = result["state"] if result["state"] != "done" else f"{len(found)} failures" if found else "passed"
+            left = (time.perf_counter() - begun) / number * (len(missing) - number) / 60
+            print(
+                f"[{number}/{len(missing)}, {left:.0f} min left] {result['case']}: {state} "
+                f"({len(result['kernels'])} kernels, {result['seconds']:.0f} s)", flush=True,
+            )  # fmt: skip
+            for line in found[:12]:
+                print(f"    {line}", flush=True)
 
 
 def _triton_version(folder: str | None) -> str:

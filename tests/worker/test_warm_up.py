@@ -66,7 +66,7 @@ def test_an_engine_that_serves_compiles_nothing():
         {"hf_overrides": _LATENT, "kv_cache_dtype": "int8", "enforce_eager": True},
         {"kv_cache_dtype": "int8", "async_scheduling": False},
         {"kv_cache_dtype": "fp8", "enforce_eager": True, "max_num_seqs": 1},
-        {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 33, "max_model_len": 128},
+        {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 33, "max_model_len": 140},
         {"attention_backend": "torch-varlen", "enforce_eager": True},
         {"logprobs_mode": "processed_logprobs", "block_size": 32},
     ],
