@@ -24,8 +24,8 @@ HELP = "compile the kernels of a model for GPUs and processors that need not be 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compile the kernels of a model for GPUs and processors that need not be present, such as when an image is "
-        "built. quire serve with the same options then compiles nothing. All options of quire serve are accepted; no "
-        "weights are read."
+        "built. quire serve with the same options then compiles nothing. All options of quire serve are accepted. No "
+        "weights are read, except those of a GGUF file."
     )
     add_model(parser)
     parser.add_argument(
@@ -121,7 +121,8 @@ def compile_for_gpu(
         import triton
     except ImportError as error:
         raise ConfigError(
-            f"Triton, which compiles kernels for GPUs, cannot be imported: {error_text(error)}"
+            f"Triton, which compiles kernels for GPUs, cannot be imported ({error_text(error)}); install the version "
+            "of the machine with the GPU, for example with: pip install triton==3.6.0"
         ) from error
     from quire.gpu.stand_in import stand_in
     from quire.loading.hub import model_directory
