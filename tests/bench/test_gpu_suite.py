@@ -57,7 +57,8 @@ def test_other_tiles_are_tried_with_the_results_of_an_earlier_run(tmp_path):
     run(tmp_path, "--stand-in", "sm_90", "--only", "attention")
     results, _ = run(tmp_path, "--stand-in", "sm_90", "--only", "tiles")
     tried = results["tiles"]["tried"]["prefill attention, 2 x 8192: attend_kernel"]["tried_us"]
-    assert {"its own tile", "num_warps=4", "KEYS=32", "rows=256"} <= {*tried}
+    kinds = {name.split("=")[0] for name in tried}
+    assert {"its own tile", "num_warps", "num_stages", "KEYS", "rows"} <= kinds
 
 
 @pytest.mark.nightly

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.gpu.cards import card_of
 from quire.ops.reference import sampling as reference
 from quire.ops.triton import on_gpu
 
@@ -344,6 +345,13 @@ def _search(
 
 
 @cache
+def _most_registers(device: torch.device) -> dict[str, int]:
+    """The limit of registers of a thread in `_search`. Without it, ptxas takes 80 and spills with large vocabularies.
+    AMD's compiler has no such option."""
+    return {"maxnreg": 96} if card_of(device).backend == "cuda" else {}
+
+
+@cache
 def _no_limits(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """min_p, top_k and top_p that keep everything: [1] each."""
     return (
@@ -401,6 +409,7 @@ def _select(
         _search[(rows,)](
             out, bounds, seeds, positions, cutoffs, tops, masses, best, best_token, values, tokens, *given, *strides,
             vocab, parts, draws, width, _PART, _BLOCK // 2, num_warps=8, enable_fp_fusion=False,
+            **_most_registers(device),
         )  # fmt: skip
     else:
         _merge[(rows,)](out, best, best_token, parts, width, num_warps=1, enable_fp_fusion=False)
