@@ -346,9 +346,9 @@ def _search(
 
 @cache
 def _most_registers(device: torch.device) -> dict[str, int]:
-    """The limit of registers of a thread in `_search`. Without it, ptxas takes 80 and spills with large vocabularies.
+    """The limit of registers of a thread in `_search`. Without it, ptxas takes 80 or 48 and spills.
     AMD's compiler has no such option."""
-    return {"maxnreg": 96} if card_of(device).backend == "cuda" else {}
+    return {"maxnreg": 128} if card_of(device).backend == "cuda" else {}
 
 
 @cache
