@@ -15,6 +15,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.loading.hub import model_directory
+from quire.messages.engine import FinishReason
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.text.hf_tokenizer import HFTokenizer
@@ -250,7 +251,7 @@ class LLM:
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
         """Queue the requests and step until all have finished. Yields a RequestOutput whenever it changed in a way that
-        its output_kind reports."""
+        its output_kind reports. Raises ValueError for a request that the engine finds wrong."""
         try:
             for request in requests:
                 self.output_processor.add(request)
@@ -268,6 +269,8 @@ class LLM:
                     output = self._grown.pop(request_id)
                     if output.finished:
                         running.discard(request_id)
+                        if output.outputs[0].finish_reason == FinishReason.BAD_REQUEST:
+                            raise ValueError(output.outputs[0].stop_reason)
                     yield deltas[request_id].read(output) if request_id in deltas else output
         finally:  # an error, Ctrl-C, or a caller that stopped reading
             for request in requests:

@@ -19,8 +19,9 @@ class CompletionOutput:
     cumulative_logprob, logprobs: None unless the request asked for logprobs. logprobs has {token id: Logprob} for each
     token of the completion; that token itself is first.
 
-    finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs. stop_reason: the stop string
-    or the stop token id that ended the completion, None for end-of-sequence.
+    finish_reason: "stop", "length", "repetition", "abort", "error", "bad_request", or None while it runs. stop_reason:
+    the stop string or the stop token id that ended the completion, None for end-of-sequence; with "error" and
+    "bad_request", the reason. A bad request is one that only the engine finds wrong, such as an impossible grammar.
     """
 
     index: int

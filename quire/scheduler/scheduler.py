@@ -159,7 +159,7 @@ class Scheduler:
                     self._push(request)
             except ValueError as error:
                 self._finish(request)
-                failed.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
+                failed.append(EngineCoreOutput(request.request_id, [], FinishReason.BAD_REQUEST, error_text(error)))
         return failed
 
     def _enqueue(self, request: Request) -> None:

@@ -274,6 +274,8 @@ class Call:
         if completion.finish_reason == "error":
             self.server.llm.client.check()
             raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
+        if completion.finish_reason == "bad_request":
+            raise ApiError(400, str(completion.stop_reason))
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 

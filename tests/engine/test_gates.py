@@ -73,12 +73,38 @@ def test_a_request_that_waits_at_a_gate_runs_when_it_opens_and_the_core_sleeps_u
     made = finish(llm.core)
     first.check(made["late"][0])
     second.check(made["now"][0])
-    assert made["bad"] == ([], "error", "the grammar has no end")
+    assert made["bad"] == ([], "bad_request", "the grammar has no end")
     llm.core.add_request(core_request(llm, "late again", first.prompt))
     before = scheduler.num_schedules
     first.check(finish(llm.core)["late again"][0])
     assert scheduler.num_schedules - before <= 64 + 5  # one a token, and few while it waited
     assert_nothing_is_left(llm.core)
+    llm.core.shutdown()
+
+
+class Censor:
+    """Refuses each request with max_tokens=7."""
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        """Each request is decided at once."""
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        if request.max_tokens == 7:
+            raise ValueError("the grammar has no end")
+        return True
+
+
+def test_generate_raises_the_reason_for_which_a_gate_refuses_a_request_and_the_engine_goes_on(checkpoints, references):
+    llm = make_llm(checkpoints.path("llama"))
+    old, continuation = llm.core.scheduler, references.continuations("llama")[0]
+    scheduler = Scheduler(old.limits, len(old.kv.pool.blocks), old.kv.specs, old.kv.block_size, gates=[Censor()])
+    llm.core = EngineCore(scheduler, llm.core.executor)
+    params = [GREEDY.clone(max_tokens=count) for count in (60, 7, 60)]
+    with pytest.raises(ValueError, match="the grammar has no end"):
+        llm.generate([continuation.prompt] * 3, params, use_tqdm=False)
+    assert_nothing_is_left(llm.core)
+    [output] = llm.generate(continuation.prompt, GREEDY, use_tqdm=False)
+    continuation.check(output.outputs[0].token_ids)
     llm.core.shutdown()
 
 
@@ -122,7 +148,7 @@ def test_the_core_process_sleeps_while_all_requests_wait_at_gates(checkpoints, r
                 said[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     ended[output.request_id] = output.finish_reason
-        assert ended == {"late": FinishReason.LENGTH, "bad": FinishReason.ERROR}
+        assert ended == {"late": FinishReason.LENGTH, "bad": FinishReason.BAD_REQUEST}
         continuation.check(said["late"])
         assert num_silent <= 5  # a core that does not sleep reports thousands of empty steps
     finally:

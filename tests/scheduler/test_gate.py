@@ -96,7 +96,7 @@ def test_a_request_that_a_gate_refuses_fails_with_its_reason() -> None:
     doors.broken.add("bad")
     scheduler.wake()
     (output,) = scheduler.open_gates()
-    assert (output.request_id, output.finish_reason) == ("bad", FinishReason.ERROR)
+    assert (output.request_id, output.finish_reason) == ("bad", FinishReason.BAD_REQUEST)
     assert output.stop_reason == "the grammar has no end"
     assert not scheduler.has_unfinished
 
