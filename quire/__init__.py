@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         RequestOutputKind,
         SamplingParams,
     )
+    from quire.messages.structured_outputs import StructuredOutputsParams
 
 _HOME = {
     "LLM": "quire.engine.llm",
@@ -28,6 +29,7 @@ _HOME = {
     "BeamSearchParams": "quire.messages.sampling_params",
     "RepetitionDetectionParams": "quire.messages.sampling_params",
     "RequestOutputKind": "quire.messages.sampling_params",
+    "StructuredOutputsParams": "quire.messages.structured_outputs",
     "RequestOutput": "quire.messages.outputs",
     "CompletionOutput": "quire.messages.outputs",
     "Logprob": "quire.messages.outputs",
@@ -42,6 +44,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

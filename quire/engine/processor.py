@@ -169,6 +169,8 @@ class Processor:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model or the engine: vocabulary, limits, plugins, other processes."""
+        if params.structured_outputs is not None:
+            raise ValueError("structured_outputs is not supported by Quire yet; leave it at None.")
         named_token_ids = params.logprob_token_ids
         sample_logprobs = params.logprobs if named_token_ids is None else None
         for name, option in (("sample", sample_logprobs), ("prompt", params.prompt_logprobs)):

@@ -6,6 +6,8 @@ from typing import Any, Self
 
 import msgspec
 
+from quire.messages.structured_outputs import StructuredOutputsParams
+
 MAX_N = 16_384  # completions of a prompt, vLLM's limit
 GREEDY_TEMPERATURE = 1e-5  # below this, sampling is arg-max
 MAX_LOGPROB_TOKEN_IDS = 128  # token ids whose logprobs one request may ask for, as in vLLM
@@ -75,6 +77,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit behind it.
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
+    structured_outputs: StructuredOutputsParams, or a dict of its fields: what the text must look like.
     logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
         [vocab]; only where the model runs in the caller's process. extra_args: arguments for logits processor plugins.
     """
@@ -109,13 +112,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     skip_reading_prefix_cache: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: list[Any] | None = None
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.structured_outputs is not None:
-            raise ValueError("structured_outputs is not supported by Quire yet; leave it at None.")
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = [] if self.bad_words is None else self.bad_words
@@ -124,6 +125,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         if isinstance(self.repetition_detection, dict):
             self.repetition_detection = msgspec.convert(self.repetition_detection, RepetitionDetectionParams)
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = StructuredOutputsParams.create(self.structured_outputs)
         self._check_types()
         self._check_ranges()
         if self.greedy:
@@ -168,6 +171,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if not isinstance(self.repetition_detection, RepetitionDetectionParams | None):
             kind = type(self.repetition_detection).__name__
             raise TypeError(f"repetition_detection must be RepetitionDetectionParams, got {kind}.")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            kind = type(self.structured_outputs).__name__
+            raise TypeError(f"structured_outputs must be StructuredOutputsParams, got {kind}.")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if not all(isinstance(v, int) and not isinstance(v, bool) for v in getattr(self, name) or ()):
                 raise TypeError(f"{name} must contain only integers, got {getattr(self, name)}.")

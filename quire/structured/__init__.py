@@ -1,0 +1,1 @@
+"""Structured outputs: which tokens a request may draw next."""

@@ -1,0 +1,89 @@
+"""The constraint of one request: thinking first, where there is any, and then a grammar."""
+
+from collections.abc import Sequence
+
+from quire.messages.structured_outputs import ThinkingLimits
+from quire.structured.grammar import Matcher
+
+
+class Constraint:
+    """Which tokens a request may draw next, as a function of its output so far.
+
+    The grammar says nothing while the model thinks. When the budget for thinking is used up, the end marker is forced.
+    Forced tokens are a function of the tokens before them, too: the same output results whether the scheduler takes
+    them ahead, or each of them is drawn under a mask that allows no other.
+
+    eos_token_ids: the tokens that end a text, the usual one first. It is forced once the text is complete. The grammar
+    has no say behind one of them.
+    """
+
+    def __init__(
+        self, matcher: Matcher | None, thinking: ThinkingLimits | None = None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.matcher = matcher
+        self.error: str | None = None  # why the request cannot go on
+        self._thinking, self._eos_token_ids = thinking, eos_token_ids
+        self._is_thinking = thinking is not None and thinking.is_open
+        self._num_thinking = 0  # tokens since the thinking began
+        self._has_ended = False  # end-of-sequence was drawn, and the request goes on nevertheless
+        self._tail: list[int] = []  # the last tokens outside the grammar, at most as many as a marker has
+        self._forced: list[int] = []
+        self._next = 0  # the first of the forced tokens that is not in the output
+        self._find_forced()
+
+    def advance(self, token_id: int) -> None:
+        """Add a token to the output: one that was drawn, forced, or is replayed."""
+        if self._has_ended or self.error is not None:
+            return
+        is_expected = self._next < len(self._forced) and self._forced[self._next] == token_id
+        if self._is_thinking or self.matcher is None:
+            self._think(token_id)
+        elif token_id in self._eos_token_ids:
+            self._has_ended = True
+        elif not self.matcher.accept(token_id):
+            self.error = self.matcher.error or f"the grammar does not allow token {token_id}"
+        if is_expected and self.error is None:
+            self._next += 1
+        else:
+            self._forced, self._next = [], 0
+        if self._next == len(self._forced):
+            self._find_forced()
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, in this order. The next token is the first of them, if there are any."""
+        return self._forced[self._next :]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the next token needs a mask."""
+        if self._has_ended or self.error is not None:
+            return False
+        return bool(self._forced) or (self.matcher is not None and not self._is_thinking)
+
+    def _think(self, token_id: int) -> None:
+        """Count a token outside the grammar, and look for the markers around thinking."""
+        limits = self._thinking
+        if limits is None:
+            return
+        self._tail = [*self._tail, token_id][-max(len(limits.end_ids), len(limits.start_ids)) :]
+        self._num_thinking += self._is_thinking
+        if limits.start_ids and self._tail[-len(limits.start_ids) :] == limits.start_ids:
+            self._is_thinking, self._num_thinking = True, 0
+        elif self._is_thinking and self._tail[-len(limits.end_ids) :] == limits.end_ids:
+            self._is_thinking = False
+
+    def _find_forced(self) -> None:
+        """Set the tokens that follow in any case."""
+        self._forced, self._next = [], 0
+        limits = self._thinking
+        if self._has_ended or self.error is not None:
+            return
+        if self._is_thinking:
+            if limits is not None and limits.budget is not None and self._num_thinking >= limits.budget:
+                end = limits.end_ids
+                done = max(count for count in range(len(end)) if not count or self._tail[-count:] == end[:count])
+                self._forced = end[done:]
+        elif self.matcher is not None:
+            self._forced = self.matcher.forced()
+            if not self._forced and self.matcher.is_finished:
+                self._forced = list(self._eos_token_ids[:1])
