@@ -7,134 +7,150 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.outputs import CompletionOutput
+from quire.server.answering import Answer, Answering, FunctionCall, Piece
 from quire.server.errors import json_response
-from quire.server.generation import Call, Chunks, EventStream, Meter, Server
+from quire.server.generation import Chunks, EventStream
 from quire.server.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.messages import text_of
 from quire.server.protocol import ChatRequest
-from quire.server.responses import AssistantMessage, ChatChoice, ChatLogprobs, ChatResponse
+from quire.server.responses import AssistantMessage, ChatChoice, ChatLogprobs, ChatResponse, ChatToolCall
 from quire.server.routing import StrictRoute, stream_answers
+from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
 
 router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/v1/chat/completions", responses=stream_answers(ChatResponse), response_model=None)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    server: Server = request.app.state.server
-    call = Call(server, request, body, "chatcmpl")
-    default = server.llm.processor.generation_config.get("max_new_tokens")
-    prompts = [await server.render(body.messages, body, request.state.body)]
-    await call.process(prompts, default, bool(body.add_special_tokens), "messages")
-    del prompts  # with truncate_prompt_tokens they can be much longer than what remains of them
+    answering = await Answering.begin(request, body, "chatcmpl")
     if body.stream:
-        return await EventStream.begin(_stream(call, body))
-    return json_response(await _collect(call, body))
-
-
-async def _collect(call: Call, body: ChatRequest) -> dict[str, Any]:
-    meter = Meter()
-    async with aclosing(call.run()) as outputs:
-        output = await anext(outputs)
-    meter.add(output)
-    choices, role, echo = [], _role(call, body), _echo(call, body)
-    for completion in output.outputs:
-        message = AssistantMessage(
-            role=role,
-            content=echo + completion.text,
-            refusal=None,
-            annotations=None,
-            audio=None,
-            function_call=None,
-            reasoning=None,
-        )
-        choice = ChatChoice(
-            index=completion.index,
-            message=message,
-            logprobs=_logprobs(call, body, completion),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            token_ids=completion.token_ids if body.return_token_ids else None,
-            routed_experts=None,
-            weight_versions=None,
-        )
-        choices.append(choice)
-    places = output.prompt_logprobs
-    return call.answer(
-        "chat.completion",
-        choices,
-        meter,
-        prompt_logprobs=None if places is None else prompt_logprobs(places),
-        **_prompt_keys(body, output),
+        return await EventStream.begin(_stream(answering))
+    answers = await answering.collect()
+    choices = [_choice(answering, answer) for answer in answers]
+    return json_response(
+        answering.call.answer("chat.completion", choices, answering.meter, **_prompt_keys(answering, whole=True))
     )
 
 
-async def _stream(call: Call, body: ChatRequest) -> AsyncGenerator[bytes]:
-    chunks, meter, begun = Chunks(call, "chat.completion.chunk"), Meter(), False
-    async with aclosing(call.run()) as outputs:
-        async for output in outputs:
+async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
+    chunks, meter, body = Chunks(answering.call, "chat.completion.chunk"), answering.meter, answering.body
+    begun = False
+    async with aclosing(answering.pieces()) as steps:
+        async for pieces in steps:
+            choices = [choice for piece in pieces for choice in _deltas(answering, piece)]
             events = []
             if not begun:
-                extra = _prompt_keys(body, output)
-                if output.prompt_logprobs is not None:
-                    extra["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-                for index in range(body.n or 1):
-                    events.append(chunks.event(_text_choice(index, role=_role(call, body), content=""), meter, **extra))
+                begun, indices, extra = True, range(body.n or 1), _prompt_keys(answering)
+                for index in indices:
+                    first = _delta(index, {"role": _role(answering), "content": ""})
+                    events.append(chunks.event(first, meter, **extra))
                     extra = {}
-                if echo := _echo(call, body):
-                    events += [chunks.event(_text_choice(index, content=echo), meter) for index in range(body.n or 1)]
-                begun = True
-            meter.add(output)
-            for completion in output.outputs:
-                if completion.text or completion.finish_reason or body.logprobs or body.return_token_ids:
-                    events.append(chunks.event(_delta(call, body, completion), meter))
+                if echo := _echo(answering):
+                    events += [chunks.event(_delta(index, {"content": echo}), meter) for index in indices]
+            events += [chunks.event(choice, meter) for choice in choices]
             if events:
                 yield b"".join(events)
     if last := chunks.last(meter):
         yield last
 
 
-def _prompt_keys(body: ChatRequest, output: RequestOutput) -> dict[str, Any]:
-    """The fields about the prompt, in a complete response and in the first chunk of a stream."""
+def _prompt_keys(answering: Answering, whole: bool = False) -> dict[str, Any]:
+    """The fields about the prompt, in a whole answer and in the first chunk of a stream."""
+    output, body = answering.output, answering.body
+    assert output is not None
+    places = None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs)
     return {
         "prompt_token_ids": output.prompt_token_ids if body.return_token_ids else None,
         "prompt_text": output.prompt if body.return_prompt_text else None,
+        **({} if places is None and not whole else {"prompt_logprobs": places}),
     }
 
 
-def _role(call: Call, body: ChatRequest) -> str:
+def _role(answering: Answering) -> str:
     """The role of the answer: the last message's role if the prompt continues that message, as in vLLM."""
-    return body.messages[-1].role if body.add_generation_prompt is False else call.server.config.response_role
+    body = answering.body
+    return body.messages[-1].role if body.add_generation_prompt is False else answering.call.server.config.response_role
 
 
-def _echo(call: Call, body: ChatRequest) -> str:
+def _echo(answering: Answering) -> str:
     """What the answer begins with: the text of the last message, if that was asked for and has the answer's role."""
+    body = answering.body
     last = body.messages[-1]
-    if not body.echo or last.role != _role(call, body) or last.content is None:
+    if not body.echo or last.role != _role(answering) or last.content is None:
         return ""
     return last.content if isinstance(last.content, str) else "\n".join(map(text_of, last.content))
 
 
-def _text_choice(index: int, **delta: str) -> dict[str, Any]:
+def _choice(answering: Answering, answer: Answer) -> ChatChoice:
+    """A choice of a whole answer. Its content is null if there are only tool calls or reasoning."""
+    completion = answer.completion
+    assert completion is not None
+    content = _echo(answering) + (answer.content or "")
+    message = AssistantMessage(
+        role=_role(answering),
+        content=content or (None if answer.tool_calls or answer.reasoning else ""),
+        refusal=None,
+        annotations=None,
+        audio=None,
+        function_call=None,
+        reasoning=answer.reasoning,
+    )
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
+    return ChatChoice(
+        index=answer.index,
+        message=message,
+        logprobs=_logprobs(answering, completion),
+        finish_reason=answer.finish_reason,
+        stop_reason=completion.stop_reason,
+        token_ids=completion.token_ids if answering.body.return_token_ids else None,
+        routed_experts=None,
+        weight_versions=None,
+    )
+
+
+def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
+    """A chunk's choice for each event of a piece. Logprobs and token ids are in the first, how it ended in the last."""
+    completion, body, answer = piece.completion, answering.body, piece.answer
+    deltas = [_delta(answer.index, _event_delta(event, answer)) for event in piece.events]
+    if not deltas and (completion.finish_reason or body.logprobs or body.return_token_ids):
+        deltas = [_delta(answer.index, {} if answer.tool_calls else {"content": ""})]
+    if deltas:
+        deltas[0]["logprobs"] = _logprobs(answering, completion)
+        for delta in deltas:
+            delta["token_ids"] = None
+        deltas[0]["token_ids"] = completion.token_ids if body.return_token_ids else None
+        if completion.finish_reason is not None:
+            deltas[-1] |= {"finish_reason": answer.finish_reason, "stop_reason": completion.stop_reason}
+    return deltas
+
+
+def _event_delta(event: Event, answer: Answer) -> dict[str, Any]:
+    if isinstance(event, Reasoning):
+        return {"reasoning": event.text, "reasoning_content": event.text}
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, ToolCall):  # as OpenAI does, the name comes first, and then pieces of the arguments
+        call = _tool_call(FunctionCall(answer.tool_calls[event.index].id, event.name))
+        return {"tool_calls": [{"index": event.index, **call}]}
+    return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
+def _tool_call(call: FunctionCall) -> ChatToolCall:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _delta(call: Call, body: ChatRequest, completion: CompletionOutput) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": completion.index,
-        "delta": {"content": completion.text},
-        "logprobs": _logprobs(call, body, completion),
-        "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids if body.return_token_ids else None,
-    }
-    if completion.finish_reason is not None:
-        choice["stop_reason"] = completion.stop_reason
-    return choice
-
-
-def _logprobs(call: Call, body: ChatRequest, completion: CompletionOutput) -> ChatLogprobs | None:
+def _logprobs(answering: Answering, completion: CompletionOutput) -> ChatLogprobs | None:
     if completion.logprobs is None:
         return None
+    call, body = answering.call, answering.body
     token_bytes = call.server.llm.get_tokenizer().token_bytes
     count = None if body.logprob_token_ids else body.top_logprobs or 0
     return chat_logprobs(completion.token_ids, completion.logprobs, count, call.tokens_as_ids, token_bytes)

@@ -81,14 +81,27 @@ class ChatLogprobs(TypedDict):
     content: list[ChatTokenLogprob]
 
 
+class ChatFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: ChatFunction
+
+
 class AssistantMessage(TypedDict):
     role: str
-    content: str
+    content: str | None
     refusal: None
     annotations: None
     audio: None
     function_call: None
-    reasoning: None
+    reasoning: str | None
+    reasoning_content: NotRequired[str]  # the older name of reasoning
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatChoice(TypedDict):
