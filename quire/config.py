@@ -223,8 +223,8 @@ class ServerConfig:
     uds: str | None = option(None, "path of a Unix domain socket to listen on instead of host and port")
     api_key: list[str] = option(
         [],
-        "API keys; each request must carry one of them as a bearer token. Lists of processes show command lines: the "
-        "environment variable QUIRE_API_KEY keeps a key secret",
+        "API keys; each request must carry one of them as a bearer token or in the header x-api-key. Lists of "
+        "processes show command lines: the environment variable QUIRE_API_KEY keeps a key secret",
     )
     served_model_name: list[str] = option([], "names of the model in the API (default: the value of --model)")
     root_path: str = option("", "path prefix of the server behind a proxy, such as /llm, stripped by the proxy or not")

@@ -96,7 +96,7 @@ class BodyLimit:
         try:
             held.grow(int(declared[:20]) if declared.isdigit() else 0)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         scope.setdefault("state", {})["body"] = held
         try:

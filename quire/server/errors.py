@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors, in the shape of the API that the request is for: OpenAI's, Anthropic's or Ollama's."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from quire.engine.core import EngineDeadError
 from quire.engine.processor import PromptTooLongError
@@ -15,6 +16,15 @@ from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -33,18 +43,35 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.param, self.code = param, code
 
-    @property
-    def body(self) -> dict[str, dict[str, str | None]]:
-        kind = _TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
-        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
+    def body(self, path: str) -> dict[str, Any]:
+        """The body of the error response to a request for `path`.
+
+        OpenAI: {"error": {"message", "type", "param", "code"}}. Anthropic: {"type": "error", "error": {"type",
+        "message"}}. Ollama: {"error": message}. The last two have no place for the field, so their message names it.
+        """
+        status, message = self.status_code, self.detail
+        if not path.startswith(("/v1/messages", "/api/")):
+            kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+            return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        if self.param and self.param not in message:
+            message = f"{self.param}: {message}"
+        if path.startswith("/api/"):
+            return {"error": message}
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body, error.status_code, error.headers)
+def path_in(scope: Scope) -> str:
+    """The path of a request, without the server's root path."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    return json_response(error.body(path_in(scope)), error.status_code, error.headers)
 
 
 def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError:
@@ -120,6 +147,6 @@ def add_error_handlers(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and not isinstance(error, ApiError):
             error = _routing_error(request, error)
-        return error_response(api_error(error))
+        return error_response(api_error(error), request.scope)
 
     app.add_exception_handler(HTTPException, handle)  # other exceptions end up in the Observability middleware

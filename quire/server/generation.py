@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -21,7 +21,7 @@ from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
 from quire.server.bodies import HeldBody
-from quire.server.errors import ApiError, api_error, bad_value
+from quire.server.errors import ApiError, api_error, bad_value, path_in
 from quire.server.messages import Message
 from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Rendering
 from quire.server.responses import Usage
@@ -345,20 +345,26 @@ class Chunks:
 
 
 class EventStream(Response):
-    """Sends events as they are generated. It waits for slow readers, and queues nothing meanwhile."""
+    """Sends events as they are generated. It waits for slow readers, and queues nothing meanwhile.
+
+    before_error, after_error: what surrounds the JSON of an error that ends the stream. done: the stream's last bytes.
+    """
+
+    media_type = "text/event-stream; charset=utf-8"
+    before_error, after_error = b"data: ", b"\n\n"
+    done = b"data: [DONE]\n\n"
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self.first, self.events = first, events
 
     @classmethod
-    async def begin(cls, events: AsyncGenerator[bytes]) -> "EventStream":
+    async def begin(cls, events: AsyncGenerator[bytes]) -> Self:
         """Wait for the first event, so that an error before it is answered with its own status."""
         return cls(await anext(events), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fixed = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-        headers = [*fixed, (b"content-type", b"text/event-stream; charset=utf-8")]
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with aclosing(self.events) as events:
             await send({"type": "http.response.body", "body": self.first, "more_body": True})
@@ -368,5 +374,5 @@ class EventStream(Response):
                 end = b""
             except Exception as error:
                 scope["state"]["stream_error"] = told = api_error(error)
-                end = b"data: " + msgspec.json.encode(told.body) + b"\n\n"
-        await send({"type": "http.response.body", "body": end + b"data: [DONE]\n\n", "more_body": False})
+                end = self.before_error + msgspec.json.encode(told.body(path_in(scope))) + self.after_error
+        await send({"type": "http.response.body", "body": end + self.done, "more_body": False})

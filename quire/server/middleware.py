@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import ConfigError
 from quire.messages.errors import error_text
-from quire.server.errors import ApiError, error_response
+from quire.server.errors import ApiError, error_response, path_in
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: for probes and scrapers
 
@@ -62,15 +62,16 @@ class ApiKeys:
         if scope["type"] != "http" or self._may_pass(scope):
             await self.app(scope, receive, send)
             return
-        message = "a valid API key is needed, in the header Authorization: Bearer KEY"
+        message = "a valid API key is needed, in the header Authorization: Bearer KEY or x-api-key: KEY"
         headers = {"WWW-Authenticate": "Bearer"}
         error = ApiError(401, message, param="Authorization", code="invalid_api_key", headers=headers)
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if path_in(scope) in OPEN_PATHS:
             return True
         scheme, _, token = (header(scope, b"authorization") or b"").partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else header(scope, b"x-api-key") or b""
         # All keys are compared, each in constant time, so that the time tells nothing about a guess.
-        matches = [hmac.compare_digest(token.strip(), key) for key in self.keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        return given != b"" and any(matches)

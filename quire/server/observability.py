@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.logging import logger, printable
-from quire.server.errors import ApiError, api_error, error_response
+from quire.server.errors import ApiError, api_error, error_response, path_in
 from quire.server.middleware import header
 
 PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, not in the HTTP metrics
@@ -97,7 +97,8 @@ class _Exchange:
     def error_message(self) -> str:
         """The message of an error response, if the response is one."""
         try:
-            return str(json.loads(self.error_body)["error"]["message"])
+            error = json.loads(self.error_body)["error"]
+            return str(error if isinstance(error, str) else error["message"])
         except (ValueError, TypeError, KeyError):
             return self.error_body.decode(errors="replace")
 
@@ -131,7 +132,7 @@ class Observability:
         state = scope.setdefault("state", {})
         state["request_id"], state["request_id_given"] = request_id.decode(), given is not None
         message = "X-Request-Id should be 1 to 128 visible ASCII characters"
-        app = self.app if valid else error_response(ApiError(400, message, param="X-Request-Id"))
+        app = self.app if valid else error_response(ApiError(400, message, param="X-Request-Id"), scope)
         exchange = _Exchange(send, request_id)
         try:
             try:
@@ -139,7 +140,7 @@ class Observability:
             except Exception as error:
                 if exchange.status:
                     raise  # the response has begun, so no error can be sent
-                await error_response(api_error(error))(scope, receive, exchange.send)
+                await error_response(api_error(error), scope)(scope, receive, exchange.send)
         finally:
             self._ended(scope, exchange, time.perf_counter() - began)
 
@@ -147,7 +148,7 @@ class Observability:
         return next((route.path for route in self.routes if route.path_regex.match(path)), "none")
 
     def _ended(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_in(scope)
         status = exchange.status or 500
         if path not in PROBES:
             length = header(scope, b"content-length") or b"0"

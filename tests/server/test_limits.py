@@ -61,6 +61,14 @@ def test_each_of_the_keys_opens(guarded):
         assert guarded.post("/v1/completions", SHORT, Authorization=header).status == 200
 
 
+def test_a_key_may_be_in_the_header_of_anthropics_clients(guarded):
+    assert guarded.post("/v1/completions", SHORT, x_api_key="secret").status == 200
+    assert guarded.post("/v1/completions", SHORT, x_api_key="secret", Authorization="Basic x").status == 200
+    for given in ("wrong", ""):
+        assert guarded.post("/v1/completions", SHORT, x_api_key=given).status == 401
+    assert guarded.post("/v1/completions", SHORT, x_api_key="secret", Authorization="Bearer wrong").status == 401
+
+
 # ---- sizes
 
 
