@@ -1,0 +1,50 @@
+"""Environments of their own for packages of clients, so that their dependencies never meet Quire's."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENTS = Path(__file__).parents[2] / ".ci" / "environments"
+
+
+def client_python(*packages: str) -> Path:
+    """The Python of an environment with these packages, such as "openai>=2,<4". It is installed once, and then kept.
+
+    Skips the test if the packages cannot be installed.
+    """
+    name = hashlib.sha256(" ".join([sys.version, *sorted(packages)]).encode()).hexdigest()[:16]
+    directory = ENVIRONMENTS / name
+    python, complete = directory / "bin" / "python", directory / "complete"
+    if complete.is_file():
+        return python
+    try:
+        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+        with (ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be installing the same
+            if not complete.is_file():
+                _run(sys.executable, "-m", "venv", "--clear", directory)
+                _run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages)
+                complete.touch()
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        pytest.skip(f"{', '.join(packages)} cannot be installed: {' '.join(reason)}")
+    return python
+
+
+def run_client(python: Path, script: str, *arguments: str, timeout: float = 120) -> str:
+    """What a script prints. script: its source. Fails with the script's traceback if it raises."""
+    process = subprocess.run(
+        [python, "-c", script, *arguments], capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
