@@ -7,7 +7,7 @@ import os
 import sys
 
 from quire._version import __version__
-from quire.cli import bench, chat, compile, generate, serve
+from quire.cli import bench, chat, compile, generate, run_batch, serve
 from quire.cli.errors import with_flags
 from quire.cli.parser import Parser
 from quire.messages.errors import error_text
@@ -19,7 +19,14 @@ from quire.system.garbage import skip_last_collection
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
-_COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "bench": bench, "compile": compile}
+_COMMANDS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "run-batch": run_batch,
+    "bench": bench,
+    "compile": compile,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

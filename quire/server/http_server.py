@@ -28,6 +28,13 @@ def run(core: CoreClient, config: ServerConfig, listening: socket.socket) -> int
 
     Raises ConfigError, OSError or EngineDeadError if the server or the core cannot start.
     """
+    llm, names = create_llm(core, config)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(llm, config, names, listening))
+
+
+def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[str]]:
+    """The engine that a server's options describe, and the names of its model. Raises ConfigError."""
     names = config.served_model_name or [core.config.model.model or "quire-demo"]
     llm = AsyncLLM(
         core=core,
@@ -36,8 +43,7 @@ def run(core: CoreClient, config: ServerConfig, listening: socket.socket) -> int
         log_stats=not config.disable_log_stats,
         request_log=RequestLog(config.enable_log_requests, config.max_log_len),
     )
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(llm, config, names, listening))
+    return llm, names
 
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listening: socket.socket) -> int:
@@ -164,7 +170,8 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
+    """A function that makes a uvloop, or None if it is not installed."""
     try:
         import uvloop
     except ImportError:
