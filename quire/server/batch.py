@@ -88,7 +88,7 @@ class _Batch:
             body, url = _checked(request)
             status, request_id, answer = await self._post(url, body, number)
         except ApiError as refused:
-            status, request_id, answer = refused.status_code, None, msgspec.json.encode(refused.body)
+            status, request_id, answer = refused.status_code, None, msgspec.json.encode(refused.body(""))
         self._llm.client.check()
         error = None if status < 400 else msgspec.json.decode(answer)["error"]
         response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(answer)}
