@@ -3,11 +3,16 @@
 Values are read as pydantic's lax mode reads them, which is vLLM's: "5" is an integer, "0.5" a number, "true" a boolean.
 """
 
-from typing import Annotated, Any
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
+
+from quire.messages.errors import error_text
+from quire.messages.structured_outputs import StructuredOutputsParams
 
 MAX_INT = 2**31 - 1
 
@@ -36,6 +41,81 @@ class RepetitionDetection(BaseModel):
     max_pattern_size: Count = Field(0, description="Tokens of the longest pattern to look for; 0 looks for none.")
     min_pattern_size: Count = Field(0, description="Tokens of the shortest pattern; 0 is as 1.")
     min_count: Count = Field(0, description="Times in a row that the pattern stands at the end of the output.")
+
+
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    name: str | None = Field(None, description="Without effect, as description and strict: a schema always holds.")
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's field for JSON answers, with vLLM's type structural_tag."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema.")
+
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        """What the text must look like. Raises ValueError or TypeError."""
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if self.type == "json_schema" and self.json_schema is not None:
+            return StructuredOutputsParams.create({"json": self.json_schema.json_schema})
+        if self.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=json.dumps(self.model_dump(exclude_unset=True)))
+        return None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise fail("missing", "json_schema: Field required")
+        _check_constraint(lambda: self.constraint)
+        return self
+
+
+def _check_constraint(create: Callable[[], object]) -> None:
+    try:
+        create()
+    except (ValueError, TypeError) as error:
+        raise fail("constraint", error_text(error)) from error
+
+
+def _check_structured(value: dict[str, Any]) -> dict[str, Any]:
+    _check_constraint(lambda: StructuredOutputsParams.create(value))
+    return value
+
+
+StructuredOutputs = Annotated[dict[str, Any], AfterValidator(_check_structured)]
+
+
+class Function(BaseModel):
+    """A function that a tool is. Further fields go to the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object: the arguments.")
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"] = "function"
+    function: FunctionName
 
 
 def _check_bias(value: Any) -> Any:

@@ -100,8 +100,8 @@ class Server:
 
     def _render(self, messages: Sequence[Message], body: Rendering) -> str:
         chat = [message.model_dump(exclude_none=True) for message in messages]
-        names = ("tools", "documents", "reasoning_effort")
-        variables: dict[str, Any] = {name: getattr(body, name) for name in names}
+        variables: dict[str, Any] = {name: getattr(body, name) for name in ("documents", "reasoning_effort")}
+        variables["tools"] = body.tool_objects or None
         if body.reasoning_effort is not None:  # for templates that only have a switch, as in vLLM
             variables["enable_thinking"] = body.reasoning_effort != "none"
         arguments: dict[str, Any] = {
@@ -132,6 +132,7 @@ class Call:
         self._receive = request.receive
         self._held: HeldBody = request.state.body
         self._requests: list[ProcessedRequest] = []
+        self._constraint_field: str | None = None
         self._ended_by: ApiError | None = None
 
     @property
@@ -141,14 +142,22 @@ class Call:
         return self.server.config.return_tokens_as_token_ids if asked is None else asked
 
     async def process(
-        self, prompts: Sequence[str | list[int]], default_max_tokens: int | None, add_special_tokens: bool, name: str
+        self,
+        prompts: Sequence[str | list[int]],
+        default_max_tokens: int | None,
+        add_special_tokens: bool,
+        name: str,
+        constraint_field: str | None = None,
+        **changes: Any,
     ) -> list[ProcessedRequest]:
-        """Prompts, tokenized, and how to sample. name: of the field they come from. Raises ApiError.
+        """Prompts, tokenized, and how to sample. Raises ApiError. From here on, the body is no longer in hand.
 
-        From here on, the request's body is no longer in hand.
+        name: of the field that the prompts come from. constraint_field: the name of the field that the structured
+        outputs come from. changes: fields of SamplingParams instead of the body's.
         """
         body, processor, held = self.body, self.server.llm.processor, self._held
-        given = body.given()
+        self._constraint_field = constraint_field or body.constraint_field
+        given = {**body.given(), **changes}
         asked = given.get("max_tokens")
         given["max_tokens"] = self._max_tokens(given.get("max_tokens"), default_max_tokens, len(prompts))
         self._check_sizes()
@@ -165,7 +174,10 @@ class Call:
                     self._check_length(len(request.prompt_token_ids), asked)
                 self._requests += requests
         except (ValueError, TypeError, OverflowError) as error:
-            raise bad_value(error, type(body).model_fields, name) from error
+            refusal = bad_value(error, type(body).model_fields, name)
+            if refusal.param == "structured_outputs":
+                refusal.param = self._constraint_field
+            raise refusal from error
         body.drop_prompt()
         held.release()
         return self._requests
@@ -275,7 +287,7 @@ class Call:
             self.server.llm.client.check()
             raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
         if completion.finish_reason == "bad_request":
-            raise ApiError(400, str(completion.stop_reason))
+            raise ApiError(400, f"{self._constraint_field}: {completion.stop_reason}", param=self._constraint_field)
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 

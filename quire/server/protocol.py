@@ -6,7 +6,7 @@ ignored, and logged once.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.server.fields import (
@@ -15,14 +15,18 @@ from quire.server.fields import (
     ExtraArguments,
     LogitBias,
     Logprobs,
+    NamedTool,
     Objects,
     Positive,
     Prompts,
     RepetitionDetection,
+    ResponseFormat,
     StreamOptions,
     Strings,
+    StructuredOutputs,
     TemplateArguments,
     TokenIds,
+    Tool,
 )
 from quire.server.messages import Messages
 
@@ -32,9 +36,8 @@ MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 _NOT_YET = "is not supported by Quire yet"
 _UNSUPPORTED = {
     **dict.fromkeys(
-        """structured_outputs guided_json guided_regex guided_choice guided_grammar guided_decoding_backend
-        guided_whitespace_pattern structural_tag response_format use_beam_search prompt_embeds logits_processors
-        kv_transfer_params ec_transfer_params thinking_token_budget watermarking return_weight_versions""".split(),
+        """use_beam_search prompt_embeds logits_processors kv_transfer_params ec_transfer_params thinking_token_budget
+        watermarking return_weight_versions""".split(),
         _NOT_YET,
     ),
     "suffix": "is not supported: the models complete text, they do not fill gaps",
@@ -44,17 +47,22 @@ _UNSUPPORTED_IN_CHAT = {
     **dict.fromkeys("functions function_call audio modalities web_search_options".split(), _NOT_YET),
 }
 # Values of these fields, besides null, false and what is empty, that ask for nothing.
-_NEUTRAL: dict[str, list[Any]] = {
-    "response_format": [{"type": "text"}],
-    "thinking_token_budget": [-1],
-    "modalities": [["text"]],
-}
+_NEUTRAL: dict[str, list[Any]] = {"thinking_token_budget": [-1], "modalities": [["text"]]}
 # Fields of vLLM that change nothing for a request that Quire takes, since they are about something else that it refuses
-# or does not have: beam search, tool calls, reasoning parsers, images, rendering endpoints, several engines.
+# or does not have: beam search, images, rendering endpoints, several engines, back ends chosen by requests.
 WITHOUT_EFFECT = frozenset(
-    """length_penalty parallel_tool_calls include_reasoning mm_processor_kwargs media_io_kwargs mm_payload
-    return_mm_kwargs return_token_offsets routed_experts_prompt_start session_id""".split()
+    """length_penalty mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs return_token_offsets
+    routed_experts_prompt_start session_id guided_decoding_backend""".split()
 )
+# The fields of earlier versions of vLLM that became fields of structured_outputs.
+_GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_whitespace_pattern": "whitespace_pattern",
+    "structural_tag": "structural_tag",
+}
 
 
 class Body(BaseModel):
@@ -79,6 +87,17 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 class Generation(Body):
     """What completions and chats have in common: how to sample, what to return. null is as if left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, body: Any) -> Any:
+        """Move fields of earlier versions of vLLM to structured_outputs, also in the body that errors point into."""
+        old = [name for name in _GUIDED if body.get(name)] if isinstance(body, dict) else []
+        if old:
+            given = body.get("structured_outputs")
+            renamed = {_GUIDED[name]: body.pop(name) for name in old}
+            body["structured_outputs"] = renamed | (given if isinstance(given, dict) else {})
+        return body
 
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
@@ -123,6 +142,8 @@ class Generation(Body):
     return_token_ids: bool | None = Field(None, description="Of the prompt and of the output.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs name tokens 'token_id:42'.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
+    response_format: ResponseFormat | None = Field(None, description="Make the answer JSON.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the text must look like.")
     vllm_xargs: ExtraArguments | None = Field(None, description="extra_args for plugins that process logits.")
     user: str | None = Field(None, description="Ignored.")
 
@@ -138,6 +159,13 @@ class Generation(Body):
     def drop_prompt(self) -> None:
         """Keep nothing of the prompt but what the answer needs."""
 
+    @property
+    def constraint_field(self) -> str | None:
+        """The name of the field that says what the text must look like."""
+        if self.structured_outputs is not None:
+            return "structured_outputs"
+        return None if self.response_format is None else "response_format"
+
     def given(self) -> dict[str, Any]:
         """Of SamplingParams' fields, those that the request sets."""
         names = (name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields)
@@ -146,6 +174,8 @@ class Generation(Body):
             values["repetition_detection"] = self.repetition_detection.model_dump()
         if self.logprob_token_ids is not None:
             values["logprobs"] = None
+        if self.response_format is not None:
+            values["structured_outputs"] = self.response_format.constraint
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return {**values, "output_kind": kind, "extra_args": self.vllm_xargs}
 
@@ -153,6 +183,8 @@ class Generation(Body):
         for name, value in (self.model_extra or {}).items():
             if name in table and not _asks_for_nothing(name, value):
                 return name, table[name]
+        if self.structured_outputs is not None and self.response_format and self.response_format.constraint:
+            return "response_format", "and structured_outputs exclude each other"
         if self.stream_options is not None and not self.stream:
             return "stream_options", "is only allowed when stream is true"
         if self.stream and self.prompt_logprobs is not None and (self.n or 1) > 1:
@@ -204,9 +236,14 @@ class Rendering(Body):
     continue_final_message: bool | None = Field(None, description="End within the last message, to go on with it.")
     chat_template: str | None = Field(None, description="Only if the server trusts templates of requests.")
     chat_template_kwargs: TemplateArguments | None = None
-    tools: Objects | None = Field(None, description="Variable of the template.")
-    documents: Objects | None = Field(None, description="The same.")
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: str | None = Field(None, description="The same.")
+
+    @property
+    def tool_objects(self) -> list[dict[str, Any]]:
+        """The tools as JSON objects."""
+        return [{"type": tool.type, **tool.model_dump(exclude_unset=True)} for tool in self.tools or ()]
 
 
 class ChatRequest(Generation, Rendering):
@@ -217,7 +254,25 @@ class ChatRequest(Generation, Rendering):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
     return_prompt_text: bool | None = Field(None, description="The text that the chat template made of the messages.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description='Only "none" if there are tools.')
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None,
+        description="Whether the model may call tools (auto, the default), must (required), or must call this one.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false allows one call in an answer.")
+    include_reasoning: bool | None = Field(None, description="false leaves the model's thinking out.")
+
+    @property
+    def forced_tool(self) -> str | None:
+        """What the answer must consist of: calls of any tools ("required"), or of the tool of this name. None: text."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return choice.function.name
+        return "required" if choice == "required" else None
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tool_objects
 
     @property
     def max_tokens_field(self) -> str:
@@ -241,10 +296,14 @@ class ChatRequest(Generation, Rendering):
             return "top_logprobs", "is only allowed when logprobs is true"
         if self.logprob_token_ids is not None and not self.logprobs:
             return "logprob_token_ids", "is only allowed when logprobs is true"
-        if self.tools and self.tool_choice != "none":
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if all(tool.function.name != name for tool in self.tools or ()):
+                return "tool_choice", f"names {name!r}, which is none of the tools"
+        if self.tool_choice == "required" and not self.tools:
+            return "tool_choice", "is 'required', but there are no tools"
+        if self.definitions:
             return "tools", f"{_NOT_YET} unless tool_choice is 'none'"
-        if self.tool_choice not in (None, "none", "auto"):
-            return "tool_choice", f"{_NOT_YET}, but for 'none'"
         return self.refused(_UNSUPPORTED_IN_CHAT)
 
 
