@@ -7,6 +7,7 @@ import msgspec
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs
+from quire.messages.structured_outputs import ThinkingLimits
 
 
 class FinishReason(StrEnum):
@@ -24,7 +25,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     It has either sampling_params or pooling_params. seed: the resolved seed of this one sequence (a request with n > 1
     becomes n of these). arrival_time: in seconds; orders the queue. max_tokens: resolved, so that prompt and output fit
     into max_model_len; 0 for a pooling request. eos_token_id: None to ignore end-of-sequence. output_token_ids: tokens
-    that the request generated in a core that was lost; generation continues behind them.
+    that the request generated in a core that was lost; generation continues behind them. thinking: where the thinking
+    of the answer ends; None if the request needs no such limits.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     bad_words: list[list[int]] = []  # token ids of each form of each bad word
     output_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
+    thinking: ThinkingLimits | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:
