@@ -117,12 +117,13 @@ def _try(matcher: LLMatcher) -> None:
             break
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
         matcher.consume_token(int(chance.choice(allowed)))
-    if matcher.is_stopped() and not matcher.is_accepting() and matcher.stop_reason().startswith("NoExtension"):
+    reason = _first_line(matcher.get_error())
+    if matcher.is_stopped() and not matcher.is_accepting() and (not reason or reason.startswith("NoExtension")):
         raise ValueError("no text matches the constraint")
     if matcher.is_error():
-        raise ValueError(_first_line(matcher.get_error()))
+        raise ValueError(reason)
     matcher.reset()
 
 
 def _first_line(message: str) -> str:
-    return next((line.strip() for line in message.splitlines() if line.strip()), "the grammar failed")[:500]
+    return next((line.strip() for line in message.splitlines() if line.strip()), "")[:500]

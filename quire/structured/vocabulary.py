@@ -35,7 +35,7 @@ class Vocabulary:
         self._prefix_length = len(self._encode_piece(self._prefix)) if self._prefix else 0
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The tokens of a text in the middle of another. A text that spells a special token is encoded as plain text."""
+        """The tokens of a text in the middle of another. The spelling of a special token is encoded as text."""
         text = text if isinstance(text, str) else text.decode()
         cuts = [0, *(match.start() + 1 for match in self._specials.finditer(text)), len(text)]
         pieces = [self._prefix + text[start:end] for start, end in pairwise(cuts)]
