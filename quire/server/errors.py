@@ -60,6 +60,14 @@ class ApiError(HTTPException):
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The same error with another name of its field, if `names` has one."""
+        field = re.split(r"\W", self.param or "", maxsplit=1)[0]
+        if (name := names.get(field)) is None:
+            return self
+        message, param = self.detail.replace(field, name, 1), name + (self.param or "").removeprefix(field)
+        return ApiError(self.status_code, message, param=param, code=self.code, headers=self.headers)
+
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, "application/json")

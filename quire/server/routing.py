@@ -1,8 +1,8 @@
 """How routes read their bodies, and what they declare to answer."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from email.message import Message
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -16,13 +16,18 @@ from quire.server.errors import ApiError, api_error, invalid_request
 from quire.server.responses import ErrorResponse
 
 Answers = dict[int | str, dict[str, Any]]
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class StrictRoute(APIRoute):
     """A route whose endpoint takes a body, a pydantic model, and the request.
 
     JSON by the book: UTF-8, no lone surrogates, no NaN, no thousand brackets, and declared as such.
+
+    names: for an API whose bodies become chat requests, its own names of fields of ChatRequest, which errors then use.
     """
+
+    names: Mapping[str, str] = {}
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
@@ -35,7 +40,7 @@ class StrictRoute(APIRoute):
                 response: Response = await endpoint(await held.run(_parse, model, await _read(request)), request)
                 return response
             except Exception as error:
-                raise api_error(error) from error
+                raise api_error(error).renamed(self.names) from error
 
         return handle
 
@@ -62,27 +67,28 @@ def _parse(model: type[BaseModel], body: bytes) -> BaseModel:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error_text(error)}", code="invalid_json") from error
+    return validated(model, value)
+
+
+def validated(model: type[Model], value: object) -> Model:
+    """Raises ApiError, which names the field that is wrong."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         raise invalid_request(error.errors(include_url=False), value) from error
 
 
-def answers(model: Any) -> Answers:
-    """What a route declares: the model of its answer, and errors."""
-    error = {"model": ErrorResponse}
+def answers(model: Any, error: Any = ErrorResponse) -> Answers:
+    """What a route declares: the model of its answer, and that of errors."""
     return {
         200: {"model": model, "description": "The answer"},
-        "4XX": {**error, "description": "The request is wrong; `param` names the field"},
-        "5XX": {**error, "description": "The server cannot answer"},
+        "4XX": {"model": error, "description": "The request is wrong; the error names the field"},
+        "5XX": {"model": error, "description": "The server cannot answer"},
     }
 
 
-def stream_answers(model: Any) -> Answers:
-    """The same for a route that can stream."""
-    declared = answers(model)
-    declared[200] |= {
-        "description": "The answer; with `stream`, its chunks as server-sent events and `data: [DONE]`",
-        "content": {"text/event-stream": {}},
-    }
+def stream_answers(model: Any, error: Any = ErrorResponse, media_type: str = "text/event-stream") -> Answers:
+    """The same for a route that can stream. media_type: of the stream."""
+    declared = answers(model, error)
+    declared[200] |= {"description": "The answer, or with `stream` its parts as they come", "content": {media_type: {}}}
     return declared

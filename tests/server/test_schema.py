@@ -15,7 +15,15 @@ from schemathesis import GenerationMode
 
 from support.server import Host, Service
 
-WITH_BODY = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_requests"]
+WITH_BODY = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/abort_requests",
+]
 READ = ["/v1/models", "/v1/models/{model}", "/health", "/ping", "/version", "/load", "/metrics"]
 POST = [*WITH_BODY, "/reset_prefix_cache", "/ping"]
 OPERATIONS = [*(f"POST {path}" for path in POST), *(f"GET {path}" for path in READ)]

@@ -1,0 +1,370 @@
+"""POST /v1/messages, POST /v1/messages/count_tokens: Anthropic's API. Bodies become chat requests."""
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from pydantic_core import from_json
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from quire.server.answering import Answer, Answering, Piece
+from quire.server.bodies import HeldBody
+from quire.server.errors import ApiError, bad_value, json_response
+from quire.server.fields import Positive, Strings
+from quire.server.generation import EventStream, Server
+from quire.server.protocol import Body, ChatRequest
+from quire.server.routing import StrictRoute, answers, stream_answers, validated
+from quire.text.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+
+
+class AnthropicRoute(StrictRoute):
+    names = {  # noqa: RUF012  (read only)
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+    }
+
+
+router = APIRouter(route_class=AnthropicRoute)
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are "end_turn"
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"]
+    text: str
+
+    @property
+    def part(self) -> dict[str, str]:
+        return {"type": "text", "text": self.text}
+
+
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(BaseModel):
+    """It is ignored: only Anthropic's own models can read it."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Text = str | Annotated[list[TextBlock], Field(fail_fast=True)]
+
+
+class ToolResultBlock(BaseModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class InputMessage(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+    def translated(self, tool_names: dict[str, str]) -> Iterator[dict[str, Any]]:
+        """OpenAI's messages. tool_names: of the tool calls so far, by their ids, to which this message's are added."""
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        parts, calls, thoughts = [], [], []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                name = tool_names.get(block.tool_use_id)
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": _text(block.content)}
+            elif isinstance(block, ToolUseBlock):
+                tool_names[block.id] = block.name
+                function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif isinstance(block, ThinkingBlock):
+                thoughts.append(block.thinking)
+            elif isinstance(block, TextBlock):
+                parts.append(block.part)
+        if parts or calls or thoughts or not self.content:
+            message = {"role": self.role, "content": parts, "tool_calls": calls or None}
+            yield {**message, "reasoning": "\n".join(thoughts) or None}
+
+
+def _text(text: Text | None) -> str | list[dict[str, str]]:
+    return [block.part for block in text] if isinstance(text, list) else text or ""
+
+
+class Tool(BaseModel):
+    type: Literal["custom"] | None = Field(None, description="Tools that run on the server are not supported.")
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    @property
+    def translated(self) -> dict[str, Any]:
+        fields = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": {"name": self.name, **given}}
+
+
+class ToolChoice(BaseModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="Of the tool, with the type tool.")
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(BaseModel):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Positive | None = Field(None, description="Tokens of thinking, after which the answer begins.")
+
+
+class JsonFormat(BaseModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    effort: str | None = Field(None, description="Variable reasoning_effort of the chat template.")
+    format: JsonFormat | None = None
+
+
+class CountTokensRequest(Body):
+    """A conversation. null is as if left out."""
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)] = Field(
+        description="If the last one is the assistant's, the answer goes on with it."
+    )
+    system: Text | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = Field(None, description="Default: as the chat template does.")
+    output_config: OutputConfig | None = None
+
+    def chat(self) -> ChatRequest:
+        """Raises ApiError."""
+        choice, thinking = self.tool_choice, self.thinking
+        fields: dict[str, Any] = dict.fromkeys(self.model_extra or ())  # null, so that they are only logged
+        fields |= {"model": self.model, "messages": list(self._messages())}
+        if self.messages[-1].role == "assistant":
+            fields["continue_final_message"] = True
+        if self.tools:
+            fields["tools"] = [tool.translated for tool in self.tools]
+        if choice is not None and choice.type == "tool" and choice.name is None:
+            raise ApiError(400, "tool_choice.name: Field required", param="tool_choice.name")
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = _TOOL_CHOICES.get(choice.type, named)
+            fields["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+        if thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+            fields["thinking_token_budget"] = thinking.budget_tokens if thinking.type == "enabled" else None
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+            if (wanted := self.output_config.format) is not None:
+                schema = {"name": "output", "schema": wanted.schema_, "strict": True}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return validated(ChatRequest, fields | self._sampling())
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.system:
+            yield {"role": "system", "content": _text(self.system)}
+        tool_names: dict[str, str] = {}
+        for message in self.messages:
+            yield from message.translated(tool_names)
+
+    def _sampling(self) -> dict[str, Any]:
+        return {}
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Positive
+    stream: bool | None = None
+    stop_sequences: Strings | None = None
+    temperature: float | None = Field(None, ge=0, description="Default: as the model recommends.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+
+    def _sampling(self) -> dict[str, Any]:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
+
+
+class ErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class ErrorAnswer(TypedDict):
+    type: Literal["error"]
+    error: ErrorDetail
+
+
+class TokenCount(TypedDict):
+    input_tokens: int
+
+
+class Usage(TypedDict):
+    """The prompt has input_tokens and cache_read_input_tokens, which were found in the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+
+
+class MessageStream(EventStream):
+    before_error = b"event: error\ndata: "
+    done = b""
+
+
+@router.post("/v1/messages/count_tokens", responses=answers(TokenCount, ErrorAnswer), response_model=None)
+async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+    server: Server = request.app.state.server
+    held: HeldBody = request.state.body
+    chat = await held.run(body.chat)
+    server.accept(chat)
+    prompt = await server.render(chat.messages, chat, held)
+    try:
+        server.llm.processor.check_length(prompt)
+    except ValueError as error:
+        raise bad_value(error, (), "messages") from error
+    token_ids = await held.run(server.llm.get_tokenizer().encode, prompt, False)
+    return json_response(TokenCount(input_tokens=len(token_ids)))
+
+
+@router.post("/v1/messages", responses=stream_answers(MessageAnswer, ErrorAnswer), response_model=None)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    chat = await request.state.body.run(body.chat)
+    del body  # it may be large
+    answering = await Answering.begin(request, chat, "msg")
+    if chat.stream:
+        return await MessageStream.begin(_stream(answering))
+    [answer] = await answering.collect()
+    return json_response(_message(answering, _content(answer), _stop(answer)))
+
+
+def _usage(answering: Answering) -> Usage:
+    usage = answering.meter.usage
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _stop(answer: Answer) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence)"""
+    reason, completion = answer.finish_reason or "", answer.completion
+    sequence = completion.stop_reason if completion is not None else None
+    if reason == "stop" and isinstance(sequence, str):
+        return "stop_sequence", sequence
+    return _STOP_REASONS.get(reason, "end_turn"), None
+
+
+def _message(answering: Answering, content: list[dict[str, Any]], stop: tuple[str | None, str | None]) -> MessageAnswer:
+    return {
+        "id": answering.call.id,
+        "type": "message",
+        "role": "assistant",
+        "model": answering.call.model,
+        "content": content,
+        "stop_reason": stop[0],
+        "stop_sequence": stop[1],
+        "usage": _usage(answering),
+    }
+
+
+def _content(answer: Answer) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = []
+    if answer.reasoning:
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content:
+        content.append({"type": "text", "text": answer.content})
+    for call in answer.tool_calls:  # arguments that max_tokens cut off are read as far as they go
+        arguments = from_json(call.arguments or "{}", allow_partial=True)
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    return content
+
+
+async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
+    blocks, begun = _Blocks(), False
+    async with aclosing(answering.pieces()) as steps:
+        async for pieces in steps:
+            events = []
+            if not begun:
+                begun = True
+                events = [_event("message_start", message=_message(answering, [], (None, None))), _event("ping")]
+            for piece in pieces:
+                events += blocks.events(piece)
+            if events:
+                yield b"".join(events)
+    reason, sequence = _stop(answering.answers[0])
+    delta = {"stop_reason": reason, "stop_sequence": sequence}
+    yield blocks.end() + _event("message_delta", delta=delta, usage=_usage(answering)) + _event("message_stop")
+
+
+class _Blocks:
+    """The content blocks of a stream. Only the last one is open."""
+
+    def __init__(self) -> None:
+        self._index, self._open = -1, ""
+
+    def events(self, piece: Piece) -> Iterator[bytes]:
+        for event in piece.events:
+            kind, start, delta = _block(event, piece.answer)
+            if start is not None and (kind != self._open or isinstance(event, ToolCall)):
+                yield self.end()
+                self._index, self._open = self._index + 1, kind
+                yield _event("content_block_start", index=self._index, content_block={"type": kind, **start})
+            if delta is not None:
+                yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def end(self) -> bytes:
+        """The end of the open block, if there is one."""
+        return _event("content_block_stop", index=self._index) if self._open else b""
+
+
+def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, dict[str, str] | None]:
+    """(type of the event's block, how such a block starts, what the event adds to it)."""
+    match event:
+        case Reasoning(text):
+            return "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}
+        case Content(text):
+            return "text", {"text": ""}, {"type": "text_delta", "text": text}
+        case ToolCall(index, name):
+            return "tool_use", {"id": answer.tool_calls[index].id, "name": name, "input": {}}, None
+        case ToolArguments(_, text):
+            return "tool_use", None, {"type": "input_json_delta", "partial_json": text}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))

@@ -1,0 +1,249 @@
+"""/v1/messages and /v1/messages/count_tokens, against the same model offline and /tokenize."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from quire.messages.sampling_params import SamplingParams
+from quire.server.anthropic import CountTokensRequest
+from support.server import Answer, Host, Service, eventually
+
+USER = {"role": "user", "content": "Tell me a story about a dog."}
+BODY = {"messages": [USER], "max_tokens": 24, "temperature": 0}
+TOOL = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object"}}
+
+
+def ask(server: Service, **fields):
+    """The message, which is put together from its events if it is streamed."""
+    answer = server.post("/v1/messages", {**BODY, **fields})
+    assert answer.status == 200, answer.body
+    return message_of(events_of(answer)) if fields.get("stream") else answer.json
+
+
+def events_of(answer: Answer):
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, rest = answer.body.decode().split("\n\n")
+    assert rest == ""
+    parsed = []
+    for event in events:
+        name, data = event.split("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
+    return parsed
+
+
+def message_of(events):
+    start, ping, *deltas, end, stop = events
+    assert [start["type"], ping["type"], end["type"], stop["type"]] == [
+        "message_start", "ping", "message_delta", "message_stop",
+    ]  # fmt: skip
+    message, content = start["message"], []
+    assert message["content"] == []
+    assert (message["stop_reason"], message["stop_sequence"]) == (None, None)
+    open_block = None
+    for event in deltas:
+        if event["type"] == "content_block_start":
+            assert open_block is None
+            assert event["index"] == len(content)
+            open_block = event["content_block"]
+            content.append(open_block)
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(content) - 1
+            assert event["delta"]["type"] == "text_delta"
+            open_block["text"] += event["delta"]["text"]
+        else:
+            assert event == {"type": "content_block_stop", "index": len(content) - 1}
+            open_block = None
+    assert open_block is None
+    return {**message, "content": content, **end["delta"], "usage": end["usage"]}
+
+
+def refused(server: Service, fields, path="/v1/messages") -> str:
+    """The message of the 400."""
+    answer = server.post(path, {**BODY, **fields})
+    assert answer.status == 400, answer.body
+    assert answer.json.keys() == {"type", "error"}
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    return answer.json["error"]["message"]
+
+
+def offline_text(offline, messages, max_tokens=24, **arguments):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    [output] = offline.chat(messages, params, use_tqdm=False, **arguments)
+    return output.outputs[0].text
+
+
+def count(server: Service, **body):
+    answer = server.post("/v1/messages/count_tokens", body)
+    assert answer.status == 200, answer.body
+    return answer.json["input_tokens"]
+
+
+def tokens_of(server: Service, messages, **fields):
+    return server.post("/tokenize", {"messages": messages, **fields}).json["count"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_is_what_the_offline_engine_says(server, offline, stream):
+    message = ask(server, system="Be brief.", stream=stream)
+    chat = [{"role": "system", "content": "Be brief."}, USER]
+    assert message["content"] == [{"type": "text", "text": offline_text(offline, chat)}]
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "demo")
+    assert message["id"].startswith("msg-")
+    assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)
+    usage = message["usage"]
+    assert usage["output_tokens"] == 24
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == tokens_of(server, chat)
+    assert usage["cache_creation_input_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_is_named(server, stream):
+    whole = ask(server)["content"][0]["text"]
+    message = ask(server, stop_sequences=["never", " there"], stream=stream)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " there")
+    assert message["content"][0]["text"] == whole.partition(" there")[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_that_ends_by_itself_ends_its_turn(server, stream):
+    message = ask(server, messages=[{"role": "user", "content": "Hello"}], max_tokens=1000, stream=stream)
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_message_of_the_assistant_is_continued(server, offline, stream):
+    chat = [USER, {"role": "assistant", "content": "Once upon a time there was a"}]
+    expected = offline_text(offline, chat, continue_final_message=True, add_generation_prompt=False)
+    assert ask(server, messages=chat, stream=stream)["content"][0]["text"] == expected
+
+
+def test_an_answer_without_text_has_no_content(server):
+    first = ask(server, max_tokens=1)["content"][0]["text"]
+    for stream in (False, True):
+        assert ask(server, stop_sequences=[first], stream=stream)["content"] == []
+
+
+def test_tokens_are_counted_as_the_chat_template_renders_the_conversation(server):
+    assert count(server, messages=[USER]) == tokens_of(server, [USER])
+    blocks = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    system = {"role": "system", "content": "Be brief."}
+    assert count(server, messages=[USER], system=blocks) == tokens_of(server, [system, USER])
+    assert count(server, messages=[USER], system="Be brief.") == tokens_of(server, [system, USER])
+
+
+BLOCKS = [
+    {"type": "thinking", "thinking": "Rome it is.", "signature": "x"},
+    {"type": "redacted_thinking", "data": "x"},
+    {"type": "text", "text": "I will look."},
+    {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Rome"}},
+]
+RESULTS = [
+    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sunny"}]},
+    {"type": "tool_result", "tool_use_id": "toolu_0", "content": "cloudy", "is_error": False},
+    {"type": "text", "text": "And tomorrow?"},
+]
+CALL = {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+
+
+def test_calls_results_and_thoughts_of_earlier_turns_become_openais_messages(server):
+    messages = [USER, {"role": "assistant", "content": BLOCKS}, {"role": "user", "content": RESULTS}]
+    chat = CountTokensRequest.model_validate({"messages": messages}).chat()
+    text = [{"type": "text", "text": "I will look."}]
+    translated = [
+        USER,
+        {"role": "assistant", "content": text, "tool_calls": [CALL], "reasoning": "Rome it is."},
+        {"role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": [{"type": "text", "text": "sunny"}]},
+        {"role": "tool", "tool_call_id": "toolu_0", "content": "cloudy"},
+        {"role": "user", "content": [{"type": "text", "text": "And tomorrow?"}]},
+    ]
+    dumped = [message.model_dump(exclude_none=True) for message in chat.messages]
+    assert dumped == translated
+    assert count(server, messages=messages) == tokens_of(server, translated)
+
+
+def test_tools_that_may_not_be_called_reach_the_template(server):
+    function = {"name": "weather", "description": "Of a city", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    counted = count(server, messages=[USER], tools=[TOOL], tool_choice={"type": "none"})
+    assert counted == tokens_of(server, [USER], tools=tools) > tokens_of(server, [USER])
+    assert ask(server, tools=[TOOL], tool_choice={"type": "none"})["content"][0]["type"] == "text"
+
+
+def test_thinking_can_be_switched_off(server):
+    chat = CountTokensRequest.model_validate({"messages": [USER], "thinking": {"type": "disabled"}}).chat()
+    assert chat.chat_template_kwargs == {"enable_thinking": False}
+    assert ask(server, thinking={"type": "disabled"})["content"][0]["type"] == "text"
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [USER, {"role": "user", "content": [IMAGE]}]}, "messages[1].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{**RESULTS[0], "content": [IMAGE]}]}]},
+         "messages[0].content[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": [{**BLOCKS[3], "input": "x"}]}]},
+         "messages[0].content[0].input"),
+        ({"system": [IMAGE]}, "system[0].type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop_sequences": "a"}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 2000}, "stop_sequences"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "weather"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(server, host: Host, fields, name):
+    assert name in refused(server, fields)
+    assert name in refused(server, {**fields, "stream": True})
+    eventually(lambda: host.is_idle)
+
+
+def test_other_errors_have_anthropics_types(server):
+    answer = server.post("/v1/messages", {**BODY, "model": "claude"})
+    assert (answer.status, answer.json["error"]["type"]) == (404, "not_found_error")
+    answer = server.request("POST", "/v1/messages", b"{", Content_Type="application/json")
+    assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request_error")
+    answer = server.get("/v1/messages")
+    assert (answer.status, answer.json["type"]) == (405, "error")
+
+
+def test_a_prompt_that_cannot_fit_is_not_counted(server):
+    messages = [{"role": "user", "content": "word " * 1_000_000}]
+    assert "max_model_len is 2048" in refused(server, {"messages": messages}, "/v1/messages/count_tokens")
+    assert "max_model_len is 2048" in refused(server, {"messages": messages})
+
+
+def test_an_error_within_a_stream_is_an_event(host: Host):
+    endless = [USER, {"role": "assistant", "content": " ".join("1" * 15)}]
+    answer = host.post_until_time_is_up("/v1/messages", {**BODY, "messages": endless, "max_tokens": 1500})
+    *_, last = events_of(answer)
+    assert last["type"] == "error"
+    assert last["error"]["type"] == "timeout_error"
+
+
+def test_unknown_fields_are_logged_once(server, caplog):
+    for _ in range(2):
+        assert ask(server, betas=["x"], n=7)["content"]
+    assert caplog.text.count("Ignored a field that is not known: 'betas'") == 1
