@@ -1,0 +1,52 @@
+"""The parser of a whole answer: its reasoning first, and its tool calls in what is left."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.text.parsing.events import Content, Event, Parser
+from quire.text.parsing.forced import forced_calls
+from quire.text.parsing.formats import TOOLS
+from quire.text.parsing.reasoning import REASONING
+
+
+def answer_parser(
+    reasoning: str | None,
+    tools: str | None,
+    definitions: Sequence[Mapping[str, Any]] = (),
+    *,
+    starts_in_thinking: bool = False,
+    tool_choice: str | Mapping[str, Any] = "auto",
+) -> Parser | None:
+    """The parser of one answer, None if all of its text is content.
+
+    reasoning, tools: names in REASONING and TOOLS, None for an answer whose reasoning or tool calls are not looked for
+    definitions: the request's tools. starts_in_thinking: ReasoningFormat.is_open of the prompt
+    tool_choice: as in the request; "none" looks for no calls
+    """
+    parsers: list[Parser] = []
+    if reasoning is not None:
+        parsers.append(REASONING[reasoning].make(starts_in_thinking))
+    if tool_choice not in ("auto", "none"):
+        parsers.append(forced_calls(tool_choice))
+    elif tool_choice == "auto" and tools is not None and not (TOOLS[tools].whole and parsers):
+        parsers.append(TOOLS[tools].make(definitions))
+    return _Chain(*parsers) if len(parsers) > 1 else parsers[0] if parsers else None
+
+
+class _Chain:
+    """Two parsers. The second reads what is content for the first."""
+
+    def __init__(self, first: Parser, second: Parser) -> None:
+        self._first, self._second = first, second
+
+    def feed(self, text: str) -> list[Event]:
+        return self._pass_on(self._first.feed(text))
+
+    def finish(self) -> list[Event]:
+        return self._pass_on(self._first.finish()) + self._second.finish()
+
+    def _pass_on(self, events: list[Event]) -> list[Event]:
+        passed: list[Event] = []
+        for event in events:
+            passed += self._second.feed(event.text) if isinstance(event, Content) else [event]
+        return passed

@@ -1,0 +1,56 @@
+"""The format of gpt-oss: messages with a channel, and a recipient where they are tool calls.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+<|message|>{...}<|call|>, and for the answer <|channel|>final<|message|>...<|return|>
+"""
+
+import re
+
+from quire.text.parsing.events import Reasoning
+from quire.text.parsing.reader import Reader, Steps
+
+_HEADERS = ("<|channel|>", "<|start|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", *_HEADERS)
+_LONGEST_HEADER = 300  # characters
+_RECIPIENT = re.compile(r"to=(functions\.)?([^\s<]+)")
+_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
+
+
+def harmony(reader: Reader) -> Steps[None]:
+    """Reads an answer. Its reasoning and its tool calls are in the same stream, so it takes no second parser."""
+    reader.attempt("")
+    yield from reader.space()
+    opening = "to=" if (yield from reader.literal("to=")) else ""  # the recipient may stand before the channel
+    blank = reader.release()
+    if not opening:
+        reader.content(blank)
+    marker: str | None = opening
+    while marker is not None:
+        if marker not in _HEADERS and not opening:
+            marker = yield from reader.until(_HEADERS, reader.content)
+            continue
+        opening = ""
+        found = yield from reader.before(("<|message|>",), _LONGEST_HEADER)
+        if found is None:
+            reader.content(marker)
+            marker = ""
+            continue
+        yield from reader.literal("<|message|>")
+        marker = yield from _message(reader, marker + found[0])
+    reader.end()
+
+
+def _message(reader: Reader, header: str) -> Steps[str | None]:
+    """Reads the text of a message up to a marker, which is returned."""
+    recipient = _RECIPIENT.search(header)
+    if recipient and recipient[1]:
+        reader.call(recipient[2])
+        is_empty = (yield from reader.space()) == "<"
+        marker = yield from reader.until(_ENDS, reader.arguments)
+        if marker and is_empty:
+            reader.arguments("{}")
+    elif recipient or _ANALYSIS.search(header):
+        marker = yield from reader.until(_ENDS, lambda text: reader.events.append(Reasoning(text)))
+    else:
+        marker = yield from reader.until(_ENDS, reader.content)
+    return marker

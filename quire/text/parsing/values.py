@@ -1,0 +1,103 @@
+"""Values of arguments as JSON text, from the forms in which models write them."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_ALL_TYPES = frozenset({*_TYPES.values(), "null"})
+STRING = frozenset({"string"})
+_PYTHON_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|[()]|,(?=\s*[)\]}])""", re.DOTALL)
+_WORDS = {"true", "false", "null"}
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]", ",": ""}
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def without_surrogates(text: str) -> str:
+    """The text with pairs of surrogates as characters, and single ones, which UTF-8 cannot hold, as U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, frozenset[str]]]:
+    """function → parameter → the JSON types that its schema allows.
+
+    tools: the definitions of a request: {"type": "function", "function": {"name": ..., "parameters": {...}}}
+    """
+    types = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        properties = (function.get("parameters") or {}).get("properties")
+        properties = properties if isinstance(properties, dict) else {}
+        types[function.get("name", "")] = {name: _types(schema) for name, schema in properties.items()}
+    return types
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """The JSON text of a value that was written without its type, such as `5` or `Paris`."""
+    word = text.strip().lower()
+    for candidate in (word if word in _WORDS else text, from_python(text)) if types != STRING else ():
+        try:
+            value = json_value(candidate)
+        except ValueError:
+            continue
+        kind = "null" if value is None else _TYPES[type(value)]
+        if kind in types or (kind == "integer" and "number" in types) or kind == "null":
+            return candidate.strip()
+    return json_text(text)
+
+
+def from_python(text: str) -> str:
+    """The JSON text of a Python literal. Text that is no literal becomes a string."""
+    converted = _PYTHON_TOKEN.sub(_convert, text)
+    try:
+        json_value(converted)
+    except ValueError:
+        return json_text(text)
+    return converted
+
+
+def _types(schema: Any, depth: int = 0) -> frozenset[str]:
+    """The types that a schema allows: all of them if it does not say."""
+    if not isinstance(schema, dict) or depth > 8:
+        return _ALL_TYPES
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(options := schema.get(key), list) and options and "type" not in schema:
+            return frozenset().union(*(_types(option, depth + 1) for option in options))
+    values = schema.get("enum", [schema.get("const")] if "const" in schema else [])
+    inferred = ["null" if value is None else _TYPES.get(type(value), "") for value in values]
+    inferred += ["object"] * ("properties" in schema) + ["array"] * ("items" in schema)
+    declared = schema.get("type", inferred)
+    return _ALL_TYPES.intersection([declared] if isinstance(declared, str) else map(str, declared)) or _ALL_TYPES
+
+
+def _convert(match: re.Match[str]) -> str:
+    token = match[0]
+    if token[0] in "'\"":
+        return json_text(without_surrogates(_ESCAPE.sub(_unescape, token[1:-1])))
+    return _PYTHON_WORDS.get(token, token)
+
+
+def _unescape(match: re.Match[str]) -> str:
+    escape = match[1]
+    if len(escape) > 1:
+        code = int(escape[1:], 16)
+        return chr(code) if code <= 0x10FFFF else match[0]
+    return _ESCAPES.get(escape, escape if escape in "\\'\"" else match[0])
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,0 +1,52 @@
+"""Parsers that are recognized from chat templates."""
+
+import pytest
+
+from quire.text.parsing.formats import TOOLS
+from quire.text.parsing.reasoning import REASONING
+from quire.text.parsing.recognition import recognized
+
+_LOOP = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
+
+# The parts of templates that tell the format, in the style of each family.
+_TEMPLATES = {
+    ("qwen3", "hermes"): (
+        "{{ '<tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}return a json object within <tool_call>"
+        '</tool_call> tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+        "{{ content.split('</think>')[-1] }}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    ),
+    (None, "hermes"): "{% if tools %}<tools></tools>{% endif %}<tool_call>{{ call | tojson }}</tool_call>",
+    (
+        "qwen3",
+        "qwen3_coder",
+    ): "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter></tool_call><think></think>",
+    (None, "qwen3_coder"): "<tool_call>\n<function={{ call.name }}>\n<parameter={{ key }}>\n{{ value }}\n</parameter>",
+    ("deepseek_r1", "deepseek_v3"): (
+        "{{ '<｜Assistant｜>' + content.split('</think>')[-1] }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+    ),
+    ("deepseek_v3", "deepseek_v3"): (
+        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}<｜Assistant｜></think>"
+        "<｜tool▁calls▁begin｜>"
+    ),
+    ("glm45", "glm45"): "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key></tool_call><think></think>",
+    ("kimi_k2", "kimi_k2"): "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<think></think>",
+    (None, "kimi_k2"): "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",
+    (None, "mistral"): "[AVAILABLE_TOOLS][/AVAILABLE_TOOLS][TOOL_CALLS]{{ calls }}",
+    ("mistral", "mistral"): "[SYSTEM_PROMPT]First think: [THINK]...[/THINK][/SYSTEM_PROMPT][TOOL_CALLS]",
+    (None, "llama3_json"): (
+        "<|start_header_id|>system<|end_header_id|>\n\nRespond in the format "
+        '{"name": function name, "parameters": dictionary of argument name and its value}.<|python_tag|>'
+    ),
+    ("openai_gptoss", "openai"): "<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>",
+    ("seed_oss", "seed_oss"): "<seed:think></seed:think><seed:tool_call>\n<function=f>\n<parameter=a></seed:tool_call>",
+    ("minimax_m2", "minimax_m2"): '<minimax:tool_call>\n<invoke name="f"></minimax:tool_call><think></think>',
+    ("deepseek_r1", None): "<｜User｜>{{ content }}<｜Assistant｜>{{ content.split('</think>') }}",
+    (None, None): "{{ bos_token }}",
+}
+
+
+@pytest.mark.parametrize(("names", "template"), _TEMPLATES.items())
+def test_the_markers_of_a_template_tell_its_parsers(names: tuple[str | None, str | None], template: str):
+    assert recognized(_LOOP + template) == names
+    assert {names[0]} <= {None, *REASONING}
+    assert {names[1]} <= {None, *TOOLS}
