@@ -1,9 +1,17 @@
-"""Logprobs in the shapes of the two endpoints. JSON has no infinity: -9999 stands for it, as in vLLM."""
+"""Logprobs in the shapes of the endpoints. JSON has no infinity: -9999 stands for it, as in vLLM."""
 
 from collections.abc import Mapping, Sequence
 
 from quire.messages.outputs import Logprob
-from quire.server.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprobs, TokenLogprob
+from quire.server.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprobs,
+    TokenIdLogprob,
+    TokenIdLogprobs,
+    TokenLogprob,
+)
 from quire.text.tokenizer import Tokenizer
 
 Places = Sequence[Mapping[int, Logprob] | None]
@@ -61,6 +69,20 @@ def chat_logprobs(
         top = [entry(*item) for item in _likeliest(place, count)]
         content.append({**entry(token_id, place[token_id]), "top_logprobs": top})
     return {"content": content}
+
+
+def token_id_logprobs(token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]) -> TokenIdLogprobs:
+    """For clients without a tokenizer. The token itself is also the first of top_logprobs, as in vLLM."""
+
+    def entry(token_id: int, logprob: Logprob) -> TokenIdLogprob:
+        return {"token_id": token_id, "logprob": max(logprob.logprob, _LOWEST), "rank": logprob.rank}
+
+    return {
+        "content": [
+            {**entry(token_id, place[token_id]), "top_logprobs": [entry(*item) for item in place.items()]}
+            for token_id, place in zip(token_ids, places, strict=True)
+        ]
+    }
 
 
 def prompt_logprobs(places: Places) -> PromptLogprobs:

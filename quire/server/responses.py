@@ -81,6 +81,20 @@ class ChatLogprobs(TypedDict):
     content: list[ChatTokenLogprob]
 
 
+class TokenIdLogprob(TypedDict):
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class SampledTokenIdLogprob(TokenIdLogprob):
+    top_logprobs: list[TokenIdLogprob]
+
+
+class TokenIdLogprobs(TypedDict):
+    content: list[SampledTokenIdLogprob]
+
+
 class ChatFunction(TypedDict):
     name: str
     arguments: str

@@ -20,6 +20,7 @@ WITH_BODY = [
     "/v1/chat/completions",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
     "/abort_requests",
