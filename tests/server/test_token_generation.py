@@ -131,6 +131,7 @@ def test_max_tokens_is_that_of_chats_unless_it_is_given(server: Service, prompt:
         ({"sampling_params": {"logprobs": 1000}}, "sampling_params.logprobs"),
         ({"sampling_params": {"logit_bias": {"1": 1000}}}, "sampling_params.logit_bias"),
         ({"sampling_params": {"watermarking": True}}, "sampling_params.watermarking"),
+        ({"sampling_params": {"structured_outputs": {"regex": "("}}}, "sampling_params.structured_outputs"),
         ({"features": {"mm_hashes": {"image": ["a"]}}}, "features"),
         ({"content_parts": [{"type": "image_url"}]}, "content_parts"),
         ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
