@@ -38,6 +38,7 @@ class Frontend:
         m = config.model
         description = describe(directory, m)
         self.max_model_len = description.max_model_len
+        self.model_type = str(description.config.get("model_type", ""))
         self.tokenizer = load_tokenizer(tokenizer_directory(m, directory))
         self.given_chat_template = _template_text(m.chat_template)
         self.processor = Processor(

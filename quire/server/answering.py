@@ -3,10 +3,11 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 from uuid import uuid4
 
 from fastapi import Request
+from pydantic_core import from_json
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.generation import Call, Meter, Server
@@ -21,6 +22,15 @@ class FunctionCall:
     id: str
     name: str
     arguments: str = ""
+
+    @property
+    def argument_object(self) -> dict[str, Any]:
+        """The arguments as an object, as far as they go if they were cut off."""
+        try:
+            value = from_json(self.arguments or "{}", allow_partial=True)
+        except ValueError:
+            value = self.arguments
+        return value if isinstance(value, dict) else {"arguments": value}
 
 
 @dataclass

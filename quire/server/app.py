@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from quire._version import __version__
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.server import admin_routes, anthropic, chat, completions, text_routes, token_generation
+from quire.server import admin_routes, anthropic, chat, completions, ollama, text_routes, token_generation
 from quire.server.bodies import BodyLimit
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
@@ -27,7 +27,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app = FastAPI(
         title="Quire",
         version=__version__,
-        description="OpenAI's API and Anthropic's. Fields that are not listed are ignored; null is as if left out.",
+        description="The APIs of OpenAI, Anthropic and Ollama. Unknown fields are ignored; null is as if left out.",
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
@@ -39,7 +39,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.state.server, app.state.draining = Server(llm, config, model_names, app), False
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
-    for module in (completions, chat, anthropic, token_generation, text_routes):
+    for module in (completions, chat, anthropic, ollama, token_generation, text_routes):
         app.include_router(module.router, dependencies=bearer)
         routes += module.router.routes
     app.include_router(admin_routes.router)

@@ -52,7 +52,7 @@ class Server:
             name, why = refused
             raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
         for name in body.unknown():
-            del (body.model_extra or {})[name]  # it may be large
+            (body.model_extra or {}).pop(name, None)  # it may be large
             if name not in self._reported and len(self._reported) < MAX_REPORTED:
                 self._reported.add(name)
                 logger.warning("Ignored a field that is not known: %.64r", name)
