@@ -10,7 +10,16 @@ from starlette.middleware.cors import CORSMiddleware
 from quire._version import __version__
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.server import admin_routes, anthropic, chat, completions, ollama, text_routes, token_generation
+from quire.server import (
+    admin_routes,
+    anthropic,
+    chat,
+    completions,
+    ollama,
+    responses_api,
+    text_routes,
+    token_generation,
+)
 from quire.server.bodies import BodyLimit
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
@@ -37,9 +46,10 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
     app.state.server, app.state.draining = Server(llm, config, model_names, app), False
+    app.state.responses = responses_api.Responses(config)
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
-    for module in (completions, chat, anthropic, ollama, token_generation, text_routes):
+    for module in (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes):
         app.include_router(module.router, dependencies=bearer)
         routes += module.router.routes
     app.include_router(admin_routes.router)
