@@ -75,6 +75,11 @@ class ModelConfig:
         "form in which chat templates receive the content of a message: a string, or OpenAI's list of parts; auto "
         "detects the form from the template",
     )
+    reasoning_parser: str | None = option(
+        None,
+        "format of the model's thinking, such as deepseek_r1 or qwen3, which separates it from the answer; none leaves "
+        "it in the answer (default: recognized from the chat template)",
+    )
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, 'variables for chat templates, such as {"enable_thinking": false}; requests can override them', json=True
     )
@@ -246,6 +251,14 @@ class ServerConfig:
         [], "additional ASGI middleware by import path (package.module.name): classes or coroutine functions"
     )
     response_role: str = option("assistant", "role of generated chat messages; a continued message keeps its role")
+    enable_auto_tool_choice: bool = option(
+        False, "do not start if the format of the model's tool calls is unknown; if it is known, it is always used"
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "format of the model's tool calls, such as hermes, llama3_json or mistral; none leaves calls in the text "
+        "(default: recognized from the chat template)",
+    )
     enable_force_include_usage: bool = option(False, "send the usage at the end of every stream, requested or not")
     return_tokens_as_token_ids: bool = option(False, "by default, write tokens in logprobs as 'token_id:42'")
     disable_fastapi_docs: bool = option(False, "do not serve /docs and /openapi.json")

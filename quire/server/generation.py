@@ -33,11 +33,15 @@ MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged
 
 @dataclass
 class Server:
-    """The state that all requests share: the engine, the options and the running calls."""
+    """The state that all requests share: the engine, the options and the running calls.
+
+    tool_parser: the name of the format of the model's tool calls, None if it is unknown.
+    """
 
     llm: AsyncLLM
     config: ServerConfig
     model_names: list[str]
+    tool_parser: str | None
     app: FastAPI
     calls: set["Call"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
