@@ -115,11 +115,14 @@ class EngineCore:
             return False
         now = time.monotonic()
         for request in step.new_requests:
-            if len(request.token_ids) == request.num_prompt_tokens:  # otherwise it was preempted or replayed
+            scheduled = self.scheduler.requests[request.request_id]
+            if not scheduled.num_preemptions and not scheduled.source.output_token_ids:
                 self._scheduled_at.setdefault(request.request_id, now)
         try:
+            needs_masks = self.scheduler.needs_masks()
+            if needs_masks and not self._flights:
+                self.scheduler.begin_masks()  # on a thread, since the forward may be done when `submit` returns
             self.executor.submit(step)
-            needs_masks = self.scheduler.needs_masks(step)
             self._flights.append(Flight(step, None if needs_masks else self.executor.sample(step.step_id)))
         except KeyboardInterrupt:  # the step is withdrawn; its requests can be aborted, or be scheduled again
             self.scheduler.withdraw(step)
@@ -131,7 +134,7 @@ class EngineCore:
         """Sample the oldest step in flight, if it waits for its token masks: these can be computed now."""
         if self._flights and self._flights[0].result is None:
             flight = self._flights[0]
-            masks = self.scheduler.token_masks(flight.step) if flight.step.epoch == self.scheduler.epoch else None
+            masks = self.scheduler.token_masks() if flight.step.epoch == self.scheduler.epoch else None
             try:
                 flight.result = self.executor.sample(flight.step.step_id, masks)
             except KeyboardInterrupt:  # the step is withdrawn, as in `_launch`

@@ -91,7 +91,12 @@ class OutputProcessor:
                 unpacker.skip(request.prompt_token_ids[0])
                 request.prompt_logprobs.extend(unpacker.unpack(output.prompt_logprobs))
             if detokenizer is not None:
-                stop = detokenizer.append(new_token_ids, finish_reason is FinishReason.STOP)
+                stop, by_token = None, finish_reason is FinishReason.STOP and not isinstance(stop_reason, str)
+                for count, token_id in enumerate(new_token_ids, 1):  # several if a grammar forces some
+                    stop = detokenizer.append([token_id], by_token and count == len(new_token_ids))
+                    if stop is not None:
+                        self._take_back(sequence, len(new_token_ids) - count)
+                        break
                 if stop is not None:
                     if finish_reason is None:
                         to_abort.append(output.request_id)
@@ -134,6 +139,14 @@ class OutputProcessor:
             metrics.first_token_latency = now - metrics.queued_ts
         metrics.last_token_ts = now
         metrics.num_generation_tokens += len(output.new_token_ids)
+
+    @staticmethod
+    def _take_back(sequence: _Sequence, count: int) -> None:
+        """Remove the last `count` tokens of a completion, which follow a stop string."""
+        token_ids, metrics = sequence.completion.token_ids, sequence.request.metrics
+        del token_ids[len(token_ids) - count :]
+        assert metrics is not None
+        metrics.num_generation_tokens -= count
 
     @staticmethod
     def _is_due(sequence: _Sequence) -> bool:

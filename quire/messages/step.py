@@ -44,6 +44,15 @@ class BlockTableEdits(msgspec.Struct, array_like=True):
     block_ids: list[int] = msgspec.field(default_factory=list)
 
 
+class TokenEdits(msgspec.Struct, array_like=True):
+    """Assignments token_ids[row, position] = token_id, as three parallel lists. The last position of a row is that of
+    its last known token."""
+
+    rows: list[int] = msgspec.field(default_factory=list)
+    positions: list[int] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step: row rows[i] computes its next num_tokens[i] tokens. A step may have no rows at all.
 
@@ -53,6 +62,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     epoch: once a request of a step has been refused, the worker skips all later steps of the same epoch.
     num_draft_tokens: how many of the last tokens of rows[i] are drafts; an empty list if no row has any.
+    known_tokens: tokens of rows of this step that were not sampled: those that a grammar forces. No earlier step of
+        such a row is in flight.
     """
 
     step_id: int
@@ -62,6 +73,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     block_table_edits: BlockTableEdits = msgspec.field(default_factory=BlockTableEdits)
     epoch: int = 0
     num_draft_tokens: list[int] = msgspec.field(default_factory=list)
+    known_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
 
 
 class TokenMasks(msgspec.Struct, array_like=True):
@@ -72,7 +84,7 @@ class TokenMasks(msgspec.Struct, array_like=True):
     """
 
     places: list[int]
-    bits: bytes
+    bits: memoryview  # valid until the step has been sampled
 
 
 class Logprobs(msgspec.Struct, array_like=True):

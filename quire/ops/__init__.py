@@ -6,6 +6,7 @@ import torch
 
 import quire.ops.cpu.elementwise
 import quire.ops.cpu.linear
+import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
@@ -34,6 +35,7 @@ if HAS_TRITON:
     import quire.ops.triton.dense
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
+    import quire.ops.triton.masks
     import quire.ops.triton.sampling
     import quire.ops.triton.sums  # noqa: F401
 

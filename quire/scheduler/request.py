@@ -5,6 +5,7 @@ from enum import Enum, auto
 from quire.kvcache.block_pool import Block
 from quire.messages.engine import EngineCoreRequest
 from quire.scheduler.repetition import RepetitionDetector
+from quire.structured.constraint import Constraint
 
 
 class Status(Enum):
@@ -26,10 +27,10 @@ class Request:
     Steps hand out tokens until num_computed_tokens has caught up with the tokens that are known or in flight.
     """
 
-    __slots__ = """block_hashes block_tables capacity extra_keys key max_total_tokens min_total_tokens next_hash_at
-        holds num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_preemptions
-        num_prompt_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source status
-        stop_token_ids token_ids""".split()
+    __slots__ = """block_hashes block_tables capacity constraint extra_keys key max_total_tokens min_total_tokens
+        next_hash_at holds num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_preemptions
+        num_prompt_tokens num_reported_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row
+        source status stop_token_ids takes_ahead token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: dict[int, bytes]) -> None:
         self.source = source
@@ -46,6 +47,10 @@ class Request:
         self.stop_token_ids = frozenset([*eos, *source.stop_token_ids])
         detection = None if sampling is None else sampling.repetition_detection
         self.repetition = None if detection is None else RepetitionDetector(detection, source.output_token_ids)
+        # Whether the tokens that the constraint forces are taken without being sampled: not if they need logprobs.
+        self.takes_ahead = sampling is not None and sampling.num_logprobs is None
+        self.constraint: Constraint | None = None  # set when the request has passed the gates
+        self.num_reported_tokens = len(self.token_ids)  # of a request with a constraint
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
         self.num_in_flight_samples = 0

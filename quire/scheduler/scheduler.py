@@ -12,9 +12,12 @@ from quire.kvcache.specs import KVCacheSpec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.metrics.logging import logger
+from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.gate import Gate
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
+from quire.structured.gate import GrammarGate
 
 _by_key = attrgetter("key")
 
@@ -76,8 +79,11 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         fingerprint: str = "",
         gates: Sequence[Gate] = (),
+        grammars: GrammarGate | None = None,
+        vocab_size: int = 0,
     ) -> None:
-        """fingerprint: of the KV blocks, see `hash_root`. gates: a request has to pass all of them."""
+        """fingerprint: of the KV blocks, see `hash_root`. gates: a request has to pass all of them, and `grammars`.
+        vocab_size: the number of logits; not needed without `grammars`."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -91,7 +97,8 @@ class Scheduler:
             )
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
-        self.gates = gates
+        self.gates = gates if grammars is None else [*gates, grammars]
+        self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
         self._gated: dict[str, Request] = {}  # requests that wait at a gate
         self._gates_may_open = False  # whether to ask the gates again
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
@@ -163,14 +170,19 @@ class Scheduler:
         return failed
 
     def _enqueue(self, request: Request) -> None:
-        if self.gates:
+        try:
+            passes = all(gate.ready(request.source) for gate in self.gates)
+        except ValueError:
+            passes, self._gates_may_open = False, True  # `open_gates` asks again, and reports the error
+        if passes:
+            self._push(request)
+        else:
             request.status = Status.GATED
             self._gated[request.request_id] = request
-            self._gates_may_open = True
-        else:
-            self._push(request)
 
     def _push(self, request: Request) -> None:
+        if self._constrained is not None:
+            self._constrained.begin(request)
         request.status = Status.WAITING
         self.waiting.push(request)
         self._is_exhausted = False
@@ -188,16 +200,28 @@ class Scheduler:
         self._schedule_waiting(step, requests, budget)
         if requests:
             self._submitted.append((step, requests))
+        if self._constrained is not None:
+            self._constrained.send_known_tokens(step)
         self._is_exhausted = not requests
         return step
 
-    def needs_masks(self, step: SchedulerOutput) -> bool:
-        """Whether the step needs token masks. They are known when the step before it has retired."""
-        return False
+    def needs_masks(self) -> bool:
+        """Whether the last step needs token masks. They can be filled when all earlier steps have retired."""
+        constrained = self._constrained
+        return constrained is not None and constrained.count > 0 and constrained.need_masks(self._submitted[-1][1])
 
-    def token_masks(self, step: SchedulerOutput) -> TokenMasks | None:
-        """The masks of a step that needs some. Called when all steps before it have retired."""
-        return None
+    def begin_masks(self) -> None:
+        """Start to fill the masks of the only submitted step, which needs some. A thread does the work."""
+        assert self._constrained is not None
+        [(step, requests)] = self._submitted
+        self._constrained.begin_masks(step, requests)
+
+    def token_masks(self) -> TokenMasks | None:
+        """The masks of the only submitted step. Waits until they are filled. None if its constraints allow all
+        tokens."""
+        assert self._constrained is not None
+        [(step, requests)] = self._submitted
+        return self._constrained.masks(step, requests)
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
         running, take = self.running, self._take
@@ -270,8 +294,10 @@ class Scheduler:
         """
         in_flight, computed = request.num_in_flight_samples, request.num_computed_tokens
         known = len(request.token_ids) + in_flight
-        if in_flight and known >= request.max_total_tokens:
-            return 0  # its last tokens are in flight
+        if in_flight and (
+            known >= request.max_total_tokens or (request.constraint is not None and ConstrainedRequests.skips(request))
+        ):
+            return 0  # its last tokens are in flight, or it waits to take forced tokens ahead
         count = known - computed
         if count > budget:
             count = budget
@@ -328,12 +354,13 @@ class Scheduler:
         return outputs
 
     def _advance(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
-        """Append the sampled tokens, up to the first one that ends the request."""
+        """Append the sampled tokens, and those that a constraint forces behind them, up to the first one that ends the
+        request."""
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
         output.num_preemptions = request.num_preemptions
-        before = len(token_ids)
-        for token in sampled:
+        before, constrained = len(token_ids), self._constrained if request.constraint is not None else None
+        for token in sampled if constrained is None else constrained.new_tokens(request, sampled):
             token_ids.append(token)
             total = len(token_ids)
             repeats = request.repetition is not None and request.repetition.append(token)
@@ -347,8 +374,13 @@ class Scheduler:
             else:
                 continue
             output.new_token_ids = sampled[: total - before]
-            self._finish(request)
             break
+        if constrained is not None:
+            constrained.complete(request, output, before + len(sampled))
+            if output.finish_reason is FinishReason.ERROR:
+                logger.error("Request %s failed: %s", request.request_id, output.stop_reason)
+        if output.finish_reason is not None:
+            self._finish(request)
         return output
 
     def _end_epoch(self, refusals: dict[Request, str]) -> list[EngineCoreOutput]:
@@ -394,6 +426,8 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         del self.requests[request.request_id]
+        if request.constraint is not None and self._constrained is not None:
+            self._constrained.count -= 1
         self._leave(request, Status.FINISHED)
 
     def _leave(self, request: Request, status: Status) -> None:

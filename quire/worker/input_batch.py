@@ -114,6 +114,12 @@ class InputBatch:
             return -1
         return self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
 
+    def add_known_tokens(self, step: SchedulerOutput) -> None:
+        edits = step.known_tokens
+        if edits.rows:
+            self.token_ids[edits.rows, edits.positions] = edits.token_ids
+            self.num_tokens[edits.rows] = np.asarray(edits.positions) + 1  # the last position of a row wins
+
     def edit_block_tables(self, step: SchedulerOutput) -> None:
         edits = step.block_table_edits
         if edits.rows:

@@ -17,7 +17,6 @@ from quire.models.model import Model
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
-from quire.sampling.token_masks import forbid_masked
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
@@ -88,6 +87,7 @@ class ModelRunner:
         if refusals:
             self._launched[step.step_id] = self._skip(step, refusals)
             return
+        self.batch.add_known_tokens(step)
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
         try:
@@ -105,7 +105,7 @@ class ModelRunner:
         flat = launched.flat
         try:
             if masks is not None:
-                forbid_masked(launched.logits, masks)
+                self._apply_masks(launched.logits, masks)
             sampled = self._sample(launched, ModelRunnerOutput(step_id, [[]] * len(flat.rows)))
         except torch.OutOfMemoryError as error:
             skipped = self._out_of_memory(launched.step, error)
@@ -193,6 +193,13 @@ class ModelRunner:
             self._report_prompts(sampled)
         self._unread.append(sampled)
         return sampled
+
+    def _apply_masks(self, logits: Tensor, masks: TokenMasks) -> None:
+        bits = np.frombuffer(masks.bits, np.int32).reshape(len(masks.places), -1)
+        if not bits.flags.writeable:  # it came in a message; torch wants memory that it might write to
+            bits = bits.copy()
+        tensors = self.device.upload({"places": np.asarray(masks.places, np.int64), "bits": bits})
+        self.staging.kernels.apply_token_masks(logits, tensors["places"], tensors["bits"])
 
     def _report_prompts(self, sampled: _Sampled) -> None:
         """Start to fetch the prompt logprobs of rows that sample for the first time."""

@@ -21,8 +21,8 @@ def shared_state(batch: InputBatch) -> BatchState:
 
 @dataclass(frozen=True)
 class DeviceState(BatchState):
-    """The state on a device that works late. New requests, counts of computed tokens and block-table edits are sent
-    with the step. Sampled tokens are written by the device and are not sent at all."""
+    """The state on a device that works late. New requests, known tokens, counts of computed tokens and edits of block
+    tables are sent with the step. Sampled tokens are written by the device and are not sent at all."""
 
     @classmethod
     def empty(cls, batch: InputBatch, device: torch.device) -> Self:
@@ -47,6 +47,11 @@ class DeviceState(BatchState):
                                                batch.num_prompt[rows]])  # fmt: skip
             arrays["new_token_cells"] = token_rows * batch.token_ids.shape[1] + columns
             arrays["new_token_ids"] = batch.token_ids[token_rows, columns]
+        known = step.known_tokens
+        if known.rows:
+            arrays["known_rows"], arrays["known_counts"] = np.asarray(known.rows), batch.num_tokens[known.rows]
+            arrays["known_cells"] = arrays["known_rows"] * batch.token_ids.shape[1] + known.positions
+            arrays["known_ids"] = batch.token_ids[known.rows, known.positions]
         edits = step.block_table_edits
         if edits.rows:
             cells = edits.groups, edits.rows, edits.indices
@@ -62,5 +67,8 @@ class DeviceState(BatchState):
             ):
                 counter.index_copy_(0, arrays["new_rows"], values)
             self.token_ids.view(-1).index_copy_(0, arrays["new_token_cells"], arrays["new_token_ids"])
+        if "known_rows" in arrays:
+            self.num_tokens.index_copy_(0, arrays["known_rows"], arrays["known_counts"])
+            self.token_ids.view(-1).index_copy_(0, arrays["known_cells"], arrays["known_ids"])
         if "edit_cells" in arrays:
             self.block_tables.view(-1).index_copy_(0, arrays["edit_cells"], arrays["edit_ids"])

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import NewRequest, SchedulerOutput
+from quire.messages.step import NewRequest, SchedulerOutput, TokenMasks
 from quire.worker.model_runner import SCORED_AT_ONCE, ModelRunner
 
 _EPOCH = -1  # a step that is skipped must not make the runner skip the scheduler's steps, which begin at epoch 0
@@ -20,10 +20,13 @@ _SCORED = SamplingParams(temperature=0, prompt_logprobs=0)
 
 def warm_up(runner: ModelRunner, most_tokens: int) -> None:
     """Run steps of up to `most_tokens` tokens. What they store goes to the null block of the cache."""
-    for step_id, step in enumerate(_steps(len(runner.batch.num_tokens), runner.batch.max_model_len, most_tokens)):
+    batch = runner.batch
+    steps = _steps(len(batch.num_tokens), batch.max_model_len, most_tokens)
+    masks = TokenMasks([0], memoryview(b"\xff" * 4 * -(-batch.vocab_size // 32)))
+    for step_id, step in enumerate(steps):
         step.step_id = step_id
         runner.submit(step)
-        runner.sample(step_id)()
+        runner.sample(step_id, masks if len(step.rows) == 1 else None)()
 
 
 def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.engine.llm import LLM
-from quire.messages.engine import EngineCoreOutput
+from quire.messages.engine import EngineCoreOutput, EngineCoreRequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import SchedulerOutput, TokenMasks
+from quire.structured.constraint import Constraint
+from quire.structured.gate import GrammarGate
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, assert_nothing_is_left, collect, core_request, finish, generate, make_llm
-from support.late_device import LateExecutor, WatchedScheduler, run_late, watched_scheduler
+from support.late_device import LateExecutor, run_late, watched_scheduler
 from support.reference import References
 
 COMBINES = [
@@ -26,6 +28,8 @@ COMBINES = [
 
 VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
+
+VOCAB = 320
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -253,30 +257,38 @@ def test_a_request_that_can_never_run_is_refused_when_it_is_added(checkpoints):
 # ---- token masks
 
 
-class ChainScheduler(WatchedScheduler):
-    """Stands in for grammars: after token t, requests named "chain ..." may draw `following(t)` alone.
+class ChainMatcher:
+    """After token t, only `following(t)` may come. Nothing counts as forced, so each token is drawn under a mask."""
 
-    The mask of a step depends on the tokens of the step before, so they must have been retired when it is asked for.
-    """
+    is_finished, error = False, None
 
-    vocab_size = 320
+    def __init__(self, last: int) -> None:
+        self.last = last
 
     @staticmethod
     def following(token: int) -> int:
-        return (7 * token + 5) % ChainScheduler.vocab_size
+        return (7 * token + 5) % VOCAB
 
-    def needs_masks(self, step: SchedulerOutput) -> bool:
-        return any(request.request_id.startswith("chain") for request in self._submitted[-1][1])
+    def accept(self, token_id: int) -> bool:
+        allowed, self.last = self.following(self.last), token_id
+        return token_id == allowed
 
-    def token_masks(self, step: SchedulerOutput) -> TokenMasks:
-        [(submitted, requests)] = self._submitted
-        assert submitted is step, "masks are asked for before an earlier step has retired"
-        sampling = [request for request in requests if request.num_computed_tokens >= len(request.token_ids)]
-        places = [i for i, request in enumerate(sampling) if request.request_id.startswith("chain")]
-        allowed = np.zeros((len(places), self.vocab_size), np.bool_)
-        for place, mask in zip(places, allowed, strict=True):
-            mask[self.following(sampling[place].token_ids[-1])] = True
-        return TokenMasks(places, np.packbits(allowed, axis=1, bitorder="little").tobytes())
+    def forced(self) -> list[int]:
+        return []
+
+
+class ChainGate(GrammarGate):
+    """Requests named "chain ..." have a ChainMatcher."""
+
+    def constraint(self, request: EngineCoreRequest) -> Constraint | None:
+        is_chain = request.request_id.startswith("chain")
+        return Constraint(ChainMatcher(request.prompt_token_ids[-1])) if is_chain else None
+
+    def fill(self, constraints: Sequence[Constraint], bits: Any) -> None:
+        bits[:] = 0
+        for line, constraint in zip(bits.view(np.uint32), constraints, strict=True):
+            token = ChainMatcher.following(constraint.matcher.last)
+            line[token // 32] = 1 << token % 32
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["plain", "late"])
@@ -284,7 +296,7 @@ class ChainScheduler(WatchedScheduler):
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
 def test_masks_follow_the_tokens_of_the_step_before(checkpoints, references, late, depth, options):
     llm = make_llm(checkpoints.path("llama"), **options)
-    scheduler = watched_scheduler(llm, depth, ChainScheduler)
+    scheduler = watched_scheduler(llm, depth, ChainGate(lambda: (None, [])))
     executor = LateExecutor(llm, scheduler) if late else llm.core.executor
     llm.core = EngineCore(scheduler, executor)
     expected = references.continuations("llama")[:12]
@@ -307,7 +319,7 @@ def test_masks_follow_the_tokens_of_the_step_before(checkpoints, references, lat
         elif i != 5:
             tokens, reason, _ = made[f"chain {i}"]
             before = [continuation.prompt[-1], *tokens]
-            assert tokens == [ChainScheduler.following(token) for token in before[:-1]]
+            assert tokens == [ChainMatcher.following(token) for token in before[:-1]]
             assert (reason == "stop") == (200 in tokens and i % 4 == 3)
     assert [made[f"chain bad {i}"][1] for i in (2, 7)] == ["error", "error"]
     if late:

@@ -194,6 +194,20 @@ def keys(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 2**20, (rows,))
 
 
+def token_masks(masks: int, vocab: int) -> Tensor:
+    """Random masks with whole words that forbid or allow all of their tokens."""
+    words = torch.randint(-(2**31), 2**31, (masks, -(-vocab // 32)), dtype=torch.int64).int()
+    return torch.where(torch.rand(words.shape) < 0.5, words, -torch.randint(0, 2, words.shape).int())
+
+
+def apply_token_masks_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for vocab in (1, 31, 32, 45, 320, 40_000):
+        for places in ((), (0,), (4, 0, 2), (3, 1, 2, 0, 4)):
+            yield draw(dtype, 5, vocab), torch.tensor(places, dtype=torch.int64), token_masks(len(places), vocab)
+    yield slice_of_wider(draw(dtype, 5, 100)), torch.tensor([1, 3]), token_masks(2, 100)
+    yield draw(dtype, 100, 3).t(), torch.tensor([2]), token_masks(1, 100)
+
+
 CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "rms_norm": rms_norm_cases,
     "add_rms_norm": add_rms_norm_cases,
@@ -212,6 +226,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "argmax": argmax_cases,
     "sample_gumbel": sample_gumbel_cases,
     "keep_top_k_top_p": keep_top_k_top_p_cases,
+    "apply_token_masks": apply_token_masks_cases,
 }
 IMPLEMENTATIONS = [(name, i) for name in CASES for i in OPS[name].implementations if i.name != "reference"]
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from quire.ops.reference import elementwise, sampling
+from quire.ops.reference.masks import apply_token_masks
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantize, quantized_linear
 from quire.ops.triton import INTERPRETED
 from quire.ops.triton import elementwise as ours
 from quire.ops.triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
+from quire.ops.triton.masks import apply_token_masks_triton
 from quire.ops.triton.sampling import argmax, keep_top_k_top_p, sample_gumbel
 from quire.ops.triton.sums import log_softmax_triton, row_sums_triton
 
@@ -149,6 +151,20 @@ def test_sums_of_rows(dtype):
             close(log_softmax_triton(x), sampling.log_softmax.reference(x))
     masked = torch.tensor([[-torch.inf, 1.0, -torch.inf, 2.0]], device=DEVICE)
     close(log_softmax_triton(masked), sampling.log_softmax.reference(masked))
+
+
+@each_dtype
+def test_masks_forbid_tokens(dtype):
+    """In words of one and of several programs; a mask forbids all tokens, allows all, or some."""
+    torch.manual_seed(0)
+    for vocab in (1, 33, 4096, 4100):
+        logits, places = draw(dtype, 4, vocab), torch.tensor([3, 0, 1], device=DEVICE)
+        bits = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), device=DEVICE).int()
+        bits[1, ::2], bits[1, 1::2] = 0, -1
+        for x in (logits, draw(dtype, 4, vocab + 8)[:, 8:], logits.t().contiguous().t()):
+            wanted = apply_token_masks.reference(x.clone(), places, bits)
+            assert torch.equal(apply_token_masks_triton(x.clone(), places, bits), wanted)
+    assert torch.equal(apply_token_masks_triton(logits.clone(), places[:0], bits[:0]), logits)
 
 
 def kept_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:

@@ -32,6 +32,7 @@ from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.structured.gate import GrammarGate
 from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
@@ -218,6 +219,9 @@ class LateKernels(_Late):
         """Fills memory that the caller provides."""
         self.stream.queue.append(lambda: self.real.flat_batch(*arguments))
 
+    def apply_token_masks(self, *arguments: Any) -> None:
+        self.stream.queue.append(lambda: self.real.apply_token_masks(*arguments))
+
 
 class WatchedScheduler(Scheduler):
     """Knows whether it could schedule another step. It cannot if the last step was empty and nothing happened since."""
@@ -310,14 +314,17 @@ def limits_of(llm: LLM, depth: int) -> SchedulerLimits:
     return replace(scheduler_limits(llm.config, llm.max_model_len), depth=depth)
 
 
-def watched_scheduler(llm: LLM, depth: int, kind: type[WatchedScheduler] = WatchedScheduler) -> WatchedScheduler:
+def watched_scheduler(llm: LLM, depth: int, grammars: GrammarGate | None = None) -> WatchedScheduler:
     kv, cache = llm.core.executor.kv_cache, llm.config.cache
-    return kind(limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching)
+    return WatchedScheduler(
+        limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching,
+        grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
+    )  # fmt: skip
 
 
-def run_late(llm: LLM, depth: int = 2, captured: bool = False) -> LateExecutor:
+def run_late(llm: LLM, depth: int = 2, captured: bool = False, grammars: GrammarGate | None = None) -> LateExecutor:
     """Give `llm` a new core over the same model, with `depth` steps in flight on a late device."""
-    scheduler = watched_scheduler(llm, depth)
+    scheduler = watched_scheduler(llm, depth, grammars)
     executor = LateExecutor(llm, scheduler, captured)
     llm.core = EngineCore(scheduler, executor)
     return executor

@@ -175,7 +175,7 @@ def test_a_mask_holds_at_its_own_place_of_a_row(llm):
         assert len(free) == 3 + 1 + 4
         words = np.zeros((3, VOCAB // 32), np.int32)
         words[:, 2] = 1 << 6  # token 70
-        masked = run(masks=TokenMasks([1, 3, 6], words.tobytes()))
+        masked = run(masks=TokenMasks([1, 3, 6], memoryview(words.tobytes())))
         assert [masked[place] for place in (1, 3, 6)] == [70, 70, 70]
         assert 70 not in free
         others = [0, 2, 4, 5, 7]

@@ -49,7 +49,8 @@ def test_on_a_cpu_the_state_is_the_batch_itself():
 
 
 def test_changes_are_applied_in_any_number():
-    """None, one and several requests and edits, a cell edited twice, a row that another request had before."""
+    """None, one and several requests, known tokens and edits, a cell edited twice, a row that another request had
+    before."""
     batch, draw = InputBatch(4, 40, 16, [attention_spec([])] * 2, 100), np.random.default_rng(0)
     state = DeviceState.empty(batch, torch.device("cpu"))
     for step_id, count in enumerate([0, 1, 4, 2, 0, 3]):
@@ -63,6 +64,12 @@ def test_changes_are_applied_in_any_number():
         step = SchedulerOutput(step_id, new, [], [], BlockTableEdits(*cells, draw.integers(0, 9, 2 * count).tolist()))
         for request in new:
             batch.install(request)
+            if count > 1 and batch.num_tokens[request.row] < 38:  # tokens that were not sampled, for some of the rows
+                start = int(batch.num_tokens[request.row])
+                step.known_tokens.rows += [request.row] * 2
+                step.known_tokens.positions += [start, start + 1]
+                step.known_tokens.token_ids += [7, 8]
+        batch.add_known_tokens(step)
         batch.edit_block_tables(step)
         arrays = {name: torch.from_numpy(array) for name, array in state.changes(batch, step).items()}
         state.apply(arrays)

@@ -1,0 +1,41 @@
+// Masks of the tokens that may be sampled, applied to logits. Most masks allow few tokens or nearly all, so whole words
+// of 32 tokens are forbidden or left alone at once.
+#include <algorithm>
+#include <limits>
+
+#include "team.h"
+#include "vector.h"
+
+using namespace quire;
+
+namespace {
+
+constexpr int WORD = 32;  // tokens of a word
+
+template <class T>
+void forbid(T* logits, int64_t vocab, const uint32_t* words, T never) {
+  for (int64_t begin = 0; begin < vocab; begin += WORD) {
+    const uint32_t word = words[begin / WORD];
+    const int64_t end = std::min(begin + WORD, vocab);
+    if (word == 0) {
+      std::fill(logits + begin, logits + end, never);
+    } else if (word != ~0u) {
+      for (int64_t t = begin; t < end; t++)
+        if (!(word >> (t - begin) & 1)) logits[t] = never;
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void quire_apply_token_masks(int is_bf16, void* logits, int64_t stride, int64_t vocab, const int64_t* places,
+                                        int64_t masks, const uint32_t* bits, int threads) {
+  const int64_t words = (vocab + WORD - 1) / WORD;
+  for_each(masks, masks * vocab > 65536 ? threads : 1, [=](int64_t i) {
+    if (is_bf16) {
+      forbid((uint16_t*)logits + places[i] * stride, vocab, bits + i * words, uint16_t(0xff80));
+    } else {
+      forbid((float*)logits + places[i] * stride, vocab, bits + i * words, -std::numeric_limits<float>::infinity());
+    }
+  });
+}

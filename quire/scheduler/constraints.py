@@ -1,0 +1,146 @@
+"""The part of the scheduler that serves requests with a constraint: their masks, and the tokens that are forced."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from quire.messages.engine import EngineCoreOutput, FinishReason
+from quire.messages.step import SchedulerOutput, TokenMasks
+from quire.scheduler.request import Request, Status
+from quire.structured.constraint import Constraint
+from quire.structured.gate import GrammarGate
+
+LONG_STRETCH = 2  # more forced tokens than this are worth leaving a request out of a step, so as to take them ahead
+
+
+class ConstrainedRequests:
+    """Follows the outputs of the requests that have a constraint.
+
+    Tokens that a constraint forces are taken ahead: they are appended to the known tokens without being sampled, and
+    the next step computes them like a piece of a prompt. The tokens of a request are the same without that, since the
+    mask of each place allows only the token that is forced there. A constraint follows the tokens whose values are
+    known, so it needs no change when a step is withdrawn or a request is preempted.
+    """
+
+    def __init__(self, gate: GrammarGate, vocab_size: int) -> None:
+        """vocab_size: the number of logits."""
+        self._gate = gate
+        self._bits = np.empty((0, -(-vocab_size // 32)), np.int32)  # of all steps; grows to the most masks in one
+        self._thread = ThreadPoolExecutor(1, "token masks")  # starts with the first masks
+        self._masks: tuple[SchedulerOutput, Future[TokenMasks | None]] | None = None  # of the last step that had some
+        self._unsent: list[tuple[Request, int]] = []  # requests, and the first token that the worker does not know
+        self.count = 0  # unfinished requests with a constraint
+
+    def begin(self, request: Request) -> None:
+        """Give a request its constraint, replay its output so far, and take the tokens that must come first."""
+        if request.constraint is not None:
+            return  # it was preempted
+        request.constraint = constraint = self._gate.constraint(request.source)
+        if constraint is None:
+            return
+        self.count += 1
+        for token in request.source.output_token_ids:
+            constraint.advance(token)
+        if not request.takes_ahead or not request.source.reads_prefix_cache or request.repetition is not None:
+            return
+        # A token that ends the request is left to be sampled.
+        while (forced := constraint.forced()) and forced[0] not in request.stop_token_ids:
+            if len(request.token_ids) + 1 >= request.max_total_tokens:
+                break
+            request.token_ids.append(forced[0])
+            constraint.advance(forced[0])
+
+    def new_tokens(self, request: Request, sampled: list[int]) -> Iterator[int]:
+        """The sampled tokens, and those that are forced behind them. Tokens are to be appended as they come."""
+        constraint = request.constraint
+        assert constraint is not None
+        for token in sampled:
+            yield token
+            constraint.advance(token)
+        if not request.takes_ahead or request.holds:  # with a step in flight, the next token is being sampled
+            return
+        while (forced := constraint.forced()) and not self._ends_early(request, forced[0]):
+            yield forced[0]
+            constraint.advance(forced[0])
+
+    def complete(self, request: Request, output: EngineCoreOutput, num_sampled: int) -> None:
+        """Complete the output of a request whose new tokens have been appended, and decide whether the request ends.
+
+        num_sampled: the number of its tokens up to the last one that was sampled.
+        """
+        constraint, num_tokens = request.constraint, len(request.token_ids)
+        assert constraint is not None
+        output.new_token_ids = request.token_ids[request.num_reported_tokens :]
+        output.num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
+        request.num_reported_tokens = num_tokens
+        if output.finish_reason is not None:
+            return
+        if constraint.error is not None:
+            output.finish_reason, output.stop_reason = FinishReason.ERROR, constraint.error
+        elif (forced := constraint.forced()) and self._ends_early(request, forced[0]):
+            output.finish_reason, output.stop_reason = FinishReason.STOP, "the grammar allows no further token"
+        elif num_tokens > num_sampled:
+            self._unsent.append((request, num_sampled))
+
+    @staticmethod
+    def _ends_early(request: Request, token: int) -> bool:
+        """Whether a forced token would end the request before min_tokens. No other token may follow, so the request
+        ends without it."""
+        return token in request.stop_token_ids and len(request.token_ids) < request.min_total_tokens
+
+    @staticmethod
+    def skips(request: Request) -> bool:
+        """Whether a request with a token in flight is left out of the next step. Then nothing is in flight soon, and a
+        long stretch of forced tokens can be taken ahead."""
+        constraint = request.constraint
+        assert constraint is not None
+        return request.takes_ahead and len(constraint.forced()) > LONG_STRETCH
+
+    def send_known_tokens(self, step: SchedulerOutput) -> None:
+        """Tell the worker the tokens that requests of a new step took without sampling them."""
+        unsent, self._unsent = self._unsent, []
+        edits = step.known_tokens
+        for request, start in unsent:
+            if request.status is not Status.RUNNING:
+                continue  # when it gets a row again, all its tokens are sent
+            if not request.holds:  # it is not in the step, since it found no free blocks
+                self._unsent.append((request, start))
+                continue
+            token_ids = request.token_ids[start:]
+            edits.rows.extend([request.row] * len(token_ids))
+            edits.positions.extend(range(start, start + len(token_ids)))
+            edits.token_ids.extend(token_ids)
+
+    # ---- masks
+
+    @staticmethod
+    def need_masks(requests: Sequence[Request]) -> bool:
+        """Whether a step of these requests, the last one that was scheduled, may need masks."""
+        return any(request.constraint is not None and request.num_in_flight_samples for request in requests)
+
+    def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None:
+        """Start to fill the masks of a step of these requests, when the results of all earlier steps are known."""
+        places, constraints = [], []
+        sampling = [request for request in requests if request.num_in_flight_samples]
+        for place, request in enumerate(sampling):  # each has one place
+            if request.constraint is not None and request.constraint.is_active:
+                places.append(place)
+                constraints.append(request.constraint)
+        self._masks = step, self._thread.submit(self._fill, places, constraints)
+
+    def masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> TokenMasks | None:
+        """The masks of a step, None if it needs none. Waits until they are filled. Valid until others are begun."""
+        if self._masks is None or self._masks[0] is not step:
+            self.begin_masks(step, requests)
+        assert self._masks is not None
+        return self._masks[1].result()
+
+    def _fill(self, places: list[int], constraints: list[Constraint]) -> TokenMasks | None:
+        if not places:
+            return None
+        if len(self._bits) < len(places):
+            self._bits = np.empty((2 * len(places), self._bits.shape[1]), np.int32)
+        bits = self._bits[: len(places)]
+        self._gate.fill(constraints, bits)
+        return TokenMasks(places, bits.data.cast("B"))
