@@ -15,6 +15,7 @@ _MAX_NUM_SEQS = 256
 
 # Headings of the server's options in the help.
 _HTTPS, _CORS, _LIMITS, _LOG = "HTTPS", "Web pages (CORS)", "Limits", "Log and metrics"
+_STORE = "Stored responses"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,11 @@ class ModelConfig:
         "auto",
         "form in which chat templates receive the content of a message: a string, or OpenAI's list of parts; auto "
         "detects the form from the template",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "format of the model's thinking, such as deepseek_r1 or qwen3, which separates it from the answer; none leaves "
+        "it in the answer (default: recognized from the chat template)",
     )
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, 'variables for chat templates, such as {"enable_thinking": false}; requests can override them', json=True
@@ -245,6 +251,14 @@ class ServerConfig:
         [], "additional ASGI middleware by import path (package.module.name): classes or coroutine functions"
     )
     response_role: str = option("assistant", "role of generated chat messages; a continued message keeps its role")
+    enable_auto_tool_choice: bool = option(
+        False, "do not start if the format of the model's tool calls is unknown; if it is known, it is always used"
+    )
+    tool_call_parser: str | None = option(
+        None,
+        "format of the model's tool calls, such as hermes, llama3_json or mistral; none leaves calls in the text "
+        "(default: recognized from the chat template)",
+    )
     enable_force_include_usage: bool = option(False, "send the usage at the end of every stream, requested or not")
     return_tokens_as_token_ids: bool = option(False, "by default, write tokens in logprobs as 'token_id:42'")
     disable_fastapi_docs: bool = option(False, "do not serve /docs and /openapi.json")
@@ -275,6 +289,21 @@ class ServerConfig:
         "maximum number of tokens that a request may ask for: prompts x n x max_tokens (default: no limit)",
         size=True,
         section=_LIMITS,
+    )
+    response_store: str | None = option(
+        None,
+        "where /v1/responses keeps responses: a file of SQLite, a database (postgresql://USER@HOST/NAME) that several "
+        "servers share, or memory (default: responses.sqlite3 in the user's state folder)",
+        section=_STORE,
+    )
+    response_store_bytes: int = option(
+        1 << 30,
+        "maximum total size of stored responses; those that were not used for the longest time are deleted",
+        size=True,
+        section=_STORE,
+    )
+    response_store_days: float = option(
+        30.0, "days after which a stored response is deleted if it was not continued", section=_STORE
     )
     trust_request_chat_template: bool = option(
         False, "accept chat templates in requests; a malicious template can keep a core busy without end"
@@ -308,13 +337,15 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
-        at_least(self, 1, "max_body_bytes", "max_total_body_bytes", "max_generated_tokens")
+        at_least(self, 1, "max_body_bytes", "max_total_body_bytes", "max_generated_tokens", "response_store_bytes")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ConfigError(f"{name} must be a number of seconds, got {value!r}")
+        if not self.response_store_days > 0:
+            raise ConfigError(f"response_store_days must be a number of days above 0, got {self.response_store_days!r}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together")
         if self.ssl_cert_reqs not in (0, 1, 2):

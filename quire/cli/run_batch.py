@@ -15,8 +15,6 @@ from typing import IO, Any
 from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire.cli.model import add_model_flag
 from quire.config import EngineConfig, ServerConfig
-from quire.engine.core_client import CoreClient
-from quire.loading.hub import model_directory
 from quire.messages.errors import error_text
 from quire.system.folders import state_folder
 
@@ -70,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, source: Path, target: Path) -> None:
+    from quire.engine.core_client import CoreClient
+    from quire.loading.hub import model_directory
     from quire.server.batch_files import BatchFiles
 
     files = BatchFiles(source, target, config.max_body_bytes)

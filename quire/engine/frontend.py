@@ -1,6 +1,6 @@
 """The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.messages.errors import error_text
 from quire.models.description import describe
 from quire.text.chat_template import render
+from quire.text.parsing.reasoning import REASONING
+from quire.text.parsing.recognition import recognized
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
@@ -38,8 +40,12 @@ class Frontend:
         m = config.model
         description = describe(directory, m)
         self.max_model_len = description.max_model_len
+        self.model_type = str(description.config.get("model_type", ""))
         self.tokenizer = load_tokenizer(tokenizer_directory(m, directory))
         self.given_chat_template = _template_text(m.chat_template)
+        # The names of the formats of thinking and of tool calls, as far as the chat template tells them.
+        reasoning, self.recognized_tools = recognized(self._template(with_tools=True) or "")
+        self.reasoning = chosen_parser("reasoning_parser", m.reasoning_parser, reasoning, REASONING)
         self.processor = Processor(
             self.tokenizer,
             self.max_model_len,
@@ -63,6 +69,12 @@ class Frontend:
     def has_chat_template(self) -> bool:
         return (self.given_chat_template or self.tokenizer.chat_template) is not None
 
+    def _template(self, with_tools: bool) -> str | None:
+        """The chat template. with_tools: of conversations with tools, for which some models have one of its own."""
+        with_tools = with_tools and self.given_chat_template is None
+        of_tools = self.tokenizer.chat_templates.get("tool_use") if with_tools else None
+        return self.given_chat_template or of_tools or self.tokenizer.chat_template
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -75,10 +87,7 @@ class Frontend:
 
         content_format: "string", "openai" or "auto"; None takes the option chat_template_content_format.
         """
-        template = _template_text(chat_template) or self.given_chat_template
-        if template is None and arguments.get("tools"):
-            template = self.tokenizer.chat_templates.get("tool_use")
-        template = template or self.tokenizer.chat_template
+        template = _template_text(chat_template) or self._template(with_tools=bool(arguments.get("tools")))
         if template is None:
             raise ValueError("the model has no chat template; give one with chat_template, or use generate")
         if "developer" not in template:  # OpenAI's newer name of the role "system", which most templates do not know
@@ -88,6 +97,16 @@ class Frontend:
         variables = {**self.tokenizer.special_tokens, **options.default_chat_template_kwargs, **arguments}
         content_format = content_format or options.chat_template_content_format
         return render(template, messages, **{**variables, "content_format": content_format})
+
+
+def chosen_parser(option: str, name: str | None, recognized: str | None, known: Collection[str]) -> str | None:
+    """The name of a parser: the given one, or the recognized one; None if it is unknown or switched off by "none".
+
+    Raises ConfigError if there is no parser of this name.
+    """
+    if name and name != "none" and name not in known:
+        raise ConfigError(f"{option} must be none or one of {', '.join(sorted(known))}, got {name!r}")
+    return None if name == "none" else name or recognized
 
 
 def _template_text(template: str | None) -> str | None:

@@ -42,7 +42,7 @@ def _no_effect(reason: str, names: str, switches: str = "") -> dict[str, Foreign
 NOT_SUPPORTED: Mapping[str, Foreign] = {
     **_each(  # switches that must be off
         """data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
-        enable_auto_tool_choice enable_batch_sharded_sampling enable_dbo enable_elastic_ep enable_ep_weight_filter
+        enable_batch_sharded_sampling enable_dbo enable_elastic_ep enable_ep_weight_filter
         enable_eplb enable_expert_parallel enable_log_outputs enable_logging_iteration_details
         enable_layerwise_nvtx_tracing enable_lora enable_mfu_metrics enable_mm_embeds enable_per_request_metrics
         enable_prompt_adapter enable_prompt_embeds enable_reasoning enable_return_routed_experts enable_sleep_mode
@@ -73,9 +73,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
     **_unsupported("offload_backend worker_cls", "auto"),
     **_unsupported("preemption_mode", "recompute"),
     **_unsupported("per_request_spec_decode_metrics fingerprint_mode", "none"),
-    **_unsupported(
-        "model_weights reasoning_parser reasoning_parser_plugin tool_parser_plugin worker_extension_cls", ""
-    ),
+    **_unsupported("model_weights reasoning_parser_plugin tool_parser_plugin worker_extension_cls", ""),
     **_unsupported(
         "additional_config attention_config model_class_overrides profiler_config structured_outputs_config", {}
     ),
@@ -91,7 +89,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
         reasoning_config scheduler_cls spec_decoding_acceptance_method spec_method spec_model spec_tokens
         speculative_config speculative_disable_by_batch_size speculative_disable_mqa_scorer
         speculative_draft_tensor_parallel_size speculative_max_model_len speculative_model
-        speculative_model_quantization tool_call_parser tool_server typical_acceptance_sampler_posterior_alpha
+        speculative_model_quantization tool_server typical_acceptance_sampler_posterior_alpha
         typical_acceptance_sampler_posterior_threshold watermarking_config weight_transfer_config"""
     ),
 }

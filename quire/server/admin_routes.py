@@ -10,7 +10,7 @@ from quire.server.protocol import AbortRequest
 from quire.server.responses import Aborted, Load, ModelCard, ModelList, Version
 from quire.server.routing import Answers, StrictRoute, answers
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 _HEALTH: Answers = {
     200: {"description": "Ready", "content": {}},
     503: {"description": "Not (yet, or any more)", "content": {}},
@@ -87,15 +87,10 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response()
 
 
+@router.post("/abort_requests", responses=answers(Aborted), response_model=None)
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
     """End requests. Their clients get the text so far, with finish_reason "abort"."""
     calls = [call for call in _server(request).calls if call.id in body.request_ids or call.name in body.request_ids]
     for call in calls:
         call.abort()
     return json_response({"aborted": len(calls)})
-
-
-router.add_api_route(
-    "/abort_requests", abort_requests, methods=["POST"], responses=answers(Aborted), response_model=None,
-    route_class_override=StrictRoute,
-)  # fmt: skip

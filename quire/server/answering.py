@@ -1,26 +1,45 @@
 """A chat request that runs. Every API for chats translates its bodies to ChatRequest, and these pieces to its own."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Self
+from functools import partial
+from typing import Any, Self
 from uuid import uuid4
 
 from fastapi import Request
+from pydantic_core import from_json
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.server.errors import ApiError
 from quire.server.generation import Call, Meter, Server
 from quire.server.protocol import ChatRequest
-from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
+from quire.text.parsing.answer import answer_parser
+from quire.text.parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
+from quire.text.parsing.forced import forced_calls_schema
+from quire.text.parsing.formats import TOOLS
+from quire.text.parsing.reasoning import REASONING
+
+PROMPT_END = 256  # characters of a prompt that tell whether the answer begins with thinking
 
 
 @dataclass
 class FunctionCall:
-    """A tool call of an answer. arguments: JSON text."""
+    """A tool call of an answer. id: nine letters and digits, as Mistral's chat template demands, unless the model gave
+    the call another. arguments: JSON text."""
 
     id: str
     name: str
     arguments: str = ""
+
+    @property
+    def argument_object(self) -> dict[str, Any]:
+        """The arguments as an object, as far as they go if they were cut off."""
+        try:
+            value = from_json(self.arguments or "{}", allow_partial=True)
+        except ValueError:
+            value = self.arguments
+        return value if isinstance(value, dict) else {"arguments": value}
 
 
 @dataclass
@@ -51,7 +70,7 @@ class Answer:
             elif isinstance(event, Content):
                 self.content = (self.content or "") + event.text
             elif isinstance(event, ToolCall):
-                self.tool_calls.append(FunctionCall(f"call_{uuid4().hex[:24]}", event.name))
+                self.tool_calls.append(FunctionCall(event.id or uuid4().hex[:9], event.name))
             else:
                 self.tool_calls[event.index].arguments += event.text
 
@@ -75,20 +94,41 @@ class Answering:
     far as they are known. output: what the engine reported last: the prompt's token ids and logprobs.
     """
 
-    def __init__(self, call: Call, body: ChatRequest) -> None:
+    def __init__(self, call: Call, body: ChatRequest, parsers: Sequence[Parser] = ()) -> None:
+        """parsers: of each of n answers; none if their texts are content as they are."""
         self.call, self.body, self.meter = call, body, Meter()
         self.answers = [Answer(index) for index in range(body.n or 1)]
         self.output: RequestOutput | None = None
+        self._parsers = parsers
 
     @classmethod
     async def begin(cls, request: Request, body: ChatRequest, prefix: str) -> Self:
         """Render and tokenize the conversation. prefix: of the id of the response. Raises ApiError."""
         server: Server = request.app.state.server
         call = Call(server, request, body, prefix)
+        tools, choice = body.definitions, body.forced_choice
+        reasoning, tool_parser = server.llm.frontend.reasoning, server.tool_parser if tools else None
+        changes: dict[str, Any] = {}
+        if choice is not None:
+            schema = forced_calls_schema(tools, choice, body.parallel_tool_calls is not False)
+            changes["structured_outputs"] = {"json": schema}
+        elif tools and tool_parser is None:
+            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            raise ApiError(400, f"tools: {message}: this model's chat template tells no format of calls", param="tools")
+        of_calls = TOOLS[tool_parser] if tool_parser and choice is None else None
+        of_thinking = REASONING[reasoning] if reasoning else None
+        if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):
+            changes["skip_special_tokens"] = False
+        prompt = await server.render(body.messages, body, request.state.body)
+        is_thinking = of_thinking is not None and of_thinking.is_open(prompt[-PROMPT_END:])
         default = server.llm.processor.generation_config.get("max_new_tokens")
-        prompts = [await server.render(body.messages, body, request.state.body)]
-        await call.process(prompts, default, bool(body.add_special_tokens), "messages")
-        return cls(call, body)
+        field = None if choice is None else "tools"
+        prompts = [prompt]
+        del prompt  # with truncate_prompt_tokens it can be much longer than what remains of it
+        await call.process(prompts, default, bool(body.add_special_tokens), "messages", field, **changes)
+        make = partial(answer_parser, reasoning, tool_parser, tools, starts_in_thinking=is_thinking)
+        parsers = [make(tool_choice=choice or "auto") for _ in range(body.n or 1)]
+        return cls(call, body, [parser for parser in parsers if parser is not None])
 
     async def pieces(self) -> AsyncGenerator[list[Piece]]:
         """The parts of the answers, in the order in which they come. A list may be empty.
@@ -111,5 +151,30 @@ class Answering:
     def _piece(self, completion: CompletionOutput) -> Piece:
         answer = self.answers[completion.index]
         events: list[Event] = [Content(completion.text)] if completion.text else []
+        if self._parsers:
+            parser = self._parsers[completion.index]
+            parsed = parser.feed(completion.text) + (parser.finish() if completion.finish_reason else [])
+            events = _merged(event for event in parsed if self._is_wanted(event))
         answer.add(completion, events)
         return Piece(events, completion, answer)
+
+    def _is_wanted(self, event: Event) -> bool:
+        if isinstance(event, Reasoning):
+            return self.body.include_reasoning is not False
+        return isinstance(event, Content) or event.index == 0 or self.body.parallel_tool_calls is not False
+
+
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """The events, with neighbouring pieces of the same text as one."""
+    merged: list[Event] = []
+    for event in events:
+        last = merged[-1] if merged else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            merged[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            merged[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, ToolArguments) and isinstance(last, ToolArguments) and event.index == last.index:
+            merged[-1] = ToolArguments(event.index, last.text + event.text)
+        else:
+            merged.append(event)
+    return merged

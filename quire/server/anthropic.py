@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from pydantic_core import from_json
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -157,8 +156,7 @@ class CountTokensRequest(Body):
     def chat(self) -> ChatRequest:
         """Raises ApiError."""
         choice, thinking = self.tool_choice, self.thinking
-        fields: dict[str, Any] = dict.fromkeys(self.model_extra or ())  # null, so that they are only logged
-        fields |= {"model": self.model, "messages": list(self._messages())}
+        fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
         if self.messages[-1].role == "assistant":
             fields["continue_final_message"] = True
         if self.tools:
@@ -248,6 +246,7 @@ class MessageStream(EventStream):
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     held: HeldBody = request.state.body
+    server.accept(body)
     chat = await held.run(body.chat)
     server.accept(chat)
     prompt = await server.render(chat.messages, chat, held)
@@ -261,6 +260,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 @router.post("/v1/messages", responses=stream_answers(MessageAnswer, ErrorAnswer), response_model=None)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
+    request.app.state.server.accept(body)
     chat = await request.state.body.run(body.chat)
     del body  # it may be large
     answering = await Answering.begin(request, chat, "msg")
@@ -309,9 +309,8 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
         content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content:
         content.append({"type": "text", "text": answer.content})
-    for call in answer.tool_calls:  # arguments that max_tokens cut off are read as far as they go
-        arguments = from_json(call.arguments or "{}", allow_partial=True)
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+    for call in answer.tool_calls:
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.argument_object})
     return content
 
 

@@ -8,26 +8,39 @@ from fastapi_swagger import patch_fastapi
 from starlette.middleware.cors import CORSMiddleware
 
 from quire._version import __version__
-from quire.config import ServerConfig
+from quire.config import ConfigError, ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.server import admin_routes, anthropic, chat, completions, text_routes, token_generation
+from quire.engine.frontend import chosen_parser
+from quire.metrics.logging import logger
+from quire.server import (
+    admin_routes,
+    anthropic,
+    chat,
+    completions,
+    ollama,
+    responses_api,
+    text_routes,
+    token_generation,
+)
 from quire.server.bodies import BodyLimit
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
 from quire.server.middleware import ApiKeys, RootPath, add_middleware
 from quire.server.observability import HttpMetrics, Observability
+from quire.text.parsing.formats import TOOLS
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
     """OpenAI's API and others on an engine that its caller starts and shuts down.
 
-    Set `app.state.draining` to answer new requests that generate with 503, while those that run go on.
+    Set `app.state.draining` to answer new requests that generate with 503, while those that run go on. Raises
+    ConfigError for options that do not fit the model.
     """
     bearer: list[Any] = [Depends(HTTPBearer(auto_error=False))] if config.api_key else []  # for the documents
     app = FastAPI(
         title="Quire",
         version=__version__,
-        description="OpenAI's API and Anthropic's. Fields that are not listed are ignored; null is as if left out.",
+        description="The APIs of OpenAI, Anthropic and Ollama. Unknown fields are ignored; null is as if left out.",
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
@@ -36,10 +49,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
-    app.state.server, app.state.draining = Server(llm, config, model_names, app), False
+    app.state.server, app.state.draining = Server(llm, config, model_names, _tool_parser(config, llm), app), False
+    app.state.responses = responses_api.Responses(config)
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
-    for module in (completions, chat, anthropic, token_generation, text_routes):
+    for module in (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes):
         app.include_router(module.router, dependencies=bearer)
         routes += module.router.routes
     app.include_router(admin_routes.router)
@@ -67,3 +81,19 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     if root_path := config.root_path.strip("/"):
         app.add_middleware(RootPath, root_path=f"/{root_path}")
     return app
+
+
+def _tool_parser(config: ServerConfig, llm: AsyncLLM) -> str | None:
+    """The name of the format of the model's tool calls. Raises ConfigError."""
+    frontend = llm.frontend
+    parser = chosen_parser("tool_call_parser", config.tool_call_parser, frontend.recognized_tools, TOOLS)
+    if config.enable_auto_tool_choice and parser is None:
+        message = "enable_auto_tool_choice needs tool_call_parser: the chat template tells no format of tool calls"
+        raise ConfigError(message)
+    for what, name, given in (
+        ("Thinking", frontend.reasoning, llm.config.model.reasoning_parser),
+        ("Tool calls", parser, config.tool_call_parser),
+    ):
+        if name is not None:
+            logger.info("%s: in the format %s%s", what, name, "" if given else ", recognized from the chat template")
+    return parser

@@ -104,7 +104,7 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
         index=answer.index,
         message=message,
         logprobs=_logprobs(answering, completion),
-        finish_reason=answer.finish_reason,
+        finish_reason=_finish_reason(answering, answer),
         stop_reason=completion.stop_reason,
         token_ids=completion.token_ids if answering.body.return_token_ids else None,
         routed_experts=None,
@@ -124,7 +124,7 @@ def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
             delta["token_ids"] = None
         deltas[0]["token_ids"] = completion.token_ids if body.return_token_ids else None
         if completion.finish_reason is not None:
-            deltas[-1] |= {"finish_reason": answer.finish_reason, "stop_reason": completion.stop_reason}
+            deltas[-1] |= {"finish_reason": _finish_reason(answering, answer), "stop_reason": completion.stop_reason}
     return deltas
 
 
@@ -137,6 +137,12 @@ def _event_delta(event: Event, answer: Answer) -> dict[str, Any]:
         call = _tool_call(FunctionCall(answer.tool_calls[event.index].id, event.name))
         return {"tool_calls": [{"index": event.index, **call}]}
     return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
+def _finish_reason(answering: Answering, answer: Answer) -> str | None:
+    """As OpenAI and vLLM do, "stop" and not "tool_calls" if the request named the tool."""
+    reason = answer.finish_reason
+    return "stop" if reason == "tool_calls" and isinstance(answering.body.forced_choice, dict) else reason
 
 
 def _tool_call(call: FunctionCall) -> ChatToolCall:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -157,4 +158,11 @@ def add_error_handlers(app: FastAPI) -> None:
             error = _routing_error(request, error)
         return error_response(api_error(error), request.scope)
 
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return error_response(ApiError(400, f"{name}: {first['msg']}", param=name), request.scope)
+
+    app.add_exception_handler(RequestValidationError, refuse)  # of a parameter in the URL
     app.add_exception_handler(HTTPException, handle)  # other exceptions end up in the Observability middleware

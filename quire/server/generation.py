@@ -33,11 +33,15 @@ MAX_REPORTED = 1000  # names of unknown fields, after which no more are logged
 
 @dataclass
 class Server:
-    """The state that all requests share: the engine, the options and the running calls."""
+    """The state that all requests share: the engine, the options and the running calls.
+
+    tool_parser: the name of the format of the model's tool calls, None if it is unknown.
+    """
 
     llm: AsyncLLM
     config: ServerConfig
     model_names: list[str]
+    tool_parser: str | None
     app: FastAPI
     calls: set["Call"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
@@ -52,7 +56,7 @@ class Server:
             name, why = refused
             raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
         for name in body.unknown():
-            del (body.model_extra or {})[name]  # it may be large
+            (body.model_extra or {}).pop(name, None)  # it may be large
             if name not in self._reported and len(self._reported) < MAX_REPORTED:
                 self._reported.add(name)
                 logger.warning("Ignored a field that is not known: %.64r", name)

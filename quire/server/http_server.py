@@ -145,11 +145,13 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=1)
+        self.app.state.responses.store.close()
 
     async def _answered(self, seconds: float) -> bool:
         """Wait until all answers are sent; False if the time passes before, or at a signal."""
         end = self._loop.time() + seconds
-        while any(map(_is_open, self.server_state.connections)) or self.server_state.tasks:
+        background = self.app.state.responses.runs
+        while any(map(_is_open, self.server_state.connections)) or self.server_state.tasks or background:
             if self.force_exit or self._loop.time() >= end:
                 return False
             await asyncio.sleep(0.02)

@@ -4,6 +4,7 @@ vLLM's come from prometheus-fastapi-instrumentator. Plain ASGI, so that a stream
 in between: each is only counted.
 """
 
+import asyncio
 import json
 import logging
 import re
@@ -137,6 +138,9 @@ class Observability:
         try:
             try:
                 await app(scope, receive, exchange.send)
+            except asyncio.CancelledError:
+                exchange.status = exchange.status or 499  # nobody waits for the answer
+                raise
             except Exception as error:
                 if exchange.status:
                     raise  # the response has begun, so no error can be sent

@@ -262,12 +262,11 @@ class ChatRequest(Generation, Rendering):
     include_reasoning: bool | None = Field(None, description="false leaves the model's thinking out.")
 
     @property
-    def forced_tool(self) -> str | None:
-        """What the answer must consist of: calls of any tools ("required"), or of the tool of this name. None: text."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            return choice.function.name
-        return "required" if choice == "required" else None
+    def forced_choice(self) -> str | dict[str, Any] | None:
+        """The tool_choice of an answer that must consist of calls: "required", or one that names a tool."""
+        if isinstance(self.tool_choice, NamedTool):
+            return self.tool_choice.model_dump()
+        return "required" if self.tool_choice == "required" else None
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
@@ -302,8 +301,6 @@ class ChatRequest(Generation, Rendering):
                 return "tool_choice", f"names {name!r}, which is none of the tools"
         if self.tool_choice == "required" and not self.tools:
             return "tool_choice", "is 'required', but there are no tools"
-        if self.definitions:
-            return "tools", f"{_NOT_YET} unless tool_choice is 'none'"
         return self.refused(_UNSUPPORTED_IN_CHAT)
 
 

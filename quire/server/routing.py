@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class StrictRoute(APIRoute):
-    """A route whose endpoint takes a body, a pydantic model, and the request.
+    """A route whose endpoint takes a body, a pydantic model, and the request. Other endpoints are FastAPI's as usual.
 
     JSON by the book: UTF-8, no lone surrogates, no NaN, no thousand brackets, and declared as such.
 
@@ -31,7 +31,9 @@ class StrictRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint = self.endpoint
-        model: type[BaseModel] = get_type_hints(endpoint)["body"]
+        model: type[BaseModel] | None = get_type_hints(endpoint).get("body")
+        if model is None:
+            return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
             try:

@@ -132,18 +132,16 @@ class _TokenChunks(Chunks):
 
 
 async def _stream(call: Call, body: GenerateRequest) -> AsyncGenerator[bytes]:
-    chunks, meter, begun = _TokenChunks(call, body), Meter(), False
+    chunks, meter, extra = _TokenChunks(call, body), Meter(), None
     async with aclosing(call.run()) as outputs:
         async for output in outputs:
             meter.add(output)
+            extra = _prompt_keys(body, output) if extra is None else extra
             events = []
             for completion in output.outputs:
                 if completion.token_ids or completion.finish_reason:
-                    extra = (
-                        {} if begun else {name: value for name, value in _prompt_keys(body, output).items() if value}
-                    )
                     events.append(chunks.event(_choice(call, body, completion), meter, **extra))
-                    begun = True
+                    extra = {}
             if events:
                 yield b"".join(events)
     if last := chunks.last(meter):

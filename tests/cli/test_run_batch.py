@@ -150,6 +150,7 @@ def test_ctrl_c_stops_the_batch_and_says_how_to_go_on(tmp_path: Path):
     assert process.wait(60) == 130
     assert "the same command goes on with the other " in log
     assert "Traceback" not in log
+    assert "ERROR" not in log
 
 
 @contextmanager

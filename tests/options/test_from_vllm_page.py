@@ -76,7 +76,6 @@ def refused_fields() -> list[str]:
     return [
         item("completions and chats: ", [f"`{name}`" for name in sorted(_UNSUPPORTED)]),
         item("chats: ", [f"`{name}`" for name in sorted(in_chat)]),
-        '- chats: `tools`, unless `tool_choice` is `"none"`',
         "- completions: `best_of`, unless it equals `n`",
     ]
 

@@ -240,7 +240,6 @@ OF_CHAT: list[tuple[Any, ...]] = [
     ("documents", "x"),
     ("tools", "x"),
     ("tools", [5], "tools[0]"),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # no parser is known for this model
     ("tools", [{"type": "function"}], "tools[0].function"),
     ("tools", [{"type": "function", "function": {"name": 5}}], "tools[0].function.name"),
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}], "tools[0].function.parameters"),

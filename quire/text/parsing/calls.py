@@ -8,15 +8,7 @@ import msgspec
 
 from quire.text.parsing.events import Parser
 from quire.text.parsing.reader import Parsing, Reader, Steps
-from quire.text.parsing.values import (
-    STRING,
-    from_python,
-    json_text,
-    json_value,
-    parameter_types,
-    typed,
-    without_surrogates,
-)
+from quire.text.parsing.values import STRING, from_python, json_text, parameter_types, parsed, typed, without_surrogates
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]  # function → parameter → the JSON types that it may have
 
@@ -34,7 +26,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     body: reads a call, from behind the `begin` marker
     header: for some bodies, what stands between the marker and the arguments: a pattern with the groups "name" and "id"
     parameter: for the body `tagged`: the marker before a parameter's name, those behind it, those behind the value
-    needs_special_tokens: the markers are special tokens, which must not be left out of the text
+    sign: text by which a chat template tells the format, if there are no markers, or if others have the same
+    needs_special_tokens: the markers may be special tokens, which must not be left out of the text
     whole: reads whole answers in place of `read_calls`, for a format in which reasoning and calls are one
     """
 
@@ -45,6 +38,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     bare: str = ""
     header: str = ""
     parameter: tuple[str, tuple[str, ...], tuple[str, ...]] = ("", (), ())
+    sign: str = ""
     needs_special_tokens: bool = True
     whole: Callable[[Reader], Steps[None]] | None = None
 
@@ -55,45 +49,42 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads an answer: content, and calls in it."""
-    is_bare = False
-    if format.bare:
-        reader.attempt("")
-        char = yield from reader.space()
-        is_bare = bool(char) and char in format.bare
-    ends: tuple[str, ...] = ()
+    reader.hold("", True)
+    char = yield from reader.space()
+    if char and char in format.bare and format.body:
+        yield from format.body(reader, format, types)
     while True:
-        if not is_bare:
-            reader.give_up()
-            marker = yield from reader.until((*format.begin, *format.sections, *ends), reader.content)
-            if marker is None:
-                break
-            if marker not in format.begin:
-                if marker in format.sections:
-                    reader.hold(marker)
-                continue
-            if marker[-1] in format.bare:
-                marker = reader.unread(marker)
-            reader.attempt(marker)
-        is_bare = False
-        if format.body:
+        ends = format.end if reader.num_calls and not reader.is_attempt else ()
+        reader.give_up()
+        marker = yield from reader.until((*format.begin, *format.sections, *ends), reader.content)
+        if marker is None:
+            return reader.end()
+        if marker not in ends:
+            reader.hold(reader.unread(marker) if marker[-1] in format.bare else marker, marker in format.begin)
+        if reader.is_attempt and format.body:
             yield from format.body(reader, format, types)
-        ends = () if reader.is_attempting else format.end
-    reader.end()
 
 
 def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
     """Reads {"name": "f", "arguments": {...}}, or several of these, in a list or with ";", "," or white space between
-    them. Calls without a marker are told from other JSON by their keys."""
-    is_list = (yield from reader.space()) == "[" and (yield from reader.literal("["))
+    them; if the format has headers, also a header with the name and then the arguments. Calls without a marker are told
+    from other JSON by their keys."""
+    char = yield from reader.space()
+    if format.header and char not in ("[", "{"):
+        if header := (yield from _header(reader, format, "{")):
+            reader.call(header["name"], header.groupdict().get("id"))
+            if (yield from reader.space()):
+                yield from _arguments(reader, reader.arguments)
+        return
+    is_list = yield from reader.literal("[")
     yield from reader.space()
     while (yield from _json_call(reader, bool(format.bare))):
         separator = yield from reader.space()
-        if is_list and separator == "]":
-            yield from reader.literal("]")
+        if is_list and (yield from reader.literal("]")):
             return
         if separator not in (";", ",", "{"):
             return
-        reader.attempt("")
+        reader.hold("", True)
         if separator != "{":
             yield from reader.literal(separator)
             yield from reader.space()
@@ -101,78 +92,51 @@ def json_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
 
 def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
     """Reads an object that is a call. Whether it is one, and complete."""
-    name: str | None = None
+    name: Any = None
     early: list[str] = []  # arguments that come before the name
-    is_called = False
-    if not (yield from reader.literal("{")):
-        return False
-    while True:
-        pieces: list[str] = []
-        if (yield from reader.space()) != '"' or not (yield from reader.value(pieces.append)):
-            return False
-        key = _parsed("".join(pieces))
+    num_calls = reader.num_calls
+    separator = "{"
+    while (yield from reader.literal(separator)):
         yield from reader.space()
-        if not (yield from reader.literal(":")):
+        key = yield from _json(reader)
+        yield from reader.space()
+        if not isinstance(key, str) or not (yield from reader.literal(":")):
             return False
         yield from reader.space()
-        if key in _ARGUMENTS_KEYS and not is_called:
+        if key in _ARGUMENTS_KEYS and num_calls == reader.num_calls:
             if name:
                 reader.call(name)
-                is_called = True
-            if not (yield from _arguments(reader, reader.arguments if name else early.append)):
-                return False
+            is_complete = yield from _arguments(reader, reader.arguments if name else early.append)
         elif key == "name" and not name:
-            pieces = []
-            if not (yield from reader.value(pieces.append)):
-                return False
-            name = _parsed("".join(pieces))
-            if not (isinstance(name, str) and name and name.isprintable()):
-                return False
-            if early:
+            name = yield from _json(reader)
+            is_complete = isinstance(name, str) and name.isprintable() and name != ""
+            if early and is_complete:
                 reader.call(name)
                 reader.arguments("".join(early))
-                is_called = True
-        elif (is_bare and key not in _OTHER_KEYS) or not (yield from reader.value(_ignore)):
+        else:
+            is_complete = (not is_bare or key in _OTHER_KEYS) and (yield from reader.value(_ignore))
+        if not is_complete:
             return False
-        separator = yield from reader.space()
-        if separator == "}":
+        separator = ","
+        if (yield from reader.space()) == "}":
             break
-        if not (yield from reader.literal(",")):
-            return False
-    if name and not is_called and not is_bare:
+    if name and num_calls == reader.num_calls and not is_bare and (yield from reader.space()) == "}":
         reader.call(name)
         reader.arguments("{}")
-        is_called = True
-    yield from reader.literal("}")
-    return is_called
+    return num_calls < reader.num_calls and (yield from reader.literal("}"))
 
 
 def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
     """Reads arguments in JSON. An object passes as it arrives; other values are read whole: null, or an object that is
     itself written as a JSON string."""
-    char = yield from reader.space()
-    if char == "{":
+    if (yield from reader.space()) == "{":
         return (yield from reader.value(say))
     pieces: list[str] = []
     is_complete = yield from reader.value(pieces.append)
     text = "".join(pieces)
-    value = _parsed(text) if is_complete else None
-    say(without_surrogates(value) if isinstance(value, str) and value else text if value is not None else "{}")
+    value = parsed(text) if is_complete else text
+    say((without_surrogates(value) if isinstance(value, str) else text if value is not None else "") or "{}")
     return is_complete
-
-
-def headed_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    """Reads a header with the name, and arguments in JSON."""
-    header = yield from _header(reader, format, "{")
-    if header is not None:
-        reader.call(header["name"], header.groupdict().get("id"))
-        if (yield from reader.space()):
-            yield from _arguments(reader, reader.arguments)
-
-
-def json_or_headed_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
-    is_json = (yield from reader.space()) in ("[", "{")
-    yield from (json_calls if is_json else headed_call)(reader, format, types)
 
 
 def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]:
@@ -182,39 +146,37 @@ def tagged_call(reader: Reader, format: ToolFormat, types: Types) -> Steps[None]
     if header is None:
         return
     reader.call(header["name"])
-    reader.arguments("{")
-    separator = ""
-    marker = yield from reader.until((opening, *format.end), reader.content)
-    while marker and marker.endswith(opening):
-        found = yield from reader.before(key_ends, _LONGEST_HEADER)
-        if found is None:
+    separator = "{"
+    marker: str | None = ""
+    while marker is not None:
+        if not marker.endswith((opening, *format.end)):
+            marker = yield from reader.until((opening, *format.end), reader.content)
+        elif not marker.endswith(opening):
+            return reader.arguments("{}" if separator == "{" else "}")
+        elif found := (yield from reader.before(key_ends, _LONGEST_HEADER)):
+            yield from reader.literal(found[1])
+            key, is_string = _KEY.findall(found[0])[0]
+            reader.arguments(f"{separator}{json_text(key)}: ")
+            separator = ", "
+            allowed = STRING if is_string == "true" else types.get(header["name"], {}).get(key, STRING)
+            marker = yield from _tagged_value(reader, allowed, value_ends)
+        else:
             reader.content(marker)
-            marker = yield from reader.until((opening, *format.end), reader.content)
-            continue
-        yield from reader.literal(found[1])
-        key, is_string = _KEY.findall(found[0])[0]
-        allowed = STRING if is_string == "true" else types.get(header["name"], {}).get(key, STRING)
-        reader.arguments(f"{separator}{json_text(key)}: ")
-        separator = ", "
-        marker = yield from _tagged_value(reader, allowed, value_ends)
-        if marker and not marker.endswith((opening, *format.end)):
-            marker = yield from reader.until((opening, *format.end), reader.content)
-    if marker:
-        reader.arguments("}")
+            marker = ""
 
 
 def _tagged_value(reader: Reader, types: frozenset[str], ends: tuple[str, ...]) -> Steps[str | None]:
     """Reads a value up to a marker, which is returned. A string is told as it arrives, other values whole."""
-    if types == STRING:
-        reader.arguments('"')
-        marker = yield from reader.until(ends, lambda text: reader.arguments(json_text(text)[1:-1]))
-        if marker:
-            reader.arguments('"')
-        return marker
     pieces: list[str] = []
-    marker = yield from reader.until(ends, pieces.append)
+    is_string = types == STRING
+    reader.arguments('"' * is_string)
+    marker = yield from reader.until(
+        ends, (lambda text: reader.arguments(json_text(text)[1:-1])) if is_string else pieces.append
+    )
     text = "".join(pieces)
-    reader.arguments(typed(text, types) if marker else text)
+    if marker:
+        text = '"' if is_string else typed(text, types)
+    reader.arguments(text)
     return marker
 
 
@@ -222,33 +184,23 @@ def pythonic_calls(reader: Reader, format: ToolFormat, types: Types) -> Steps[No
     """Reads calls in Python: [f(city="Paris", days=2), g()]. Keywords and literals alone are calls."""
     yield from reader.space()
     is_list = yield from reader.literal("[")
-    while True:
+    separator = ","
+    while separator == "," or (not is_list and separator.isidentifier()):
+        reader.hold("", True)
+        yield from reader.literal(",")
         yield from reader.space()
         name = yield from reader.word()
-        if not name or not (yield from reader.literal("(")):
-            return
-        if not (yield from _python_arguments(reader, name)):
+        if not name or not (yield from reader.literal("(")) or not (yield from _python_arguments(reader, name)):
             return
         separator = yield from reader.space()
-        if is_list and separator == "]":
-            yield from reader.literal("]")
+        if is_list and (yield from reader.literal("]")):
             return
-        if separator != "," and (is_list or not separator.isidentifier()):
-            return
-        reader.attempt("")
-        yield from reader.literal(",")
 
 
 def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
     """Reads keyword arguments up to ")". Whether they are complete."""
     separator = "{"
-    while True:
-        if (yield from reader.space()) == ")":
-            yield from reader.literal(")")
-            if separator == "{":
-                reader.call(name)
-            reader.arguments("{}" if separator == "{" else "}")
-            return True
+    while (yield from reader.space()) != ")":
         key = yield from reader.word()
         yield from reader.space()
         if not key or not (yield from reader.literal("=")):
@@ -264,6 +216,10 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
         reader.arguments(from_python(text) if is_complete else text)
         if not is_complete or ((yield from reader.space()) != ")" and not (yield from reader.literal(","))):
             return False
+    if separator == "{":
+        reader.call(name)
+    reader.arguments("{}" if separator == "{" else "}")
+    return (yield from reader.literal(")"))
 
 
 def _header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[str] | None]:
@@ -272,12 +228,11 @@ def _header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[
     return re.fullmatch(format.header, found[0]) if found else None
 
 
-def _parsed(text: str) -> Any:
-    """The value of a JSON text, None if it is not JSON."""
-    try:
-        return json_value(text)
-    except ValueError:
-        return None
+def _json(reader: Reader) -> Steps[Any]:
+    """Reads a JSON value. None if it is not one."""
+    pieces: list[str] = []
+    yield from reader.value(pieces.append)
+    return parsed("".join(pieces))
 
 
 def _ignore(text: str) -> None:

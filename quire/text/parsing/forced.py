@@ -34,21 +34,18 @@ def forced_calls_schema(
         return parameters[name]
     if not parameters:
         raise ValueError("tool_choice is 'required', but tools is empty")
+    functions = list(enumerate(parameters.items()))
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{_pointer(name)}"}},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{index}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name in parameters
+        for index, (name, _) in functions
     ]
-    schema = {
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": calls},
-        "$defs": {name: _moved(schema, f"#/$defs/{_pointer(name)}") for name, schema in parameters.items()},
-    }
+    definitions = {str(index): _moved(schema, f"#/$defs/{index}") for index, (_, schema) in functions}
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     return schema if parallel else {**schema, "maxItems": 1}
 
 
@@ -63,11 +60,6 @@ def _named_call(reader: Reader, name: str) -> Steps[None]:
     reader.call(name)
     while (yield from reader.until((), reader.arguments)):
         pass
-
-
-def _pointer(name: str) -> str:
-    """A name as a part of a JSON pointer."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -1,36 +1,47 @@
 """The formats of tool calls, by the names that vLLM gives them."""
 
-from quire.text.parsing.calls import (
-    ToolFormat,
-    headed_call,
-    json_calls,
-    json_or_headed_calls,
-    pythonic_calls,
-    tagged_call,
-)
+from quire.text.parsing.calls import ToolFormat, json_calls, pythonic_calls, tagged_call
 from quire.text.parsing.harmony import harmony
 
 _NAME = r"\s*(?P<name>[^\s<>\"{｜]+)\s*"
+_LLAMA = "dictionary of argument name and its value"  # the words of Llama's chat templates
 
-_HERMES = ToolFormat(body=json_calls, begin=("<tool_call>",), end=("</tool_call>",))
-_LLAMA_JSON = ToolFormat(body=json_calls, begin=("<|python_tag|>", "\n{"), bare="{")
-_PYTHONIC = ToolFormat(
-    body=pythonic_calls, begin=("<|python_start|>",), end=("<|python_end|>",), bare="[", needs_special_tokens=True
-)
+
+def _json(begin: str, *end: str) -> ToolFormat:
+    """<tool_call>{"name": "f", "arguments": {"city": "Paris"}}</tool_call>"""
+    return ToolFormat(body=json_calls, begin=(begin,), end=end)
+
+
+def _functions(section: str) -> ToolFormat:
+    """<tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>"""
+    return ToolFormat(
+        body=tagged_call,
+        sections=(f"<{section}>",),
+        begin=("<function=",),
+        header=rf"{_NAME}>\s*",
+        parameter=("<parameter=", (">\n", ">"), ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")),
+        end=("</function>", f"</{section}>"),
+    )
+
+
+def _invoke(sections: tuple[str, ...], end: tuple[str, ...], prefix: str = "") -> ToolFormat:
+    """<function_calls><invoke name="f"><parameter name="city">Paris</parameter></invoke></function_calls>"""
+    return ToolFormat(
+        body=tagged_call,
+        sections=sections,
+        begin=(f'<{prefix}invoke name="',),
+        header=rf"{_NAME}\">\s*",
+        parameter=(f'<{prefix}parameter name="', ('">',), (f"</{prefix}parameter>",)),
+        end=(f"</{prefix}invoke>", *end),
+    )
+
+
 _DEEPSEEK = ToolFormat(
-    body=headed_call,
+    body=json_calls,
     sections=("<｜tool▁calls▁begin｜>",),
     begin=("<｜tool▁call▁begin｜>",),
     header=rf"(?:\s*function<｜tool▁sep｜>)?{_NAME}(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?:```)?",
     end=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-)
-_QWEN_XML = ToolFormat(
-    body=tagged_call,
-    sections=("<tool_call>",),
-    begin=("<function=",),
-    header=rf"{_NAME}>\s*",
-    parameter=("<parameter=", (">\n", ">"), ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")),
-    end=("</function>", "</tool_call>"),
 )
 _GLM = ToolFormat(
     body=tagged_call,
@@ -40,73 +51,53 @@ _GLM = ToolFormat(
     end=("</tool_call>",),
 )
 
-
-def _invoke(sections: tuple[str, ...], section_ends: tuple[str, ...], prefix: str = "") -> ToolFormat:
-    """Tags with names as attributes: <invoke name="f"><parameter name="city">Paris</parameter></invoke>."""
-    return ToolFormat(
-        body=tagged_call,
-        sections=sections,
-        begin=(f'<{prefix}invoke name="',),
-        header=rf"{_NAME}\">\s*",
-        parameter=(f'<{prefix}parameter name="', ('">',), (f"</{prefix}parameter>",)),
-        end=(f"</{prefix}invoke>", *section_ends),
-    )
-
-
 TOOLS: dict[str, ToolFormat] = {
-    "hermes": _HERMES,
-    "qwen3_coder": _QWEN_XML,
-    "qwen3_xml": _QWEN_XML,
-    "mimo": _QWEN_XML,
-    "step3p5": _QWEN_XML,
-    "seed_oss": ToolFormat(
-        body=tagged_call,
-        sections=("<seed:tool_call>",),
-        begin=_QWEN_XML.begin,
-        header=_QWEN_XML.header,
-        parameter=_QWEN_XML.parameter,
-        end=("</function>", "</seed:tool_call>"),
+    **dict.fromkeys(("hermes", "ernie45", "granite4"), _json("<tool_call>", "</tool_call>")),
+    **dict.fromkeys(("qwen3_coder", "qwen3_xml", "mimo", "step3p5"), _functions("tool_call")),
+    **dict.fromkeys(
+        ("llama3_json", "llama4_json"),
+        ToolFormat(body=json_calls, begin=("<|python_tag|>", "\n{"), bare="{", sign=_LLAMA),
     ),
-    "llama3_json": _LLAMA_JSON,
-    "llama4_json": _LLAMA_JSON,
-    "pythonic": _PYTHONIC,
-    "llama4_pythonic": _PYTHONIC,
-    "olmo3": ToolFormat(body=pythonic_calls, begin=("<function_calls>",), end=("</function_calls>",)),
-    "lfm2": ToolFormat(body=pythonic_calls, begin=("<|tool_call_start|>",), end=("<|tool_call_end|>",)),
+    **dict.fromkeys(
+        ("llama4_pythonic", "pythonic"),
+        ToolFormat(
+            body=pythonic_calls, begin=("<|python_start|>",), end=("<|python_end|>",), bare="[", sign="[func_name1("
+        ),
+    ),
     "mistral": ToolFormat(
-        body=json_or_headed_calls,
+        body=json_calls,
         begin=("[TOOL_CALLS]",),
         header=r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*",
     ),
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v31": _DEEPSEEK,
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), _DEEPSEEK),
     "deepseek_v32": _invoke(("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",), "｜DSML｜"),
-    "glm45": _GLM,
-    "glm47": _GLM,
+    **dict.fromkeys(("glm45", "glm47"), _GLM),
     "kimi_k2": ToolFormat(
-        body=headed_call,
+        body=json_calls,
         sections=("<|tool_calls_section_begin|>",),
         begin=("<|tool_call_begin|>",),
         header=r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*(?:<\|tool_call_argument_begin\|>)?\s*",
         end=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ),
+    "openai": ToolFormat(whole=harmony, sign="<|channel|>"),
     "minimax_m2": _invoke(("<minimax:tool_call>",), ("</minimax:tool_call>",)),
+    "seed_oss": _functions("seed:tool_call"),
     "step3": _invoke(
         ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>function<｜tool_sep｜>"),
         ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
         "steptml:",
     ),
-    "ernie45": _HERMES,
-    "granite": ToolFormat(body=json_calls, begin=("<|tool_call|>", "<tool_call>"), end=("</tool_call>",), bare="["),
-    "granite4": _HERMES,
-    "granite-20b-fc": ToolFormat(body=json_calls, begin=("<function_call>",)),
-    "hunyuan_a13b": ToolFormat(body=json_calls, begin=("<tool_calls>",), end=("</tool_calls>",)),
-    "jamba": ToolFormat(body=json_calls, begin=("<tool_calls>",), end=("</tool_calls>",)),
-    "internlm": ToolFormat(body=json_calls, begin=("<|action_start|><|plugin|>",), end=("<|action_end|>",)),
-    "longcat": ToolFormat(body=json_calls, begin=("<longcat_tool_call>",), end=("</longcat_tool_call>",)),
-    "phi4_mini_json": ToolFormat(body=json_calls, begin=("functools",)),
+    "granite": ToolFormat(
+        body=json_calls, begin=("<|tool_call|>", "<tool_call>"), end=("</tool_call>",), bare="[", sign="<|tool_call|>"
+    ),
+    "granite-20b-fc": _json("<function_call>"),
+    **dict.fromkeys(("jamba", "hunyuan_a13b"), _json("<tool_calls>", "</tool_calls>")),
+    "internlm": _json("<|action_start|><|plugin|>", "<|action_end|>"),
+    "lfm2": ToolFormat(body=pythonic_calls, begin=("<|tool_call_start|>",), end=("<|tool_call_end|>",)),
+    "longcat": _json("<longcat_tool_call>", "</longcat_tool_call>"),
+    "olmo3": ToolFormat(body=pythonic_calls, begin=("<function_calls>",), end=("</function_calls>",)),
+    "phi4_mini_json": _json("functools"),
     "xlam": ToolFormat(
         body=json_calls, begin=("[TOOL_CALLS]", "<tool_call>", "```json"), end=("</tool_call>", "```"), bare="[{"
     ),
-    "openai": ToolFormat(whole=harmony),
 }

@@ -18,25 +18,20 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis")
 
 def harmony(reader: Reader) -> Steps[None]:
     """Reads an answer. Its reasoning and its tool calls are in the same stream, so it takes no second parser."""
-    reader.attempt("")
+    reader.hold("", True)
     yield from reader.space()
-    opening = "to=" if (yield from reader.literal("to=")) else ""  # the recipient may stand before the channel
-    blank = reader.release()
-    if not opening:
-        reader.content(blank)
-    marker: str | None = opening
+    marker: str | None = "to=" if (yield from reader.literal("to=")) else ""  # a recipient may stand before the channel
     while marker is not None:
-        if marker not in _HEADERS and not opening:
+        if marker not in ("to=", *_HEADERS):
+            reader.give_up()
             marker = yield from reader.until(_HEADERS, reader.content)
-            continue
-        opening = ""
-        found = yield from reader.before(("<|message|>",), _LONGEST_HEADER)
-        if found is None:
-            reader.content(marker)
+        elif found := (yield from reader.before(("<|message|>",), _LONGEST_HEADER)):
+            yield from reader.literal("<|message|>")
+            marker = yield from _message(reader, marker + found[0])
+        else:
+            if marker != "to=":
+                reader.content(marker)
             marker = ""
-            continue
-        yield from reader.literal("<|message|>")
-        marker = yield from _message(reader, marker + found[0])
     reader.end()
 
 

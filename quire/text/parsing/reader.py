@@ -16,9 +16,9 @@ Steps = Generator[None, None, Value]
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.-]{0,256}")
-_SCALAR = re.compile(r"""[^\s,:;(){}\[\]<"']*""")
 _STRUCTURE = re.compile(r"""["'(){}\[\]<]""")
-_IN_STRING = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
+_END_OF_SCALAR = re.compile(r"""[\s,:;"'(){}\[\]<]""")
+_IN_STRING = {quote: re.compile(rf"\\(?:.|\Z)|{quote}", re.DOTALL) for quote in "\"'"}
 
 
 @lru_cache(maxsize=256)
@@ -35,17 +35,18 @@ def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str
 class Reader:
     """The text of an answer that has arrived and has not been read, and the events of the text that has been.
 
-    Where two markers begin at the same character, the longer one counts. is_complete: no more text will arrive.
+    is_complete: no more text will arrive. is_attempt: the text that is read now may be a call; until that is known, it
+    is held back. Where two markers begin at the same character, the longer one counts.
     """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.is_complete = False
+        self.is_attempt = False
         self.num_calls = 0
         self._text = ""
         self._position = 0
-        self._attempt: list[str] | None = None  # the text of what may become a call
-        self._blank: list[str] | None = []  # content so far, as long as it is white space that a call would discard
+        self._held: list[str] | None = []  # text that is content if no call follows, or None: content is not held back
 
     def add(self, text: str) -> None:
         self._text = self._text[self._position :] + text
@@ -55,56 +56,44 @@ class Reader:
 
     def content(self, text: str) -> None:
         """Adds content. White space alone before, between or behind calls is not content."""
-        if self._blank is not None:
-            self._blank.append(text)
+        if self._held is not None:
+            self._held.append(text)
             if not text.strip():
                 return
-            text = "".join(self._blank)
-            self._blank = None
-        if text:
-            self.events.append(Content(text))
+            text = "".join(self._held)
+            self._held = None
+        self.events.append(Content(text))
 
-    def hold(self, marker: str) -> None:
-        """Adds a marker that is content if no call follows it."""
-        if self._blank is None:
-            self._blank = []
-        self._blank.append(marker)
-
-    def attempt(self, marker: str) -> None:
-        """Begins what may become a call: all text from here on is remembered."""
-        self._attempt = [marker]
-
-    @property
-    def is_attempting(self) -> bool:
-        return self._attempt is not None
-
-    def release(self) -> str:
-        """Ends the attempt, if there is one. Returns its text; "" if it has become a call."""
-        text = "".join(self._attempt or ())
-        self._attempt = None
-        return text
+    def hold(self, marker: str, is_attempt: bool) -> None:
+        """Holds back a marker, and, if it is an attempt, what is read from here on."""
+        self._held = [*(self._held or ()), marker]
+        self.is_attempt = is_attempt
 
     def give_up(self) -> None:
-        """Ends the attempt: what has become no call is content."""
-        if text := self.release():
+        """Ends the attempt, if it has not become a call: its text is content."""
+        if self.is_attempt and self._held:
+            text = "".join(self._held)
+            self._held = []
             self.content(text)
+        self.is_attempt = False
 
     def call(self, name: str, id: str | None = None) -> None:
-        """The attempt is a call."""
-        self._attempt = None
-        self._blank = []
+        """Adds a call, and discards the text that was held back: it was the call's beginning."""
+        self.is_attempt = False
+        self._held = []
         self.events.append(ToolCall(self.num_calls, name, id))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Adds a piece of the arguments of the current call."""
+        """Adds a piece of the arguments of the latest call."""
         if text:
             self.events.append(ToolArguments(self.num_calls - 1, text))
 
     def end(self) -> None:
-        """Ends the answer: white space that was held back is content if the answer has no calls."""
-        if self._blank and (not self.num_calls or "".join(self._blank).strip()):
-            self.events.append(Content("".join(self._blank)))
+        """Ends the answer."""
+        text = "".join(self._held or ())
+        if text.strip() or (text and not self.num_calls):
+            self.events.append(Content(text))
 
     # Text
 
@@ -114,17 +103,9 @@ class Reader:
             start, marker = self._find(markers)
             if start > self._position:
                 say(self._take(start))
-            if marker:
-                self._take(start + len(marker))
-                return marker
-            if self.is_complete:
-                return None
+            if marker or self.is_complete:
+                return self._take(start + len(marker)) or None
             yield
-
-    def unread(self, marker: str) -> str:
-        """Takes back the last character of a marker that was just read. Returns the rest of the marker."""
-        self._position -= 1
-        return marker[:-1]
 
     def before(self, markers: tuple[str, ...], limit: int) -> Steps[tuple[str, str] | None]:
         """The text before the next marker, and the marker, which is not read. None, and nothing is read, if that text
@@ -137,6 +118,19 @@ class Reader:
                 return self._take(start), marker
             yield
 
+    def literal(self, text: str) -> Steps[bool]:
+        """Reads a text if it is what follows."""
+        found = yield from self.before((text,), 0)
+        return bool(found and self._take(self._position + len(text)))
+
+    def word(self) -> Steps[str]:
+        """Reads the name of a function or a parameter, up to 256 characters; "" if something else follows."""
+        while True:
+            match = _WORD.match(self._text, self._position)
+            if self.is_complete or (match and match.end() < len(self._text)):
+                return self._take(match.end()) if match else ""
+            yield
+
     def space(self) -> Steps[str]:
         """Reads white space. Returns the character behind it, which is not read; "" at the end of the text."""
         while True:
@@ -146,26 +140,6 @@ class Reader:
                 return self._text[self._position : self._position + 1]
             yield
 
-    def word(self) -> Steps[str]:
-        """Reads the name of a function or a parameter, up to 256 characters; "" if something else follows."""
-        while True:
-            match = _WORD.match(self._text, self._position)
-            end = match.end() if match else self._position
-            if end < len(self._text) or self.is_complete:
-                return self._take(end)
-            yield
-
-    def literal(self, text: str) -> Steps[bool]:
-        """Reads a text if it is what follows."""
-        while not self.is_complete and len(self._text) - self._position < len(text):
-            if not text.startswith(self._text[self._position :]):
-                return False
-            yield
-        if self._text.startswith(text, self._position):
-            self._take(self._position + len(text))
-            return True
-        return False
-
     def value(self, say: Callable[[str], None]) -> Steps[bool]:
         """Reads a value of JSON or Python, and says its text as it arrives. Whether it is complete.
 
@@ -173,48 +147,39 @@ class Reader:
         """
         depth = 0
         quote = ""
-        is_escaped = False
         is_scalar = False
         while True:
             index = self._position
-            is_complete: bool | None = None
-            while is_complete is None and index < len(self._text):
-                if is_escaped:
-                    is_escaped = False
-                    index += 1
-                elif quote:
-                    match = _IN_STRING[quote].search(self._text, index)
-                    index = match.end() if match else len(self._text)
-                    is_escaped = bool(match and match[0] == "\\")
-                    if match and not is_escaped:
-                        quote = ""
-                        is_complete = True if depth == 0 else None
-                elif depth == 0 and (is_scalar or self._text[index] not in "\"'([{"):
-                    match = _SCALAR.match(self._text, index)
-                    end = match.end() if match else index
-                    if end < len(self._text):
-                        is_complete = is_scalar or end > index
-                    is_scalar = is_scalar or end > index
-                    index = end
-                else:
-                    match = _STRUCTURE.search(self._text, index)
-                    index = match.end() if match else len(self._text)
-                    found = match[0] if match else ""
-                    if found == "<":
-                        index -= 1
-                        is_complete = False
-                    elif found in ('"', "'"):
-                        quote = found
-                    elif found:
-                        depth += 1 if found in "([{" else -1
-                        is_complete = True if depth == 0 else None
+            result: bool | None = None
+            while result is None and index < len(self._text):
+                pattern = _IN_STRING[quote] if quote else _STRUCTURE if depth else _END_OF_SCALAR
+                match = pattern.search(self._text, index)
+                start, found = (match.start(), match[0]) if match else (len(self._text), "")
+                is_scalar = is_scalar or (not depth and not quote and start > index)
+                index = start + len(found)
+                if found == "\\" and not self.is_complete:
+                    index = start
+                    break
+                if quote:
+                    quote = "" if found == quote else quote
+                    result = None if depth or quote else True
+                elif found and (is_scalar or found not in "\"'([{)]}" or (not depth and found in ")]}")):
+                    index = start
+                    result = is_scalar
+                elif found:
+                    quote = found if found in "\"'" else ""
+                    depth += (found in "([{") - (found in ")]}")
+                    result = None if depth or quote else True
             if index > self._position:
                 say(self._take(index))
-            if is_complete is not None:
-                return is_complete
-            if self.is_complete:
-                return is_scalar
+            if result is not None or self.is_complete:
+                return result or (is_scalar and result is None)
             yield
+
+    def unread(self, marker: str) -> str:
+        """Takes back the last character of a marker that was just read. Returns the rest of the marker."""
+        self._position -= 1
+        return marker[:-1]
 
     def _find(self, markers: tuple[str, ...]) -> tuple[int, str]:
         """(position up to which the text holds no marker, the marker that begins there, or "" if none is complete)"""
@@ -230,8 +195,8 @@ class Reader:
     def _take(self, end: int) -> str:
         text = self._text[self._position : end]
         self._position = end
-        if text and self._attempt is not None:
-            self._attempt.append(text)
+        if text and self.is_attempt and self._held is not None:
+            self._held.append(text)
         return text
 
 
@@ -244,15 +209,11 @@ class Parsing:
         next(self._steps, None)
 
     def feed(self, text: str) -> list[Event]:
-        return self._advance(text)
+        self._reader.add(text)
+        next(self._steps, None)
+        events, self._reader.events = self._reader.events, []
+        return events
 
     def finish(self) -> list[Event]:
         self._reader.is_complete = True
-        return self._advance("")
-
-    def _advance(self, text: str) -> list[Event]:
-        reader = self._reader
-        reader.add(text)
-        next(self._steps, None)
-        events, reader.events = reader.events, []
-        return events
+        return self.feed("")

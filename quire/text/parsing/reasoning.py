@@ -21,8 +21,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     whole: reads whole answers, for a format in which reasoning and calls are one
     """
 
-    start: tuple[str, ...]
-    end: tuple[str, ...]
+    start: tuple[str, ...] = ("<think>",)
+    end: tuple[str, ...] = ("</think>",)
     starts_inside: bool = False
     closing: str = ""
     implicit_ends: tuple[str, ...] = ()
@@ -49,15 +49,11 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> St
         if text:
             reader.events.append(event(text))
 
-    reader.attempt("")
-    yield from reader.space()
-    has_start = False
-    for start in format.start:
-        has_start = has_start or (yield from reader.literal(start))
-    blank = reader.release()
-    if not has_start:
-        say(Reasoning if is_open else Content, blank)
-    if has_start or is_open:
+    starts = tuple(space + start for space in ("", "\n", "\n\n", " ") for start in format.start)
+    start = yield from reader.before(starts, 0)
+    if start:
+        yield from reader.literal(start[1])
+    if start or is_open:
         marker = yield from reader.until((*format.end, *format.implicit_ends), lambda text: say(Reasoning, text))
         if marker in format.implicit_ends:
             say(Content, marker)
@@ -65,28 +61,17 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> St
         pass
 
 
-_THINK = {"start": ("<think>",), "end": ("</think>",)}
-_PLAIN = ReasoningFormat(start=("<think>",), end=("</think>",))
-_INSIDE = ReasoningFormat(start=("<think>",), end=("</think>",), starts_inside=True)
+_THINK = ReasoningFormat()
+_INSIDE = ReasoningFormat(starts_inside=True)
 
 REASONING: dict[str, ReasoningFormat] = {
+    "qwen3": ReasoningFormat(implicit_ends=("<tool_call>\n<function=",)),
     "deepseek_r1": _INSIDE,
-    "deepseek_v3": _PLAIN,
-    "qwen3": ReasoningFormat(start=("<think>",), end=("</think>",), implicit_ends=("<tool_call>\n<function=",)),
-    "mimo": _PLAIN,
-    "glm45": _PLAIN,
-    "glm47": _PLAIN,
-    "holo2": _PLAIN,
-    "olmo3": _INSIDE,
-    "nemotron_v3": _INSIDE,
-    "step3": _INSIDE,
-    "step3p5": _INSIDE,
-    "minimax_m2": _INSIDE,
-    "kimi_k2": ReasoningFormat(start=("<think>",), end=("</think>",), implicit_ends=("<|tool_calls_section_begin|>",)),
-    "ernie45": ReasoningFormat(
-        start=("<think>",), end=("</think>",), starts_inside=True, wrapper=("<response>", "</response>")
-    ),
-    "hunyuan_a13b": ReasoningFormat(start=("<think>",), end=("</think>",), wrapper=("<answer>", "</answer>")),
+    **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "holo2", "mimo"), _THINK),
+    **dict.fromkeys(("minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _INSIDE),
+    "kimi_k2": ReasoningFormat(implicit_ends=("<|tool_calls_section_begin|>",)),
+    "ernie45": ReasoningFormat(starts_inside=True, wrapper=("<response>", "</response>")),
+    "hunyuan_a13b": ReasoningFormat(wrapper=("<answer>", "</answer>")),
     "granite": ReasoningFormat(
         start=("Here is my thought process:", "Here's my thought process:"),
         end=("Here is my response:", "Here's my response:"),

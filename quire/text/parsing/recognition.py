@@ -1,50 +1,28 @@
 """Which parsers a model needs, from the markers in its chat template."""
 
-# Markers that all occur in the template → the name of the parser. The first row that fits counts.
-_TOOLS = (
-    (("<|channel|>", "<|start|>"), "openai"),
-    (("｜DSML｜",), "deepseek_v32"),
-    (("<｜tool▁calls▁begin｜>",), "deepseek_v3"),
-    (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (("<minimax:tool_call>",), "minimax_m2"),
-    (("steptml:invoke",), "step3"),
-    (("<seed:tool_call>",), "seed_oss"),
-    (("<longcat_tool_call>",), "longcat"),
-    (("<tool_call>", "<arg_key>"), "glm45"),
-    (("<function=", "<parameter="), "qwen3_coder"),
-    (("[TOOL_CALLS]",), "mistral"),
-    (("<|tool_call_start|>",), "lfm2"),
-    (("<function_calls>",), "olmo3"),
-    (("<|action_start|>",), "internlm"),
-    (("functools[",), "phi4_mini_json"),
-    (("<|python_start|>",), "llama4_pythonic"),
-    (("[func_name1(",), "pythonic"),
-    (("<|tool_call|>",), "granite"),
-    (("<tool_calls>",), "jamba"),
-    (("<tool_call>",), "hermes"),
-    (("<|start_header_id|>", '"parameters"'), "llama3_json"),
-)
-_REASONING = (
-    (("<|channel|>", "analysis"), "openai_gptoss"),
-    (("[THINK]",), "mistral"),
-    (("<seed:think>",), "seed_oss"),
-    (("Here is my thought process:",), "granite"),
-    (("</think>", "<｜Assistant｜>", "thinking"), "deepseek_v3"),
-    (("</think>", "<｜Assistant｜>"), "deepseek_r1"),
-    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
-    (("</think>", "<minimax:tool_call>"), "minimax_m2"),
-    (("</think>", "steptml:invoke"), "step3"),
-    (("</think>", "<arg_key>"), "glm45"),
-    (("</think>", "<answer>"), "hunyuan_a13b"),
-    (("</think>", "<response>"), "ernie45"),
-    (("</think>",), "qwen3"),
-)
+from quire.text.parsing.formats import TOOLS
+from quire.text.parsing.reasoning import REASONING
 
 
 def recognized(chat_template: str) -> tuple[str | None, str | None]:
-    """(name of the reasoning parser, name of the tool parser) for a chat template, None where its markers tell none."""
+    """(name of the reasoning parser, name of the tool parser) for a chat template, None where its markers tell none.
 
-    def first(rows: tuple[tuple[tuple[str, ...], str], ...]) -> str | None:
-        return next((name for markers, name in rows if all(marker in chat_template for marker in markers)), None)
+    A format is recognized if all of its markers occur in the template. Of several, the one with most of them counts.
+    """
+    tools = {
+        name: (format.sign,) if format.sign else (*format.sections, *format.begin, format.parameter[0])
+        for name, format in TOOLS.items()
+    }
+    tool = _best(tools, chat_template, None)
+    reasoning = {
+        name: (format.end[0], *format.wrapper)
+        for name, format in REASONING.items()
+        if not format.starts_inside or name == tool
+    }
+    return _best(reasoning, chat_template, tool), tool
 
-    return first(_REASONING), first(_TOOLS)
+
+def _best(formats: dict[str, tuple[str, ...]], template: str, preferred: str | None) -> str | None:
+    """The name of the format with the most markers, all of which are in the template."""
+    names = [name for name, markers in formats.items() if all(marker in template for marker in markers)]
+    return max(names, key=lambda name: (len("".join(formats[name])), name == preferred), default=None)

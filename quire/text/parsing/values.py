@@ -9,7 +9,6 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 _ALL_TYPES = frozenset({*_TYPES.values(), "null"})
 STRING = frozenset({"string"})
 _PYTHON_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|[()]|,(?=\s*[)\]}])""", re.DOTALL)
-_WORDS = {"true", "false", "null"}
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]", ",": ""}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
@@ -19,12 +18,12 @@ def json_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def json_value(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError."""
+def parsed(text: str) -> Any:
+    """The value of a JSON text. None if it is null, not JSON, or nested too deeply."""
     try:
         return json.loads(text, parse_constant=_refuse)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (ValueError, RecursionError):
+        return None
 
 
 def without_surrogates(text: str) -> str:
@@ -49,13 +48,11 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, f
 def typed(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value that was written without its type, such as `5` or `Paris`."""
     word = text.strip().lower()
-    for candidate in (word if word in _WORDS else text, from_python(text)) if types != STRING else ():
-        try:
-            value = json_value(candidate)
-        except ValueError:
-            continue
-        kind = "null" if value is None else _TYPES[type(value)]
-        if kind in types or (kind == "integer" and "number" in types) or kind == "null":
+    if word == "null":
+        return word
+    for candidate in (word if word in ("true", "false") else text, from_python(text)):
+        kind = _TYPES.get(type(parsed(candidate)))
+        if kind in types or (kind == "integer" and "number" in types):
             return candidate.strip()
     return json_text(text)
 
@@ -63,11 +60,7 @@ def typed(text: str, types: frozenset[str]) -> str:
 def from_python(text: str) -> str:
     """The JSON text of a Python literal. Text that is no literal becomes a string."""
     converted = _PYTHON_TOKEN.sub(_convert, text)
-    try:
-        json_value(converted)
-    except ValueError:
-        return json_text(text)
-    return converted
+    return converted if converted == "null" or parsed(converted) is not None else json_text(text)
 
 
 def _types(schema: Any, depth: int = 0) -> frozenset[str]:

@@ -21,12 +21,8 @@ _TEMPLATES = {
         "qwen3_coder",
     ): "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter></tool_call><think></think>",
     (None, "qwen3_coder"): "<tool_call>\n<function={{ call.name }}>\n<parameter={{ key }}>\n{{ value }}\n</parameter>",
-    ("deepseek_r1", "deepseek_v3"): (
-        "{{ '<｜Assistant｜>' + content.split('</think>')[-1] }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
-    ),
     ("deepseek_v3", "deepseek_v3"): (
-        "{% if not thinking is defined %}{% set thinking = false %}{% endif %}<｜Assistant｜></think>"
-        "<｜tool▁calls▁begin｜>"
+        "{{ '<｜Assistant｜>' + content.split('</think>')[-1] }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
     ),
     ("glm45", "glm45"): "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key></tool_call><think></think>",
     ("kimi_k2", "kimi_k2"): "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<think></think>",
@@ -37,10 +33,11 @@ _TEMPLATES = {
         "<|start_header_id|>system<|end_header_id|>\n\nRespond in the format "
         '{"name": function name, "parameters": dictionary of argument name and its value}.<|python_tag|>'
     ),
-    ("openai_gptoss", "openai"): "<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>",
+    ("openai_gptoss", "openai"): "<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>",
     ("seed_oss", "seed_oss"): "<seed:think></seed:think><seed:tool_call>\n<function=f>\n<parameter=a></seed:tool_call>",
-    ("minimax_m2", "minimax_m2"): '<minimax:tool_call>\n<invoke name="f"></minimax:tool_call><think></think>',
-    ("deepseek_r1", None): "<｜User｜>{{ content }}<｜Assistant｜>{{ content.split('</think>') }}",
+    ("minimax_m2", "minimax_m2"): '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a"><think></think>',
+    ("qwen3", None): "<｜User｜>{{ content }}<｜Assistant｜>{{ content.split('</think>') }}",
     (None, None): "{{ bos_token }}",
 }
 

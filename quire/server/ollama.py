@@ -1,0 +1,343 @@
+"""Ollama's API: POST /api/generate, /api/chat and /api/show, GET /api/tags, /api/ps and /api/version.
+
+Bodies become chat requests.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from itertools import count
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from quire.messages.outputs import CompletionOutput
+from quire.server.answering import Answering, FunctionCall
+from quire.server.errors import json_response
+from quire.server.fields import Logprobs, Objects
+from quire.server.generation import Call, EventStream, Server
+from quire.server.logprobs import chat_logprobs
+from quire.server.protocol import Body, ChatRequest
+from quire.server.routing import StrictRoute, answers, stream_answers, validated
+from quire.text.parsing.events import Content, Reasoning
+
+VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to find out what they may use
+# The options that Quire has, and their names in ChatRequest.
+_OPTIONS = {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    **{name: name for name in "temperature top_k top_p min_p seed stop presence_penalty frequency_penalty".split()},
+}
+_REFUSED = {
+    "suffix": "is not supported: the models complete text, they do not fill gaps",
+    "template": "is not supported; --chat-template sets the template of the server",
+    "context": "is not supported; send the messages of the conversation to /api/chat",
+    "images": "is not supported by Quire yet",
+}
+
+
+class OllamaRoute(StrictRoute):
+    names = {theirs: f"options.{ours}" for ours, theirs in _OPTIONS.items()}  # noqa: RUF012  (read only)
+    names |= {"response_format": "format", "reasoning_effort": "think"}
+
+
+router = APIRouter(route_class=OllamaRoute)
+
+
+class NamedModel(Body):
+    """model: a served model's name, also with the tag `latest`."""
+
+    def accepted(self, server: Server) -> str:
+        """The name as the client wrote it. Raises ApiError."""
+        given = self.model
+        if given and given not in server.model_names:
+            self.model = given.removesuffix(":latest")
+        return (given and server.accept(self) and given) or server.accept(self)
+
+
+class ShowRequest(NamedModel):
+    name: str | None = Field(None, description="The older name of model.")
+
+
+class Generation(NamedModel):
+    stream: bool | None = Field(None, description="Default: true.")
+    options: dict[str, Any] | None = Field(None, description=f"{', '.join(_OPTIONS)}; others are ignored.")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="json, or a JSON schema.")
+    think: bool | str | None = Field(None, description="Think before the answer; low, medium and high are degrees.")
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
+    keep_alive: float | str | None = Field(None, description="Ignored: the model stays loaded.")
+
+    def unsupported(self) -> tuple[str, str] | None:
+        return next(((name, why) for name, why in _REFUSED.items() if (self.model_extra or {}).get(name)), None)
+
+    def unknown(self) -> list[str]:
+        return [*super().unknown(), *(f"options.{name}" for name in self.options or () if name not in _OPTIONS)]
+
+    def translated(self, messages: list[dict[str, Any]], **extra: Any) -> ChatRequest:
+        """Raises ApiError."""
+        fields = {_OPTIONS[name]: value for name, value in (self.options or {}).items() if name in _OPTIONS}
+        if isinstance(limit := fields.get("max_tokens"), int) and limit <= 0:  # -1 and -2: as many as fit
+            del fields["max_tokens"]
+        if self.format:
+            schema = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
+            fields["response_format"] = {"type": "json_object"} if self.format == "json" else schema
+        if isinstance(self.think, bool):
+            fields["chat_template_kwargs"] = {"enable_thinking": self.think}
+        else:
+            fields["reasoning_effort"] = self.think
+        fields |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs, "stream": self.stream is not False}
+        return validated(ChatRequest, {**fields, "model": self.model, "messages": messages, **extra})
+
+
+class GenerateRequest(Generation):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = Field(None, description="Continue the prompt as it is, without the chat template.")
+
+    def chat(self) -> ChatRequest:
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        return self.translated([*messages, {"role": "user", "content": self.prompt}])
+
+
+class Function(BaseModel):
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolCall(BaseModel):
+    id: str | None = None
+    function: Function
+
+
+class OllamaMessage(BaseModel):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported.")
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    tool_name: str | None = None
+
+
+class OllamaChatRequest(Generation):
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    tools: Objects | None = None
+
+    def chat(self) -> ChatRequest:
+        return self.translated(list(self._messages()), tools=self.tools)
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """OpenAI's messages. Ollama's results of tools follow the order of the calls, which need no ids."""
+        numbers, waiting = count(), deque[str]()
+        for message in self.messages or ():
+            calls = []
+            for call in message.tool_calls or ():
+                waiting.append(call.id or f"call{next(numbers):05}")
+                function = {**call.function.model_dump(), "arguments": _json(call.function.arguments)}
+                calls.append({"id": waiting[-1], "type": "function", "function": function})
+            fields = {"role": message.role, "content": message.content or "", "reasoning": message.thinking}
+            if message.role == "tool":
+                answered = message.tool_call_id or (waiting.popleft() if waiting else None)
+                fields |= {"tool_call_id": answered, "name": message.tool_name}
+            yield {**fields, "tool_calls": calls or None}
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+class ErrorAnswer(TypedDict):
+    error: str
+
+
+class OllamaAnswer(TypedDict):
+    model: str
+    created_at: str
+    done: bool
+
+
+class ModelList(TypedDict):
+    models: list[dict[str, Any]]
+
+
+class ModelDescription(TypedDict):
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+class OllamaVersion(TypedDict):
+    version: str
+
+
+class LineStream(EventStream):
+    media_type = "application/x-ndjson"
+    before_error, after_error, done = b"", b"\n", b""
+
+
+Part = Callable[[str, str | None, Sequence[FunctionCall]], dict[str, Any]]
+_STREAM = stream_answers(OllamaAnswer, ErrorAnswer, LineStream.media_type)
+
+
+@router.post("/api/generate", responses=_STREAM, response_model=None)
+async def generate(body: GenerateRequest, request: Request) -> Response:
+    server: Server = request.app.state.server
+    name, raw, prompt = body.accepted(server), body.raw, body.prompt
+    if not prompt:
+        return _loaded(name, _response_part)
+    chat = await request.state.body.run(body.chat)
+    del body  # it may be large
+    if not raw:
+        return await _answer(await Answering.begin(request, chat, "gen"), name, _response_part)
+    call = Call(server, request, chat, "gen")
+    await call.process([prompt], server.llm.processor.generation_config.get("max_new_tokens"), True, "prompt")
+    return await _answer(Answering(call, chat), name, _response_part)
+
+
+@router.post("/api/chat", responses=_STREAM, response_model=None)
+async def chat(body: OllamaChatRequest, request: Request) -> Response:
+    name = body.accepted(request.app.state.server)
+    if not body.messages:
+        return _loaded(name, _message_part)
+    chat = await request.state.body.run(body.chat)
+    del body
+    return await _answer(await Answering.begin(request, chat, "chat"), name, _message_part)
+
+
+def _response_part(text: str, thinking: str | None, calls: Sequence[FunctionCall]) -> dict[str, Any]:
+    return {"response": text, **({"thinking": thinking} if thinking else {})}
+
+
+def _message_part(text: str, thinking: str | None, calls: Sequence[FunctionCall]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "function": {"name": call.name, "arguments": call.argument_object}} for call in calls
+        ]
+    return {"message": message}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"}
+
+
+def _loaded(model: str, part: Part) -> Response:
+    """The answer to a request without a prompt, which asks to load the model."""
+    return json_response({**_head(model), **part("", None, ()), "done": True, "done_reason": "load"})
+
+
+async def _answer(answering: Answering, model: str, part: Part) -> Response:
+    if answering.body.stream:
+        return await LineStream.begin(_stream(answering, model, part))
+    [answer] = await answering.collect()
+    assert answer.completion is not None
+    said = part(answer.content or "", answer.reasoning, answer.tool_calls)
+    return json_response({**_head(model), **said, **_logprobs(answering, answer.completion), **_end(answering)})
+
+
+async def _stream(answering: Answering, model: str, part: Part) -> AsyncGenerator[bytes]:
+    num_calls = 0  # that were sent, each when it is complete
+    async with aclosing(answering.pieces()) as steps:
+        async for pieces in steps:
+            for piece in pieces:
+                text = "".join(event.text for event in piece.events if isinstance(event, Content))
+                thinking = "".join(event.text for event in piece.events if isinstance(event, Reasoning))
+                calls = piece.answer.tool_calls[num_calls : None if piece.completion.finish_reason else -1]
+                num_calls += len(calls)
+                if text or thinking or calls:
+                    said = {**part(text, thinking, calls), **_logprobs(answering, piece.completion)}
+                    yield msgspec.json.encode({**_head(model), **said, "done": False}) + b"\n"
+    yield msgspec.json.encode({**_head(model), **part("", None, ()), **_end(answering)}) + b"\n"
+
+
+def _logprobs(answering: Answering, completion: CompletionOutput) -> dict[str, Any]:
+    if completion.logprobs is None:
+        return {}
+    token_bytes = answering.call.server.llm.get_tokenizer().token_bytes
+    top = answering.body.top_logprobs or 0
+    return {"logprobs": chat_logprobs(completion.token_ids, completion.logprobs, top, False, token_bytes)["content"]}
+
+
+def _end(answering: Answering) -> dict[str, Any]:
+    """How the answer ended, with counts of tokens and times in nanoseconds."""
+    assert answering.output is not None
+    assert answering.output.metrics is not None
+    times, usage = answering.output.metrics, answering.meter.usage
+    return {
+        "done": True,
+        "done_reason": "length" if answering.answers[0].finish_reason == "length" else "stop",
+        "total_duration": round((times.last_token_ts - times.queued_ts) * 1e9),
+        "load_duration": 0,
+        "prompt_eval_count": usage["prompt_tokens"],
+        "prompt_eval_duration": round((times.first_token_ts - times.scheduled_ts) * 1e9),
+        "eval_count": usage["completion_tokens"],
+        "eval_duration": round((times.last_token_ts - times.first_token_ts) * 1e9),
+    }
+
+
+def _details(server: Server) -> dict[str, Any]:
+    frontend = server.llm.frontend
+    kind = "gguf" if frontend.directory.is_file() else "safetensors"
+    family = frontend.model_type
+    return {"parent_model": "", "format": kind, "family": family, "families": [family]} | dict.fromkeys(
+        ("parameter_size", "quantization_level"), ""
+    )
+
+
+def _cards(server: Server) -> Iterator[dict[str, Any]]:
+    path = server.llm.frontend.directory
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file())
+    for name in server.model_names:
+        tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+        digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its beginning
+        yield {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(server)}
+
+
+@router.get("/api/tags", responses=answers(ModelList, ErrorAnswer), response_model=None)
+async def list_local_models(request: Request) -> Response:
+    server: Server = request.app.state.server
+    modified = datetime.fromtimestamp(server.created, UTC).isoformat()
+    return json_response({"models": [{**card, "modified_at": modified} for card in _cards(server)]})
+
+
+@router.get("/api/ps", responses=answers(ModelList, ErrorAnswer), response_model=None)
+async def list_running_models(request: Request) -> Response:
+    """All models: none is ever unloaded."""
+    server: Server = request.app.state.server
+    extra = {"expires_at": "9999-12-31T23:59:59Z", "context_length": server.llm.max_model_len}
+    return json_response({"models": [{**card, **extra} for card in _cards(server)]})
+
+
+@router.post("/api/show", responses=answers(ModelDescription, ErrorAnswer), response_model=None)
+async def show(body: ShowRequest, request: Request) -> Response:
+    server: Server = request.app.state.server
+    body.model = body.model or body.name
+    body.accepted(server)
+    frontend = server.llm.frontend
+    details = _details(server)
+    info = {"general.architecture": details["family"], f"{details['family']}.context_length": server.llm.max_model_len}
+    return json_response(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": frontend.given_chat_template or frontend.tokenizer.chat_template or "",
+            "details": details,
+            "model_info": info,
+            "capabilities": ["completion"],
+            "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
+        }
+    )
+
+
+@router.get("/api/version", responses=answers(OllamaVersion, ErrorAnswer), response_model=None)
+async def ollama_version() -> Response:
+    return json_response({"version": VERSION})

@@ -1,0 +1,403 @@
+"""The items of /v1/responses: those of a request become chat messages, and the events of an answer become items."""
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from quire.server.answering import Answer
+from quire.server.errors import ApiError, invalid_request
+from quire.server.fields import Positive, TemplateArguments
+from quire.server.messages import ContentPart, Message
+from quire.server.protocol import ChatRequest, Generation
+from quire.text.chat_template import TEXT_PARTS
+from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
+
+Item = dict[str, Any]
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}_{secrets.token_hex(24)}"
+
+
+class MessageItem(Message):
+    type: Literal["message"] = "message"
+
+
+class CallItem(BaseModel):
+    """A tool call of the model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON text of an object.")
+
+
+class CallOutputItem(BaseModel):
+    """What the client's tool returned."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+class ReasoningText(BaseModel):
+    type: str
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    """What the model thought. Only its content reaches the chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] | None = None
+    content: list[ReasoningText] | None = None
+
+
+_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _item_type(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _item_type,
+        custom_error_type="item",
+        custom_error_message=f"Only items of these types are supported: {', '.join(_ITEM_TYPES)}",
+    ),
+]
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    strict: bool | None = None
+
+
+class FunctionChoice(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
+
+
+class TextFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="With type json_schema.")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    effort: str | None = Field(None, description="Variable of the chat template; none disables thinking.")
+
+
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+
+_NOT_OF_RESPONSES = "is not a field of /v1/responses"
+_UNSUPPORTED = {
+    **dict.fromkeys(("conversation", "prompt", "previous_response"), "is not supported by Quire"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), f"{_NOT_OF_RESPONSES}; use max_output_tokens"),
+    "messages": f"{_NOT_OF_RESPONSES}; use input",
+}
+# Fields of OpenAI's that ask for nothing here: they are about tools, tiers and caches that Quire does not have.
+_WITHOUT_EFFECT = frozenset(
+    """max_tool_calls service_tier prompt_cache_key prompt_cache_retention prompt_cache_options safety_identifier
+    enable_response_messages""".split()
+)
+# Fields of chats that are translated from others, and those others.
+_ORIGINS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class ResponsesRequest(Generation):
+    """vLLM's sampling parameters can be sent, too."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
+    instructions: str | None = Field(None, description="A system message before the conversation.")
+    previous_response_id: str | None = Field(None, description="The stored response that this one continues.")
+    store: bool | None = Field(
+        None, description="Keep the response, so that it can be read and continued: the default."
+    )
+    background: bool | None = Field(None, description="Answer at once, and generate meanwhile; needs store.")
+    include: list[str] | None = Field(None, description="message.output_text.logprobs, or others, without effect.")
+    max_output_tokens: Positive | None = Field(None, description="Default: what the model's context has room for.")
+    metadata: Metadata | None = Field(None, max_length=16)
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    stream_options: dict[str, Any] | None = Field(None, description="Without effect.")  # type: ignore[assignment]
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto drops the beginning of a long input."
+    )
+    chat_template_kwargs: TemplateArguments | None = None
+
+    def unsupported(self) -> tuple[str, str] | None:
+        for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids"):
+            if getattr(self, name):
+                return name, _NOT_OF_RESPONSES
+        if self.response_format is not None:
+            return "response_format", f"{_NOT_OF_RESPONSES}; use text.format"
+        if (self.n or 1) > 1:
+            return "n", "is 1 for /v1/responses"
+        if self.background and self.store is False:
+            return "background", "needs store, so that the response can be read later"
+        return self.refused(_UNSUPPORTED)
+
+    def unknown(self) -> list[str]:
+        return [name for name in super().unknown() if name not in _WITHOUT_EFFECT]
+
+    def drop_prompt(self) -> None:
+        self.input = ""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    def items(self) -> list[Item]:
+        """The items of the input in the form in which they are stored and listed: with ids, and contents as lists."""
+        if isinstance(self.input, str):
+            return [_stored(MessageItem(role="user", content=self.input))]
+        return [_stored(item) for item in self.input]
+
+    def chat(self, items: Iterable[Item]) -> ChatRequest:
+        """The request in the terms of chats. items: the conversation, with those of the input. Raises ApiError."""
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        given = {name: getattr(self, name) for name in Generation.model_fields if name in self.model_fields_set}
+        fields = given | {
+            "messages": _messages(messages, items),
+            "stream": self.stream or self.background,
+            "stream_options": None,
+            "logit_bias": self.logit_bias and {str(key): bias for key, bias in self.logit_bias.items()},
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
+            **self._tool_fields(),
+        }
+        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
+            fields["truncate_prompt_tokens"] = -1
+        if self.text and self.text.format:
+            fields["response_format"] = _response_format(self.text.format)
+        fields = {name: value for name, value in fields.items() if value is not None}
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            raise in_terms_of_responses(invalid_request(error.errors(include_url=False), fields)) from error
+
+    def _tool_fields(self) -> dict[str, Any]:
+        tools: list[FunctionTool] = self.tools or []
+        choice: Any = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            allowed = {tool.name for tool in choice.tools}
+            tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
+        if not tools:
+            return {}
+        if isinstance(choice, FunctionChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in tools]
+        return {
+            "tools": [{"type": "function", "function": function} for function in functions],
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+
+def in_terms_of_responses(error: ApiError) -> ApiError:
+    """The error of a translated request, with the name of the field from which the wrong one was translated."""
+    name = (error.param or "").split("[")[0].split(".")[0]
+    if origin := _ORIGINS.get(name):
+        return ApiError(
+            error.status_code, error.detail.replace(name, origin), param=origin, code=error.code, headers=error.headers
+        )
+    return error
+
+
+def _response_format(format: TextFormat) -> dict[str, Any]:
+    if format.type != "json_schema":
+        return {"type": format.type}
+    return {"type": format.type, "json_schema": format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
+
+
+def _stored(item: BaseModel) -> Item:
+    values = item.model_dump(exclude_none=True)
+    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    stored = {"id": new_id(prefixes[values["type"]]), "status": "completed", **values}
+    if isinstance(item, MessageItem):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        content = values.get("content", "")
+        parts = [content] if isinstance(content, str) else content
+        stored["content"] = [{"type": kind, "text": part} if isinstance(part, str) else part for part in parts]
+        for part in stored["content"]:
+            if part["type"] == "output_text":
+                part.setdefault("annotations", [])
+    return stored
+
+
+def _messages(messages: list[dict[str, Any]], items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Chat messages of items, behind `messages`. A turn of the assistant is one message, with its thinking, its text
+    and its tool calls; consecutive system messages become one, as many templates accept only one."""
+    for item in items:
+        last: dict[str, Any] = messages[-1] if messages else {"role": None}
+        kind = item["type"]
+        if kind == "function_call_output":
+            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            message = {"role": "assistant", "tool_calls": [call]}
+            if last["role"] == "assistant":
+                last.setdefault("tool_calls", []).append(call)
+                continue
+        elif kind == "reasoning":
+            message = {"role": "assistant", "reasoning": "".join(part["text"] for part in item.get("content", []))}
+        else:
+            role = "system" if item["role"] == "developer" else item["role"]
+            message = {**item, "role": role, "content": _text(item["content"])}
+            for name in ("id", "type", "status", "phase"):
+                message.pop(name, None)
+            if role == "assistant" == last["role"] and last.keys() == {"role", "reasoning"}:
+                last["content"] = message["content"]
+                continue
+            if role == "system" == last["role"]:
+                last["content"] += "\n\n" + message["content"]
+                continue
+        messages.append(message)
+    return messages
+
+
+def _text(content: str | Sequence[Mapping[str, str]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part[TEXT_PARTS[part["type"]]] for part in content)
+
+
+class Events:
+    """Makes the events of a stream, numbered from 0. kept: all of them, if they are kept."""
+
+    def __init__(self, keep: bool) -> None:
+        self.kept: list[bytes] = []
+        self._keep, self._number = keep, 0
+
+    def make(self, kind: str, **fields: Any) -> bytes:
+        data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
+        event = b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+        self._number += 1
+        if self._keep:
+            self.kept.append(event)
+        return event
+
+
+class Output:
+    """The output items of a response, built while an answer comes, and the events that tell of them.
+
+    items: those that are complete.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self.items: list[Item] = []
+        self._events = events
+        self._open: Item = {"type": None}  # the item whose text is coming
+        self._texts: list[str] = []  # the pieces of its text
+        self._logprobs: list[Any] = []
+
+    def add(self, event: Event, answer: Answer, logprobs: list[Any]) -> bytes:
+        """logprobs: of the tokens with which the event came."""
+        if isinstance(event, ToolCall):
+            call = {"call_id": answer.tool_calls[event.index].id, "name": event.name, "arguments": ""}
+            return self.close() + self._begin({"type": "function_call", "id": new_id("fc"), **call})
+        begun = b""
+        if isinstance(event, Reasoning) and self._open["type"] != "reasoning":
+            begun = self.close() + self._begin({"type": "reasoning", "id": new_id("rs"), "summary": []})
+        elif isinstance(event, Content) and self._open["type"] != "message":
+            begun = self.close() + self._begin({"type": "message", "id": new_id("msg"), "role": "assistant"})
+        return begun + self._delta(event.text, logprobs if isinstance(event, Content) else [])
+
+    def replay(self, item: Item) -> bytes:
+        """The events of a complete item, with its whole text at once."""
+        part = {"text": item["arguments"]} if item["type"] == "function_call" else item["content"][0]
+        blank = {name: value for name, value in item.items() if name != "content"}
+        begun = self._begin(blank | ({"arguments": ""} if "arguments" in item else {}))
+        return begun + self._delta(part["text"], part.get("logprobs", [])) + self.close(item["status"])
+
+    def close(self, status: str = "completed") -> bytes:
+        """The events at the end of the item whose text was coming, if there is one."""
+        item, text = self._open, "".join(self._texts)
+        if item["type"] is None:
+            return b""
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = self._event("function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            item["content"] = [self._part(text)]
+            logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
+            done = self._event(f"{item['content'][0]['type']}.done", content_index=0, text=text, **logprobs)
+            done += self._event("content_part.done", content_index=0, part=item["content"][0])
+        done += self._events.make("response.output_item.done", output_index=len(self.items), item=item)
+        self.items.append(item)
+        self._open, self._texts, self._logprobs = {"type": None}, [], []
+        return done
+
+    def _begin(self, item: Item) -> bytes:
+        is_call = item["type"] == "function_call"
+        self._open = {**item, "status": "in_progress", **({} if is_call else {"content": []})}
+        begun = self._events.make("response.output_item.added", output_index=len(self.items), item=self._open)
+        return begun if is_call else begun + self._event("content_part.added", content_index=0, part=self._part(""))
+
+    def _delta(self, text: str, logprobs: list[Any]) -> bytes:
+        self._texts.append(text)
+        if self._open["type"] == "function_call":
+            return self._event("function_call_arguments.delta", delta=text)
+        if self._open["type"] == "reasoning":
+            return self._event("reasoning_text.delta", content_index=0, delta=text)
+        self._logprobs += logprobs
+        return self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return self._events.make(f"response.{kind}", item_id=self._open["id"], output_index=len(self.items), **fields)
+
+    def _part(self, text: str) -> Item:
+        if self._open["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}

@@ -1,0 +1,454 @@
+"""/v1/responses: create, stream, retrieve, cancel and delete responses, and list their input."""
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+from starlette.types import Message
+from typing_extensions import TypedDict  # before Python 3.12, pydantic does not take that of typing
+
+from quire.config import ServerConfig
+from quire.metrics.logging import logger
+from quire.server.answering import Answering, Piece
+from quire.server.errors import ApiError, api_error, json_response
+from quire.server.generation import EventStream, Server
+from quire.server.logprobs import chat_logprobs
+from quire.server.middleware import given_key
+from quire.server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
+from quire.server.response_store import MissingResponseError, Record, StoreError, open_store
+from quire.server.routing import StrictRoute, answers, stream_answers
+
+REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a background response
+LOST_SECONDS = 60.0  # without such a sign, after which the response has failed
+
+T = TypeVar("T")
+router = APIRouter()
+
+
+class ResponseObject(TypedDict):
+    """OpenAI's object, of which these are the important keys."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[dict[str, Any]]
+    previous_response_id: str | None
+    usage: dict[str, Any] | None
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+
+
+class InputItems(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(TypedDict):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class ResponseStream(EventStream):
+    done = b""
+
+
+class Responses:
+    """The stored responses, and those that this server generates in the background."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError."""
+        self.store = open_store(config)
+        self.runs: dict[str, Run] = {}
+
+    async def call(self, method: Callable[..., T], owner: str, response_id: str, param: str = "response_id") -> T:
+        """Call a method of the store. Raises ApiError."""
+        try:
+            if re.fullmatch(r"resp_[0-9a-f]{48}", response_id):
+                return await self.store.run(method, owner, response_id)
+        except MissingResponseError:
+            pass
+        except StoreError as error:
+            raise _unavailable(error) from error
+        raise ApiError(404, f"no response has the id {response_id[:100]!r}", param=param, code="response_not_found")
+
+    async def find(self, owner: str, response_id: str) -> Record:
+        run = self.runs.get(response_id)
+        if run is not None and run.owner == owner:
+            return run.record
+        record = await self.call(self.store.get, owner, response_id)
+        if record.is_running and record.used < time.time() - LOST_SECONDS:
+            error = {"code": "server_error", "message": "the server that generated the response has ended"}
+            record.response |= {"status": "failed", "error": error}
+        return record
+
+    async def conversation(self, owner: str, response_id: str) -> list[Item]:
+        """The items up to and with the output of a response. Raises ApiError."""
+        param = "previous_response_id"
+        records = await self.call(self.store.chain, owner, response_id, param)
+        if records[-1].is_running:
+            raise ApiError(400, f"{param}: the response {response_id} is not complete", param=param)
+        if missing := records[0].response["previous_response_id"]:
+            message = f"{param}: the conversation's response {missing} is not stored any more"
+            raise ApiError(404, message, param=param, code="response_not_found")
+        return [item for record in records for item in (*record.input, *record.response["output"])]
+
+
+def _unavailable(error: StoreError) -> ApiError:
+    logger.error("The store of responses failed: %s", error)
+    return ApiError(503, "the store of responses is not available; try again", code="store_unavailable")
+
+
+def _responses(request: Request) -> Responses:
+    responses: Responses = request.app.state.responses
+    return responses
+
+
+def _owner(request: Request) -> str:
+    """Stands for the request's API key, which cannot be found out from it."""
+    return hashlib.sha256(b"owner of responses\n" + given_key(request.scope)).hexdigest()
+
+
+class Run:
+    """A response that is being generated.
+
+    record: what will be stored. events: those of its stream, kept if it runs in the background.
+    """
+
+    def __init__(self, responses: Responses, answering: Answering, record: Record, owner: str) -> None:
+        self.responses, self.answering, self.record, self.owner = responses, answering, record, owner
+        self.is_background, self.is_cancelled = bool(record.response["background"]), False
+        self.task: asyncio.Task[None] | None = None
+        self.events = Events(keep=self.is_background)
+        self._output = Output(self.events)
+        self._news = asyncio.Condition()
+
+    @property
+    def response(self) -> dict[str, Any]:
+        return self.record.response
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """Generate. Yields events. An error before the first piece of the answer is raised: ApiError, EngineDeadError.
+        A later one, and one in the background, is the end of the response."""
+        begun = self.is_background
+        try:
+            async with aclosing(self.answering.pieces()) as steps:
+                async for pieces in steps:
+                    if self.is_cancelled:
+                        self.answering.call.abort()
+                    events = b""
+                    if self.response["status"] != "in_progress" or not begun:
+                        self.response["status"] = "in_progress"
+                        if not self.is_background:
+                            events = self.events.make("response.created", response=self.response)
+                        events += self.events.make("response.in_progress", response=self.response)
+                        begun = True
+                    events += b"".join(map(self._add, pieces))
+                    if events:
+                        yield events
+            yield await self._end(None)
+        except Exception as error:
+            if not begun:
+                raise
+            yield await self._end(api_error(error))
+
+    async def start(self) -> None:
+        """Generate in the background. Raises ApiError if the response cannot be stored."""
+        try:
+            await self.responses.store.run(self.responses.store.put, self.owner, self.record)
+        except StoreError as error:
+            raise _unavailable(error) from error
+        for kind in ("response.created", "response.queued"):
+            self.events.make(kind, response=self.response)
+        self.responses.runs[self.response["id"]] = self
+        self.task = asyncio.create_task(self._generate())
+        await asyncio.sleep(0)  # let it begin before the client has an answer: a server that drains admits nothing
+
+    async def _generate(self) -> None:
+        refreshing = asyncio.create_task(self._refresh())
+        try:
+            async for _ in self.stream():
+                async with self._news:
+                    self._news.notify_all()
+        finally:
+            refreshing.cancel()
+            del self.responses.runs[self.response["id"]]
+            async with self._news:
+                self.task = None
+                self._news.notify_all()
+
+    async def _refresh(self) -> None:
+        """Tell other servers that the response is being generated, and cancel it if one of them did."""
+        store = self.responses.store
+        while not self.is_cancelled:
+            await asyncio.sleep(REFRESH_SECONDS)
+            with suppress(StoreError):
+                if not await store.run(store.refresh, self.owner, self.response["id"]):
+                    self.cancel()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.answering.call.abort()
+
+    async def follow(self, after: int) -> AsyncGenerator[bytes]:
+        """The events of a background response behind the one of that number, until the last one."""
+        position = after + 1
+        while True:
+            async with self._news:
+                while self.task is not None and len(self.events.kept) <= position:
+                    await self._news.wait()
+                is_last, news = self.task is None, self.events.kept[position:]
+            position += len(news)
+            yield b"".join(news)
+            if is_last:
+                return
+
+    def _add(self, piece: Piece) -> bytes:
+        answering, completion = self.answering, piece.completion
+        logprobs: list[Any] = []
+        if completion.logprobs is not None:
+            token_bytes = answering.call.server.llm.get_tokenizer().token_bytes
+            count, as_ids = answering.body.top_logprobs or 0, answering.call.tokens_as_ids
+            places = chat_logprobs(completion.token_ids, completion.logprobs, count, as_ids, token_bytes)
+            logprobs = list(places["content"])
+        events = b""
+        for event in piece.events:
+            events += self._output.add(event, piece.answer, logprobs)
+            logprobs = []
+        return events
+
+    async def _end(self, error: ApiError | None) -> bytes:
+        [answer] = self.answering.answers
+        response, reason = self.response, answer.finish_reason
+        status = "completed"
+        if error is not None:
+            code = "server_error" if error.status_code >= 500 else "invalid_prompt"
+            status, response["error"] = "failed", {"code": code, "message": error.detail}
+        elif self.is_cancelled or reason == "abort":
+            status = "cancelled"
+        elif reason == "length":
+            status, response["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        events = self._output.close("completed" if status == "completed" else "incomplete")
+        response |= {"status": status, "output": self._output.items, "usage": await self._usage(answer.reasoning)}
+        if response["store"] and (error is None or error.status_code != 499):
+            await self._store()
+        return events + self.events.make(_last_event(status), response=response)
+
+    async def _usage(self, reasoning: str | None) -> dict[str, Any]:
+        usage, encode = self.answering.meter.usage, self.answering.call.server.llm.get_tokenizer().encode
+        thought = 0 if not reasoning else len(await asyncio.to_thread(encode, reasoning, False))
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": min(thought, usage["completion_tokens"])},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    async def _store(self) -> None:
+        """A client gets its answer even if the store fails: the response says then that it is not stored."""
+        store = self.responses.store
+        try:
+            if not self.is_background:
+                await store.run(store.put, self.owner, self.record)
+            elif not await store.run(store.replace, self.owner, self.record):
+                self.response["status"] = "cancelled"
+        except StoreError as error:
+            self.response["store"] = False
+            logger.error("Request %s: its response was not stored: %s", self.answering.call.name, error)
+
+
+def _last_event(status: str) -> str:
+    return f"response.{'incomplete' if status == 'cancelled' else status}"
+
+
+def _replay(record: Record, after: int) -> list[bytes]:
+    """The events of a stored response, with each text in one delta. The last event is always among them."""
+    events = Events(keep=True)
+    begun = {**record.response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
+    events.make("response.created", response=begun)
+    events.make("response.in_progress", response=begun)
+    output = Output(events)
+    for item in record.response["output"]:
+        output.replay(item)
+    events.make(_last_event(record.response["status"]), response=record.response)
+    return events.kept[after + 1 :] or events.kept[-1:]
+
+
+def _new_response(server: Server, body: ResponsesRequest, answering: Answering) -> dict[str, Any]:
+    """A response that has no output yet, with its parameters as given or by default."""
+    default = server.llm.processor.default_sampling_params()
+    echoed = body.model_dump(include={"tools", "tool_choice", "text", "reasoning"}, by_alias=True, exclude_none=True)
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": answering.call.created,
+        "completed_at": None,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": answering.call.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None} | echoed.get("reasoning", {}),
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": default.temperature if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"}} | echoed.get("text", {}),
+        "tool_choice": echoed.get("tool_choice", "auto"),
+        "tools": echoed.get("tools", []),
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": default.top_p if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer the input, which may continue an earlier response."""
+    server: Server = request.app.state.server
+    responses, owner = _responses(request), _owner(request)
+    server.accept(body)
+    earlier = []
+    if body.previous_response_id is not None:
+        earlier = await responses.conversation(owner, body.previous_response_id)
+    items = body.items()
+    chat = await request.state.body.run(body.chat, [*earlier, *items])
+    body.drop_prompt()
+    try:
+        begun = Request(request.scope, _never) if body.background else request
+        answering = await Answering.begin(begun, chat, "resp")
+    except ApiError as error:
+        raise in_terms_of_responses(error) from error
+    response = _new_response(server, body, answering)
+    answering.call.id = response["id"]
+    run = Run(responses, answering, Record(response, items if response["store"] else []), owner)
+    if body.background:
+        await run.start()
+        return await ResponseStream.begin(run.follow(-1)) if body.stream else json_response(response)
+    try:
+        if body.stream:
+            return await ResponseStream.begin(run.stream())
+        async for _ in run.stream():
+            pass
+    except ApiError as error:
+        raise in_terms_of_responses(error) from error
+    return json_response(run.response)
+
+
+async def _never() -> Message:
+    """Receive nothing: a background response does not end when its client closes the connection."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@router.get("/v1/responses/{response_id}", responses=stream_answers(ResponseObject), response_model=None)
+async def retrieve_response(
+    response_id: str,
+    request: Request,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1, description="The number of the last event that is known.")] = -1,
+) -> Response:
+    """A stored response, or one that is generated in the background; with stream, its events."""
+    responses = _responses(request)
+    record = await responses.find(_owner(request), response_id)
+    if not stream:
+        return json_response(record.response)
+    run = responses.runs.get(response_id)
+    if run is not None:
+        return await ResponseStream.begin(run.follow(starting_after))
+    if record.is_running:
+        raise ApiError(400, "stream: another server generates the response; its stream is there", param="stream")
+    return await ResponseStream.begin(_events(_replay(record, starting_after)))
+
+
+async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
+    yield b"".join(events)
+
+
+@router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseObject), response_model=None)
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """End a response that is generated in the background."""
+    responses, owner = _responses(request), _owner(request)
+    record = await responses.find(owner, response_id)
+    if not record.response["background"]:
+        raise ApiError(
+            400, "a response that is not generated in the background cannot be cancelled", param="response_id"
+        )
+    run = responses.runs.get(response_id)
+    if run is not None and run.task is not None:
+        run.cancel()
+        await asyncio.wait([run.task])
+    elif record.is_running:
+        record.response["status"] = "cancelled"
+        await responses.call(lambda owner, _: responses.store.replace(owner, record), owner, response_id)
+    elif record.response["status"] != "cancelled":
+        raise ApiError(400, f"the response is {record.response['status']} already", param="response_id")
+    return json_response(record.response)
+
+
+@router.delete("/v1/responses/{response_id}", responses=answers(Deleted), response_model=None)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Forget a response. Those that continue it can be read, but not continued any more."""
+    responses, owner = _responses(request), _owner(request)
+    await responses.call(responses.store.delete, owner, response_id)
+    run = responses.runs.get(response_id)
+    if run is not None:
+        run.cancel()
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=answers(InputItems), response_model=None)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The conversation that the model got: the response's input, behind that of the responses that it continues."""
+    responses = _responses(request)
+    *earlier, last = await responses.call(responses.store.chain, _owner(request), response_id)
+    items = [item for record in earlier for item in (*record.input, *record.response["output"])] + last.input
+    if order == "desc":
+        items.reverse()
+    begin = 0
+    if after is not None:
+        begin = next((index + 1 for index, item in enumerate(items) if item["id"] == after), 0)
+        if not begin:
+            raise ApiError(400, f"after: the response has no input item {after[:100]!r}", param="after")
+    data = items[begin : begin + limit]
+    listed: InputItems = {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(items) > begin + limit,
+    }
+    return json_response(listed)
+
+
+router.add_api_route(
+    "/v1/responses", create_response, methods=["POST"], responses=stream_answers(ResponseObject), response_model=None,
+    route_class_override=StrictRoute,
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""The clients of other APIs, each in an environment of its own, against a live server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from support.client_environment import ENVIRONMENTS, client_python, run_client
+from support.server import Service
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "Tell me a story about a dog."
+
+ANTHROPIC = """
+import json, sys
+from anthropic import Anthropic, APIStatusError, AsyncAnthropic
+import asyncio
+
+url, question = sys.argv[1:]
+client = Anthropic(base_url=url, api_key="none", max_retries=0)
+body = dict(model="demo", max_tokens=24, system="Be brief.", messages=[{"role": "user", "content": question}],
+            extra_body={"temperature": 0})
+whole = client.messages.create(**body)
+with client.messages.stream(**body) as stream:
+    pieces = list(stream.text_stream)
+    streamed = stream.get_final_message()
+
+async def asynchronously():
+    async with AsyncAnthropic(base_url=url, api_key="none") as other:
+        return await other.messages.create(**body)
+
+counted = client.messages.count_tokens(**{name: body[name] for name in ("model", "system", "messages")})
+try:
+    client.messages.create(**{**body, "max_tokens": 5000})
+except APIStatusError as error:
+    refused = [type(error).__name__, error.status_code, error.body["error"]["type"]]
+print(json.dumps({
+    "texts": [whole.content[0].text, streamed.content[0].text, "".join(pieces),
+              asyncio.run(asynchronously()).content[0].text],
+    "reasons": [whole.stop_reason, streamed.stop_reason],
+    "counted": [counted.input_tokens, whole.usage.input_tokens + whole.usage.cache_read_input_tokens],
+    "output": [whole.usage.output_tokens, streamed.usage.output_tokens],
+    "refused": refused,
+}))
+"""
+
+OLLAMA = """
+import asyncio, json, sys
+from ollama import AsyncClient, Client, ResponseError
+
+url, question = sys.argv[1:]
+client = Client(url)
+chat = dict(model="demo:latest", messages=[{"role": "user", "content": question}],
+            options={"temperature": 0, "num_predict": 24}, keep_alive="5m")
+generation = dict(model="demo", prompt=question, options=chat["options"])
+
+async def asynchronously():
+    return "".join([part.message.content async for part in await AsyncClient(url).chat(**chat, stream=True)])
+
+whole = client.chat(**chat)
+try:
+    client.chat(**{**chat, "model": "unknown"})
+except ResponseError as error:
+    refused = error.status_code
+print(json.dumps({
+    "texts": [
+        whole.message.content, asyncio.run(asynchronously()),
+        "".join(part.message.content for part in client.chat(**chat, stream=True)),
+        client.generate(**generation).response,
+        "".join(part.response for part in client.generate(**generation, stream=True)),
+    ],
+    "end": [whole.done, whole.done_reason, whole.eval_count],
+    "models": [client.list().models[0].model, client.ps().models[0].model],
+    "family": client.show("demo").details.family,
+    "refused": refused,
+}))
+"""
+
+OLLAMA_JS = """
+import { Ollama } from 'ollama'
+const [url, question] = process.argv.slice(2)
+const client = new Ollama({ host: url })
+const options = { temperature: 0, num_predict: 24 }
+const chat = { model: 'demo', messages: [{ role: 'user', content: question }], options }
+const generation = { model: 'demo', prompt: question, options }
+const texts = [(await client.chat(chat)).message.content, (await client.generate(generation)).response, '', '']
+for await (const part of await client.chat({ ...chat, stream: true })) texts[2] += part.message.content
+for await (const part of await client.generate({ ...generation, stream: true })) texts[3] += part.response
+let refused
+try { await client.chat({ ...chat, model: 'unknown' }) } catch (error) { refused = error.status_code }
+const models = [(await client.list()).models[0].model, (await client.ps()).models[0].model]
+console.log(JSON.stringify({ texts, models, family: (await client.show({ model: 'demo' })).details.family, refused }))
+"""
+
+
+def expected(server: Service, system: str | None = None) -> str:
+    messages = [{"role": "system", "content": system}] if system else []
+    body = {"messages": [*messages, {"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
+    return server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+
+
+def test_the_anthropic_package_works(server: Service):
+    result = json.loads(run_client(client_python("anthropic>=0.60"), ANTHROPIC, server.url, QUESTION))
+    assert result["texts"] == [expected(server, "Be brief.")] * 4
+    assert result["reasons"] == ["max_tokens"] * 2
+    assert result["counted"][0] == result["counted"][1]
+    assert result["output"] == [24, 24]
+    assert result["refused"] == ["BadRequestError", 400, "invalid_request_error"]
+
+
+def check_ollama(result, server: Service) -> None:
+    assert set(result["texts"]) == {expected(server)}
+    assert result["models"] == ["demo:latest"] * 2
+    assert result["family"] == "qwen3"
+    assert result["refused"] == 404
+
+
+def test_the_ollama_package_for_python_works(server: Service):
+    result = json.loads(run_client(client_python("ollama>=0.5"), OLLAMA, server.url, QUESTION))
+    assert result["end"] == [True, "length", 24]
+    check_ollama(result, server)
+
+
+def test_the_ollama_package_for_javascript_works(server: Service):
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("node and npm are not installed")
+    directory = ENVIRONMENTS / "ollama-js"
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / "node_modules" / "ollama").is_dir():
+        install = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(directory), "ollama@0.6"]
+        try:
+            subprocess.run(install, check=True, capture_output=True, text=True, timeout=300)
+        except subprocess.SubprocessError as error:
+            pytest.skip(f"ollama cannot be installed: {(getattr(error, 'stderr', None) or str(error))[-200:]}")
+    script = directory / "client.mjs"
+    script.write_text(OLLAMA_JS)
+    process = subprocess.run(
+        [node, script, server.url, QUESTION], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    check_ollama(json.loads(process.stdout), server)

@@ -1,0 +1,470 @@
+"""/v1/responses with OpenAI's client: what is answered, streamed, stored, continued, cancelled and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from quire.server.answering import Answer, FunctionCall
+from quire.server.response_items import Events, Output
+from quire.server.response_store import ResponseStore
+from quire.text.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from support.postgres import running_postgres
+from support.server import Host, Service, eventually
+from support.server_process import Server
+
+GREEDY = {"model": "demo", "temperature": 0.0, "max_output_tokens": 16}
+STREAM_EVENT: TypeAdapter = TypeAdapter(ResponseStreamEvent)
+LONG = {**GREEDY, "max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
+UNKNOWN = "resp_" + "0" * 48
+
+
+@pytest.fixture(scope="module")
+def service(host: Host) -> Service:
+    return host.serve(response_store="memory")
+
+
+def client_of(service: Service, key: str = "key") -> OpenAI:
+    return OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> OpenAI:
+    return client_of(service)
+
+
+def events_of(stream: bytes) -> list[dict]:
+    """The events of a stream, each of which must be as OpenAI's types say, and numbered."""
+    blocks = stream.decode().removesuffix("\n\n").split("\n\n")
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+        STREAM_EVENT.validate_python(events[-1])
+    return events
+
+
+def chat(service: Service, messages: list[dict]) -> str:
+    answer = service.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 16})
+    return answer.json["choices"][0]["message"]["content"]
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def test_a_response_says_what_a_chat_says(service, client):
+    response = client.responses.create(input="Tell me a story.", **GREEDY)
+    assert response.output_text == chat(service, [user("Tell me a story.")])
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.output_tokens == 16
+    assert response.usage.total_tokens == response.usage.input_tokens + 16
+    Response.model_validate(response.to_dict())
+    whole = client.responses.create(input="Hello!", **{**GREEDY, "max_output_tokens": 200})
+    assert whole.status == "completed"
+    assert whole.output[0].status == "completed"
+    assert whole.completed_at >= whole.created_at
+
+
+def test_a_stream_has_the_events_of_openais_and_ends_with_the_stored_response(service, client):
+    body = {"input": "Tell me a story.", **GREEDY, "stream": True}
+    events = events_of(service.post("/v1/responses", body, Authorization="Bearer key").body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert deltas > 3
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * deltas,
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    text = "".join(event["delta"] for event in events if "delta" in event)
+    assert text == events[-4]["text"] == chat(service, [user("Tell me a story.")])
+    last = events[-1]["response"]
+    assert client.responses.retrieve(last["id"]).to_dict() == Response.model_validate(last).to_dict()
+
+
+def test_the_clients_stream_helper_gathers_the_response(client):
+    with client.responses.stream(input="Hello!", **{**GREEDY, "max_output_tokens": 200}) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(texts) == final.output_text
+    assert final.status == "completed"
+
+
+def test_a_response_continues_an_earlier_one_with_new_instructions(service, client):
+    first = client.responses.create(input="My name is Ada.", instructions="Be brief.", **GREEDY)
+    second = client.responses.create(input="Tell me a story.", previous_response_id=first.id, **GREEDY)
+    third = client.responses.create(
+        input=[user("And then?")], previous_response_id=second.id, instructions="Be kind.", **GREEDY
+    )
+    conversation = [
+        *(user("My name is Ada."), {"role": "assistant", "content": first.output_text}),
+        *(user("Tell me a story."), {"role": "assistant", "content": second.output_text}),
+        user("And then?"),
+    ]
+    system = {"role": "system", "content": "Be kind."}
+    assert second.output_text == chat(service, conversation[:3])
+    assert third.output_text == chat(service, [system, *conversation])
+    assert third.previous_response_id == second.id
+
+
+def test_the_input_of_a_response_is_listed_in_pages(client):
+    first = client.responses.create(input="One", **GREEDY)
+    second = client.responses.create(
+        input=[user("Two"), {"role": "assistant", "content": "2"}, user("Three")],
+        previous_response_id=first.id,
+        **GREEDY,
+    )
+    listed = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [item.content[0].text for item in listed] == ["One", first.output_text, "Two", "2", "Three"]
+    newest_first = client.responses.input_items.list(second.id, limit=2)
+    assert [item.id for item in newest_first.data] == [listed[4].id, listed[3].id]
+    assert newest_first.has_more
+    assert [item.id for item in newest_first] == [item.id for item in reversed(listed)]  # the client asks for more
+    with pytest.raises(openai.BadRequestError, match="after"):
+        client.responses.input_items.list(second.id, after="msg_unknown")
+
+
+def test_nobody_but_the_holder_of_its_key_finds_a_response(host):
+    service = host.serve(response_store="memory", api_key=["one", "two"])
+    owner, other = client_of(service, "one"), client_of(service, "two")
+    response = owner.responses.create(input="Hello!", **GREEDY)
+    for attempt in (
+        lambda: other.responses.retrieve(response.id),
+        lambda: other.responses.retrieve(response.id, stream=True),
+        lambda: other.responses.delete(response.id),
+        lambda: other.responses.cancel(response.id),
+        lambda: other.responses.input_items.list(response.id),
+        lambda: other.responses.create(input="More", previous_response_id=response.id, **GREEDY),
+    ):
+        with pytest.raises(openai.NotFoundError, match="no response has the id"):
+            attempt()
+    running = owner.responses.create(input="Hello!", background=True, **LONG)
+    for attempt in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            attempt(running.id)
+    assert owner.responses.cancel(running.id).status == "cancelled"
+    assert owner.responses.retrieve(response.id).output_text == response.output_text
+    stored = service.app.state.responses.store._execute("SELECT owner FROM quire_responses").fetchall()
+    assert stored
+    assert not any("one" in row[0] for row in stored)
+
+
+def test_a_response_that_is_not_to_be_stored_is_not(service, client):
+    response = client.responses.create(input="Hello!", store=False, **GREEDY)
+    assert response.to_dict()["store"] is False
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(input="More", previous_response_id=response.id, **GREEDY)
+    assert caught.value.param == "previous_response_id"
+
+
+def test_a_deleted_response_can_neither_be_read_nor_continued(service, client):
+    first = client.responses.create(input="Hello!", **GREEDY)
+    second = client.responses.create(input="More", previous_response_id=first.id, **GREEDY)
+    assert service.request("DELETE", f"/v1/responses/{first.id}", Authorization="Bearer key").json == {
+        "id": first.id, "object": "response", "deleted": True,
+    }  # fmt: skip
+    for method in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            method(first.id)
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    with pytest.raises(openai.NotFoundError, match=f"{first.id} is not stored any more"):
+        client.responses.create(input="Even more", previous_response_id=second.id, **GREEDY)
+
+
+def test_a_stored_response_is_streamed_again(service, client):
+    response = client.responses.create(input="Hello!", **GREEDY)
+    path = f"/v1/responses/{response.id}?stream=true"
+    events = events_of(service.get(path, Authorization="Bearer key").body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert "".join(event["delta"] for event in events if "delta" in event) == response.output_text
+    assert events[-1]["response"]["output"] == response.to_dict()["output"]
+    later = events_of(service.get(f"{path}&starting_after=3", Authorization="Bearer key").body)
+    assert later == events[4:]
+    assert events_of(service.get(f"{path}&starting_after=900", Authorization="Bearer key").body) == events[-1:]
+
+
+def test_a_background_response_is_generated_while_its_client_is_away(service, client):
+    begun = client.responses.create(input="Hello!", background=True, **{**GREEDY, "max_output_tokens": 200})
+    assert (begun.status, begun.output) == ("queued", [])
+    eventually(lambda: client.responses.retrieve(begun.id).status == "completed")
+    done = client.responses.retrieve(begun.id)
+    assert (
+        done.output_text == client.responses.create(input="Hello!", **{**GREEDY, "max_output_tokens": 200}).output_text
+    )
+    assert not service.app.state.responses.runs
+    with pytest.raises(openai.BadRequestError, match="is completed already"):
+        client.responses.cancel(begun.id)
+
+
+def test_a_background_response_can_be_followed_from_any_event_and_cancelled(service, client, host):
+    seen = []
+    for event in client.responses.create(input="Tell me a story.", background=True, stream=True, **LONG):
+        seen.append(event)
+        if len(seen) == 8:
+            break  # the connection is closed
+    assert [event.type for event in seen[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    response_id = seen[0].response.id
+    assert client.responses.retrieve(response_id).status == "in_progress"
+    followed = []
+    for event in client.responses.retrieve(response_id, stream=True, starting_after=seen[-1].sequence_number):
+        followed.append(event)
+        if len(followed) == 5:
+            assert client.responses.cancel(response_id).status == "cancelled"
+    assert [event.sequence_number for event in followed] == list(range(8, 8 + len(followed)))
+    assert (followed[-1].type, followed[-1].response.status) == ("response.incomplete", "cancelled")
+    assert client.responses.retrieve(response_id).to_dict() == followed[-1].response.to_dict()
+    assert client.responses.cancel(response_id).status == "cancelled"
+    eventually(lambda: host.is_idle)
+
+
+def test_a_background_response_that_is_deleted_ends(service, client, host):
+    running = client.responses.create(input="Tell me a story.", background=True, **LONG)
+    client.responses.delete(running.id)
+    eventually(lambda: host.is_idle and not service.app.state.responses.runs)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(running.id)
+
+
+def test_another_server_with_the_same_store_cancels_a_background_response(host, tmp_path):
+    path = str(tmp_path / "responses.sqlite3")
+    here, there = host.serve(response_store=path), host.serve(response_store=path)
+    running = client_of(here).responses.create(input="Tell me a story.", background=True, **LONG)
+    assert client_of(there).responses.retrieve(running.id).status == "queued"
+    assert client_of(there).responses.cancel(running.id).status == "cancelled"
+    eventually(lambda: not here.app.state.responses.runs)
+    assert client_of(here).responses.retrieve(running.id).status == "cancelled"
+
+
+def test_a_response_whose_server_has_ended_has_failed(host, tmp_path):
+    path = tmp_path / "responses.sqlite3"
+    service = host.serve(response_store=str(path))
+    response = client_of(service).responses.create(input="Hello!", background=True, **GREEDY)
+    store: ResponseStore = service.app.state.responses.store
+    eventually(lambda: not service.app.state.responses.runs)
+    for status in ("completed", "incomplete"):
+        store._execute(f"""UPDATE quire_responses SET record = replace(record, '"{status}"', '"queued"')""")
+    assert client_of(service).responses.retrieve(response.id).status == "queued"
+    store._execute("UPDATE quire_responses SET used = used - 100")
+    lost = client_of(service).responses.retrieve(response.id)
+    assert (lost.status, lost.error.code) == ("failed", "server_error")
+
+
+def test_logprobs_are_those_of_a_chat(service, client):
+    body = {"messages": [user("Hello!")], "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
+    expected = service.post("/v1/chat/completions", body).json["choices"][0]["logprobs"]["content"]
+    asked = {**GREEDY, "max_output_tokens": 5, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = client.responses.create(input="Hello!", **asked)
+    assert response.to_dict()["output"][0]["content"][0]["logprobs"] == expected
+    deltas = [e for e in client.responses.create(input="Hello!", stream=True, **asked) if "text.delta" in e.type]
+    assert [entry.to_dict() for event in deltas for entry in event.logprobs] == expected
+
+
+def test_parameters_come_back_with_the_response(client):
+    given = {
+        "metadata": {"a": "b"}, "instructions": "Be brief.", "top_p": 0.5, "truncation": "auto", "user": "Ada",
+        "parallel_tool_calls": False, "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}},
+    }  # fmt: skip
+    response = client.responses.create(input="Hello!", **GREEDY, **given).to_dict()
+    assert {name: response[name] for name in given} == given | {"reasoning": {"effort": "low", "summary": None}}
+    assert (response["temperature"], response["max_output_tokens"], response["model"]) == (0.0, 16, "demo")
+
+
+def test_vllms_sampling_parameters_can_be_sent(service, client):
+    word = client.responses.create(input="Hello!", extra_body={"stop": [" "], "seed": 1}, **GREEDY).output_text
+    assert " " not in word
+    body = {"input": "Hello!", "temperature": 0, "max_output_tokens": 4, "logit_bias": {"65": 100}}
+    assert set(service.post("/v1/responses", body).json["output"][0]["content"][0]["text"]) == {
+        service.post("/detokenize", {"tokens": [65]}).json["prompt"]
+    }
+
+
+def test_a_long_input_is_truncated_if_it_may_be(service, client):
+    long = "word " * 5000
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(input=long, **GREEDY)
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
+    assert client.responses.create(input=long, truncation="auto", **GREEDY).output_text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user"}, {"type": "item_reference", "id": "x"}]}, "input[1]"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"n": 2, "temperature": 1}, "n"),
+        ({"messages": [user("Hello!")]}, "messages"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"background": True, "store": False}, "background"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+        ({"tool_choice": "some"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 5}}}, "text.format.schema"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+    ],
+)
+def test_a_wrong_field_is_named(service, fields, param):
+    answer = service.post("/v1/responses", {"input": "Hello!", **fields})
+    assert answer.status == 400
+    assert answer.error["param"] == param, answer.error
+
+
+def test_wrong_addresses_are_refused(service):
+    assert service.get("/v1/responses/resp_1").error["code"] == "response_not_found"
+    for path in (UNKNOWN, f"{UNKNOWN}/input_items", "%00", "a'--"):
+        assert service.get(f"/v1/responses/{path}").status == 404
+    for query in ("limit=0", "limit=101", "limit=x", "order=up"):
+        answer = service.get(f"/v1/responses/{UNKNOWN}/input_items?{query}")
+        assert (answer.status, answer.error["param"]) == (400, query.split("=")[0])
+    answer = service.post("/v1/responses", {"input": "x", "previous_response_id": "resp_\0"})
+    assert (answer.status, answer.error["param"]) == (404, "previous_response_id")
+
+
+def test_only_background_responses_can_be_cancelled(client):
+    response = client.responses.create(input="Hello!", **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="not generated in the background"):
+        client.responses.cancel(response.id)
+
+
+def test_a_full_store_keeps_the_latest_and_a_response_that_does_not_fit_is_answered(host):
+    service = host.serve(response_store="memory", response_store_bytes=8000)
+    client = client_of(service)
+    ids = [client.responses.create(input="Hello! " * 200, **GREEDY).id for _ in range(4)]
+    assert client.responses.retrieve(ids[-1]).id == ids[-1]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(ids[0])
+    large = client.responses.create(input=[user("Hello!"), user("x " * 5000)], truncation="auto", **GREEDY)
+    assert large.output_text
+    assert large.to_dict()["store"] is False
+    assert client.responses.retrieve(ids[-1])
+
+
+def test_a_stream_that_fails_ends_with_a_failed_response(host):
+    body = {"input": "Tell me a story.", "max_output_tokens": 1500, "ignore_eos": True}
+    answer = host.post_until_time_is_up("/v1/responses", body, response_store="memory")
+    events = events_of(answer.body)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["message"].startswith("the request was not finished within")
+    assert events[-1]["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_every_kind_of_item_is_streamed_as_openais_types_say():
+    events = Events(keep=True)
+    output = Output(events)
+    answer = Answer(0, tool_calls=[FunctionCall("call_a", "f"), FunctionCall("call_b", "g")])
+    for event in (
+        *(Reasoning("I th"), Reasoning("ink."), Content("So"), Content(" be it.")),
+        *(ToolCall(0, "f"), ToolArguments(0, '{"a"'), ToolArguments(0, ": 1}"), ToolCall(1, "g"), Content("Done.")),
+    ):
+        output.add(event, answer, [])
+    output.close()
+    kinds = [event["type"].removeprefix("response.") for event in events_of(b"".join(events.kept))]
+    reasoning, text = (
+        [
+            *("output_item.added", "content_part.added", f"{kind}.delta", f"{kind}.delta", f"{kind}.done"),
+            *("content_part.done", "output_item.done"),
+        ]
+        for kind in ("reasoning_text", "output_text")
+    )
+    arguments = "function_call_arguments"
+    assert kinds == [
+        *reasoning,
+        *text,
+        *("output_item.added", f"{arguments}.delta", f"{arguments}.delta", f"{arguments}.done", "output_item.done"),
+        *("output_item.added", f"{arguments}.done", "output_item.done"),
+        *(text[:3] + text[4:]),
+    ]
+    summary = [
+        (item["type"], item.get("arguments") or item.get("content", [{}])[0].get("text")) for item in output.items
+    ]
+    assert summary == [
+        *(("reasoning", "I think."), ("message", "So be it."), ("function_call", '{"a": 1}')),
+        *(("function_call", None), ("message", "Done.")),
+    ]
+    assert [item.get("call_id") for item in output.items] == [None, None, "call_a", "call_b", None]
+    again = Output(Events(keep=True))
+    for item in output.items:
+        again.replay(item)
+    assert again.items == output.items
+    events_of(b"".join(again._events.kept))
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    with running_postgres() as server:
+        yield server.url
+
+
+@pytest.mark.slow
+def test_servers_that_share_a_postgres_continue_each_others_responses(host, postgres_url):
+    one, two = (client_of(host.serve(response_store=postgres_url)) for _ in range(2))
+    first = one.responses.create(input="My name is Ada.", **GREEDY)
+    second = two.responses.create(input="Tell me a story.", previous_response_id=first.id, **GREEDY)
+    third = one.responses.create(input="And then?", previous_response_id=second.id, **GREEDY)
+    assert len(two.responses.input_items.list(third.id).data) == 5
+    running = one.responses.create(input="Tell me a story.", background=True, **LONG)
+    assert two.responses.cancel(running.id).status == "cancelled"
+    two.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        one.responses.retrieve(first.id)
+
+
+@pytest.mark.slow
+def test_answers_go_on_while_a_postgres_is_down(host):
+    with running_postgres() as server:
+        service = host.serve(response_store=server.url)
+        client = client_of(service)
+        response = client.responses.create(input="Hello!", **GREEDY)
+        server.stop()
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.responses.retrieve(response.id)
+        assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
+        assert client.responses.create(input="Hello!", **GREEDY).to_dict()["store"] is False
+        with pytest.raises(openai.InternalServerError):
+            client.responses.create(input="Hello!", background=True, **GREEDY)
+        server.start()
+        assert client.responses.retrieve(response.id).output_text == response.output_text
+        assert client.responses.create(input="Hello!", **GREEDY).to_dict()["store"] is True
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_end_finishes_background_responses_which_the_next_one_has(tmp_path):
+    arguments = ("--max-num-seqs", "8", "--response-store", str(tmp_path / "responses.sqlite3"))
+    with Server(*arguments) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0)
+        model = client.models.list().data[0].id
+        running = client.responses.create(input="Tell me a story.", background=True, **{**LONG, "model": model})
+        assert server.stop() == 0
+    with Server(*arguments) as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0)
+        done = client.responses.retrieve(running.id)
+        assert (done.status, done.usage.output_tokens) == ("incomplete", 1500), done.error

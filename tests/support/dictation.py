@@ -1,0 +1,32 @@
+"""A logits processor with which a request says what its answer is: extra_args={"say": token ids}."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.messages.step import NewRequest
+from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
+
+
+class Dictation(LogitsProcessor):
+    """The output is these tokens, and then end-of-sequence."""
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.texts: dict[int, list[int]] = {}
+
+    def add(self, row: int, request: NewRequest) -> bool:
+        self.texts[row] = (request.sampling.extra_args or {}).get("say", [])
+        return bool(self.texts[row])
+
+    def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
+        for index, row, position in zip(at.index, at.rows, at.num_output, strict=True):
+            text = self.texts[row]
+            if position < len(text):
+                token_id = text[position]
+                kept = logits[index, token_id].clone()
+                logits[index] = -np.inf
+                logits[index, token_id] = kept
