@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = replace(
         config, api_key=[], max_waiting_requests=None, middleware=[], root_path="", disable_uvicorn_access_log=True
     )
+    if config.response_store is None:  # the answers are in the output, and the user's store is not flooded with them
+        config = replace(config, response_store="memory", response_store_bytes=1 << 26)
     target: str = arguments.output_file
     output_file = _file_for(target, arguments.output_tmp_dir) if _is_url(target) else Path(target)
     with ExitStack() as stack:

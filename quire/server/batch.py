@@ -20,12 +20,15 @@ from quire.server.batch_files import BatchFiles, BatchLine, custom_id, parse
 from quire.server.errors import ApiError
 from quire.server.http_server import create_llm, loop_factory
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUEUE = 4  # requests in hand for each that can run at once
 
 
 class _Body(msgspec.Struct):
+    """The fields of a body that would divide its answer."""
+
     stream: Any = None
+    background: Any = None
 
 
 def run(core: CoreClient, config: ServerConfig, files: BatchFiles) -> None:
@@ -37,13 +40,14 @@ def run(core: CoreClient, config: ServerConfig, files: BatchFiles) -> None:
 
 
 async def _run(llm: AsyncLLM, config: ServerConfig, names: list[str], files: BatchFiles) -> None:
+    app = create_app(llm, config, names)
     try:
-        app = create_app(llm, config, names)
         await llm.start()
         await _Batch(llm, app, config, files).run()
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     finally:
+        app.state.responses.store.close()
         await llm.shutdown()
 
 
@@ -137,13 +141,14 @@ def _checked(request: BatchLine | None) -> tuple[bytes, str]:
     if request.url not in URLS:
         raise ApiError(400, f"url should be one of {', '.join(URLS)}", param="url")
     body = bytes(request.body)
-    if _is_stream(body):
-        raise ApiError(400, "stream is not allowed in a batch", param="body.stream")
+    for name in ("stream", "background"):
+        if getattr(_fields(body), name):
+            raise ApiError(400, f"{name} is not allowed in a batch", param=f"body.{name}")
     return body, str(request.url)
 
 
-def _is_stream(body: bytes) -> bool:
+def _fields(body: bytes) -> _Body:
     try:
-        return bool(msgspec.json.decode(body, type=_Body).stream)
+        return msgspec.json.decode(body, type=_Body)
     except (msgspec.MsgspecError, ValueError):
-        return False  # the application will say what is wrong
+        return _Body()  # the application will say what is wrong

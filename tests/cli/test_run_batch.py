@@ -56,6 +56,7 @@ def answers(path: Path) -> dict[str | None, Any]:
 
 def test_each_request_gets_its_answer_and_each_wrong_line_an_error(tmp_path: Path):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+    response = {"input": "Hi", "max_output_tokens": 4, "temperature": 0}
     lines = [
         json.dumps(completion("plain", "Once upon a time")),
         "",
@@ -68,13 +69,17 @@ def test_each_request_gets_its_answer_and_each_wrong_line_an_error(tmp_path: Pat
         json.dumps(completion("stream", "a", stream=True)),
         json.dumps({**completion("no body", "a"), "body": None}),
         json.dumps(completion("too long", "a" * 5000)),
+        json.dumps({**completion("response", ""), "url": "/v1/responses", "body": response}),
+        json.dumps({**completion("background", ""), "url": "/v1/responses", "body": {**response, "background": True}}),
         json.dumps(completion("last line without an end", "Once upon a time", max_tokens=2)),
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    done = run_batch(source, target, "--max-body-bytes", "4000", "--served-model-name", "demo")
+    done = run_batch(
+        source, target, "--max-body-bytes", "4000", "--served-model-name", "demo", XDG_STATE_HOME=str(tmp_path)
+    )
     assert done.returncode == 0
-    assert "11 requests are answered, 8 with an error\n" in done.stderr
+    assert "13 requests are answered, 9 with an error\n" in done.stderr
     by_id = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
     texts = LLM(dtype="float32").generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4))
     plain = by_id["plain"]
@@ -83,7 +88,10 @@ def test_each_request_gets_its_answer_and_each_wrong_line_an_error(tmp_path: Pat
     assert plain["response"]["body"]["choices"][0]["text"] == texts[0].outputs[0].text
     assert plain["response"]["body"]["id"] == f"cmpl-{plain['response']['request_id']}"
     assert by_id["chat"]["response"]["body"]["object"] == "chat.completion"
+    said = by_id["response"]["response"]["body"]["output"][0]["content"][0]["text"]
+    assert said == by_id["chat"]["response"]["body"]["choices"][0]["message"]["content"]
     assert by_id["last line without an end"]["response"]["body"]["usage"]["completion_tokens"] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]  # nothing else is stored
     errors = {line["id"]: line for line in map(json.loads, target.read_text().splitlines()) if line["error"]}
     assert all(line["response"]["body"] == {"error": line["error"]} for line in errors.values())
     found = {
@@ -99,6 +107,7 @@ def test_each_request_gets_its_answer_and_each_wrong_line_an_error(tmp_path: Pat
         "batch_req_9": ("stream", 400, "body.stream"),
         "batch_req_10": ("no body", 400, None),
         "batch_req_11": (None, 413, None),
+        "batch_req_13": ("background", 400, "body.background"),
     }
     assert errors["batch_req_4"]["error"]["message"] == "the line is not a JSON object"
     assert errors["batch_req_11"]["error"]["message"] == "the line has more than 4000 bytes"
