@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.parsing.events import Content, Event, Parser
+import msgspec
+
+from quire.text.parsing.events import Content, Event, Parser, ToolArguments, ToolCall
 from quire.text.parsing.forced import forced_calls
 from quire.text.parsing.formats import TOOLS
 from quire.text.parsing.reasoning import REASONING
@@ -34,19 +36,31 @@ def answer_parser(
 
 
 class _Chain:
-    """Two parsers. The second reads what is content for the first."""
+    """Two parsers. The second reads what is content for the first. Calls of both are numbered together."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         self._first, self._second = first, second
+        self._indices: dict[tuple[bool, int], int] = {}  # (whether the second parser found it, its number) -> number
 
     def feed(self, text: str) -> list[Event]:
         return self._pass_on(self._first.feed(text))
 
     def finish(self) -> list[Event]:
-        return self._pass_on(self._first.finish()) + self._second.finish()
+        return self._pass_on(self._first.finish()) + self._numbered(True, self._second.finish())
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         passed: list[Event] = []
         for event in events:
-            passed += self._second.feed(event.text) if isinstance(event, Content) else [event]
+            if isinstance(event, Content):
+                passed += self._numbered(True, self._second.feed(event.text))
+            else:
+                passed += self._numbered(False, [event])
         return passed
+
+    def _numbered(self, is_second: bool, events: list[Event]) -> list[Event]:
+        return [
+            msgspec.structs.replace(event, index=self._indices.setdefault((is_second, event.index), len(self._indices)))
+            if isinstance(event, ToolCall | ToolArguments)
+            else event
+            for event in events
+        ]

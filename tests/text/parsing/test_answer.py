@@ -52,6 +52,12 @@ def test_demanded_calls_follow_the_reasoning(reasoning: str, thinking: str):
         assert (parsed.reasoning, parsed.content, parsed.calls) == ("I call.", "", [("now", "{}")])
 
 
+def test_calls_of_both_parsers_are_numbered_together():
+    final = '<|start|>assistant<|channel|>final<|message|>[{"name": "today", "parameters": {"a": 1}}]'
+    parsed = parse(lambda: answer_parser("openai_gptoss", None, tool_choice="required"), [_HARMONY + final])
+    assert parsed.calls == [("now", "{}"), ("today", '{"a": 1}')]
+
+
 def test_tool_choice_none_leaves_calls_in_the_content():
     parsed = parse(lambda: answer_parser("qwen3", "hermes", tool_choice="none"), [f"<think>Hm</think>{_CALL}"])
     assert (parsed.content, parsed.calls) == (_CALL, [])
