@@ -1,5 +1,6 @@
 """The items of /v1/responses: those of a request become chat messages, and the events of an answer become items."""
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from quire.server.answering import Answer
 from quire.server.errors import ApiError, invalid_request
-from quire.server.fields import Positive, TemplateArguments
+from quire.server.fields import FunctionName, Positive, TemplateArguments
 from quire.server.messages import ContentPart, Message
 from quire.server.protocol import ChatRequest, Generation
 from quire.text.chat_template import TEXT_PARTS
@@ -27,10 +28,14 @@ class MessageItem(Message):
     type: Literal["message"] = "message"
 
 
-class CallItem(BaseModel):
-    """A tool call of the model."""
+class _Object(BaseModel):
+    """Further fields are kept."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class CallItem(_Object):
+    """A tool call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -38,32 +43,26 @@ class CallItem(BaseModel):
     arguments: str = Field(description="JSON text of an object.")
 
 
-class CallOutputItem(BaseModel):
+class CallOutputItem(_Object):
     """What the client's tool returned."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
-class ReasoningText(BaseModel):
-    type: str
+class ReasoningText(_Object):
     text: str
 
 
-class ReasoningItem(BaseModel):
-    """What the model thought. Only its content reaches the chat template."""
-
-    model_config = ConfigDict(extra="allow")
+class ReasoningItem(_Object):
+    """What the model thought. Its summary and what is encrypted do not reach the chat template."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
 
 
-_ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 
 
 def _item_type(value: Any) -> str | None:
@@ -76,27 +75,18 @@ InputItem = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _item_type,
-        custom_error_type="item",
-        custom_error_message=f"Only items of these types are supported: {', '.join(_ITEM_TYPES)}",
-    ),
+    Discriminator(_item_type, "item", f"Only items of these types are supported: {', '.join(_PREFIXES)}"),
 ]
 
 
-class FunctionTool(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class FunctionTool(_Object):
     type: Literal["function"]
     name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
-    strict: bool | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object: the arguments.")
 
 
-class FunctionChoice(BaseModel):
+class FunctionChoice(FunctionName):
     type: Literal["function"]
-    name: str
 
 
 class AllowedTools(BaseModel):
@@ -105,23 +95,16 @@ class AllowedTools(BaseModel):
     tools: list[FunctionChoice]
 
 
-class TextFormat(BaseModel):
+class TextFormat(_Object):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="With type json_schema.")
-    description: str | None = None
-    strict: bool | None = None
 
 
-class TextOptions(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class TextOptions(_Object):
     format: TextFormat | None = None
 
 
-class ReasoningOptions(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class ReasoningOptions(_Object):
     effort: str | None = Field(None, description="Variable of the chat template; none disables thinking.")
 
 
@@ -174,11 +157,9 @@ class ResponsesRequest(Generation):
     chat_template_kwargs: TemplateArguments | None = None
 
     def unsupported(self) -> tuple[str, str] | None:
-        for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids"):
+        for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "response_format"):
             if getattr(self, name):
                 return name, _NOT_OF_RESPONSES
-        if self.response_format is not None:
-            return "response_format", f"{_NOT_OF_RESPONSES}; use text.format"
         if (self.n or 1) > 1:
             return "n", "is 1 for /v1/responses"
         if self.background and self.store is False:
@@ -203,113 +184,95 @@ class ResponsesRequest(Generation):
 
     def chat(self, items: Iterable[Item]) -> ChatRequest:
         """The request in the terms of chats. items: the conversation, with those of the input. Raises ApiError."""
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         given = {name: getattr(self, name) for name in Generation.model_fields if name in self.model_fields_set}
+        tools: list[FunctionTool] = self.tools or []
+        choice: Any = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            allowed = {tool.name for tool in choice.tools}
+            tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
+        elif isinstance(choice, FunctionChoice):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        format = self.text and self.text.format and self.text.format.model_dump(by_alias=True, exclude_none=True)
+        if format and format["type"] == "json_schema":
+            format = {"type": format.pop("type"), "json_schema": format}
+        if self.truncation == "auto":
+            given.setdefault("truncate_prompt_tokens", -1)
         fields = given | {
-            "messages": _messages(messages, items),
+            "messages": _messages(self.instructions, items),
             "stream": self.stream or self.background,
             "stream_options": None,
             "logit_bias": self.logit_bias and {str(key): bias for key, bias in self.logit_bias.items()},
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "logprobs": self.wants_logprobs,
+            "logprobs": bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ()),
             "top_logprobs": self.top_logprobs,
-            **self._tool_fields(),
+            "response_format": format,
+            "tools": [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in tools
+            ]
+            or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
         }
-        if self.truncation == "auto" and self.truncate_prompt_tokens is None:
-            fields["truncate_prompt_tokens"] = -1
-        if self.text and self.text.format:
-            fields["response_format"] = _response_format(self.text.format)
         fields = {name: value for name, value in fields.items() if value is not None}
         try:
             return ChatRequest.model_validate(fields)
         except ValidationError as error:
             raise in_terms_of_responses(invalid_request(error.errors(include_url=False), fields)) from error
 
-    def _tool_fields(self) -> dict[str, Any]:
-        tools: list[FunctionTool] = self.tools or []
-        choice: Any = self.tool_choice
-        if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools}
-            tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
-        if not tools:
-            return {}
-        if isinstance(choice, FunctionChoice):
-            choice = {"type": "function", "function": {"name": choice.name}}
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in tools]
-        return {
-            "tools": [{"type": "function", "function": function} for function in functions],
-            "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-        }
-
 
 def in_terms_of_responses(error: ApiError) -> ApiError:
     """The error of a translated request, with the name of the field from which the wrong one was translated."""
-    name = (error.param or "").split("[")[0].split(".")[0]
-    if origin := _ORIGINS.get(name):
-        return ApiError(
-            error.status_code, error.detail.replace(name, origin), param=origin, code=error.code, headers=error.headers
-        )
+    name = re.split(r"[.\[]", error.param or "")[0]
+    if name in _ORIGINS:
+        error.param, error.detail = _ORIGINS[name], error.detail.replace(name, _ORIGINS[name])
     return error
-
-
-def _response_format(format: TextFormat) -> dict[str, Any]:
-    if format.type != "json_schema":
-        return {"type": format.type}
-    return {"type": format.type, "json_schema": format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
 
 
 def _stored(item: BaseModel) -> Item:
     values = item.model_dump(exclude_none=True)
-    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-    stored = {"id": new_id(prefixes[values["type"]]), "status": "completed", **values}
+    stored = {"id": new_id(_PREFIXES[values["type"]]), "status": "completed", **values}
     if isinstance(item, MessageItem):
-        kind = "output_text" if item.role == "assistant" else "input_text"
         content = values.get("content", "")
+        kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
         parts = [content] if isinstance(content, str) else content
-        stored["content"] = [{"type": kind, "text": part} if isinstance(part, str) else part for part in parts]
-        for part in stored["content"]:
-            if part["type"] == "output_text":
-                part.setdefault("annotations", [])
+        stored["content"] = [{**kind, "text": part} if isinstance(part, str) else part for part in parts]
     return stored
 
 
-def _messages(messages: list[dict[str, Any]], items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Chat messages of items, behind `messages`. A turn of the assistant is one message, with its thinking, its text
-    and its tool calls; consecutive system messages become one, as many templates accept only one."""
+def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Chat messages of items. A turn of the assistant is one message, with its thinking, its text and its tool calls.
+    Consecutive system messages are one, too, since many templates accept only one."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         last: dict[str, Any] = messages[-1] if messages else {"role": None}
-        kind = item["type"]
-        if kind == "function_call_output":
-            message = {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])}
-        elif kind == "function_call":
+        role = {"function_call_output": "tool", "message": item.get("role")}.get(item["type"], "assistant")
+        if role == "developer":
+            role = "system"
+        if item["type"] == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            message = {"role": "assistant", "tool_calls": [call]}
-            if last["role"] == "assistant":
-                last.setdefault("tool_calls", []).append(call)
-                continue
-        elif kind == "reasoning":
-            message = {"role": "assistant", "reasoning": "".join(part["text"] for part in item.get("content", []))}
+            if last["role"] != "assistant":
+                messages.append(last := {"role": role})
+            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        elif item["type"] == "reasoning":
+            messages.append({"role": role, "reasoning": _text(item.get("content", []))})
+        elif item["type"] == "function_call_output":
+            messages.append({"role": role, "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        elif role == "assistant" and last.keys() == {"role", "reasoning"}:
+            last["content"] = _text(item["content"])
+        elif role == "system" == last["role"]:
+            last["content"] += "\n\n" + _text(item["content"])
         else:
-            role = "system" if item["role"] == "developer" else item["role"]
-            message = {**item, "role": role, "content": _text(item["content"])}
-            for name in ("id", "type", "status", "phase"):
-                message.pop(name, None)
-            if role == "assistant" == last["role"] and last.keys() == {"role", "reasoning"}:
-                last["content"] = message["content"]
-                continue
-            if role == "system" == last["role"]:
-                last["content"] += "\n\n" + message["content"]
-                continue
-        messages.append(message)
+            extra = {name: item[name] for name in item if name not in ("id", "type", "status", "phase")}
+            messages.append({**extra, "role": role, "content": _text(item["content"])})
     return messages
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part[TEXT_PARTS[part["type"]]] for part in content)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part[TEXT_PARTS.get(part.get("type", ""), "text")] for part in content)
 
 
 class Events:
@@ -326,6 +289,11 @@ class Events:
         if self._keep:
             self.kept.append(event)
         return event
+
+
+# The type of the item that an event belongs to, and what such an item has before its text.
+_KINDS = {Reasoning: "reasoning", Content: "message"}
+_BLANK: dict[str, Item] = {"reasoning": {"summary": []}, "message": {"role": "assistant"}}
 
 
 class Output:
@@ -346,19 +314,16 @@ class Output:
         if isinstance(event, ToolCall):
             call = {"call_id": answer.tool_calls[event.index].id, "name": event.name, "arguments": ""}
             return self.close() + self._begin({"type": "function_call", "id": new_id("fc"), **call})
-        begun = b""
-        if isinstance(event, Reasoning) and self._open["type"] != "reasoning":
-            begun = self.close() + self._begin({"type": "reasoning", "id": new_id("rs"), "summary": []})
-        elif isinstance(event, Content) and self._open["type"] != "message":
-            begun = self.close() + self._begin({"type": "message", "id": new_id("msg"), "role": "assistant"})
-        return begun + self._delta(event.text, logprobs if isinstance(event, Content) else [])
+        begun, kind = b"", _KINDS.get(type(event), "function_call")
+        if self._open["type"] != kind:
+            begun = self.close() + self._begin({"type": kind, "id": new_id(_PREFIXES[kind]), **_BLANK[kind]})
+        return begun + self._delta(event.text, logprobs if kind == "message" else [])
 
     def replay(self, item: Item) -> bytes:
         """The events of a complete item, with its whole text at once."""
         part = {"text": item["arguments"]} if item["type"] == "function_call" else item["content"][0]
-        blank = {name: value for name, value in item.items() if name != "content"}
-        begun = self._begin(blank | ({"arguments": ""} if "arguments" in item else {}))
-        return begun + self._delta(part["text"], part.get("logprobs", [])) + self.close(item["status"])
+        blank = {name: "" if name == "arguments" else value for name, value in item.items()}
+        return self._begin(blank) + self._delta(part["text"], part.get("logprobs", [])) + self.close(item["status"])
 
     def close(self, status: str = "completed") -> bytes:
         """The events at the end of the item whose text was coming, if there is one."""
@@ -370,31 +335,35 @@ class Output:
             item["arguments"] = text
             done = self._event("function_call_arguments.done", name=item["name"], arguments=text)
         else:
-            item["content"] = [self._part(text)]
+            item["content"] = [part := self._part(text)]
             logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
-            done = self._event(f"{item['content'][0]['type']}.done", content_index=0, text=text, **logprobs)
-            done += self._event("content_part.done", content_index=0, part=item["content"][0])
+            done = self._event(f"{part['type']}.done", text=text, **logprobs)
+            done += self._event("content_part.done", part=part)
         done += self._events.make("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
         self._open, self._texts, self._logprobs = {"type": None}, [], []
         return done
 
     def _begin(self, item: Item) -> bytes:
-        is_call = item["type"] == "function_call"
-        self._open = {**item, "status": "in_progress", **({} if is_call else {"content": []})}
+        self._open = {**item, "status": "in_progress"}
+        if item["type"] != "function_call":
+            self._open["content"] = []
         begun = self._events.make("response.output_item.added", output_index=len(self.items), item=self._open)
-        return begun if is_call else begun + self._event("content_part.added", content_index=0, part=self._part(""))
+        return begun + (
+            b"" if item["type"] == "function_call" else self._event("content_part.added", part=self._part(""))
+        )
 
     def _delta(self, text: str, logprobs: list[Any]) -> bytes:
         self._texts.append(text)
-        if self._open["type"] == "function_call":
-            return self._event("function_call_arguments.delta", delta=text)
-        if self._open["type"] == "reasoning":
-            return self._event("reasoning_text.delta", content_index=0, delta=text)
         self._logprobs += logprobs
-        return self._event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+        if self._open["type"] == "message":
+            return self._event("output_text.delta", delta=text, logprobs=logprobs)
+        kind = "reasoning_text" if self._open["type"] == "reasoning" else "function_call_arguments"
+        return self._event(f"{kind}.delta", delta=text)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if self._open["type"] != "function_call":
+            fields["content_index"] = 0
         return self._events.make(f"response.{kind}", item_id=self._open["id"], output_index=len(self.items), **fields)
 
     def _part(self, text: str) -> Item:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,11 +57,16 @@ class Record(msgspec.Struct):
 
     response: dict[str, Any]  # as its client gets it
     input: list[dict[str, Any]]  # its own input items, without those of the responses before it
-    used: float = 0.0  # set by the store: the time, in seconds, when it was stored, continued or refreshed
+    used: float = 0.0  # set by the store: the time, in seconds, when it was stored or continued
+    size: int = 0  # set by the store: of the record, in bytes
 
     @property
     def is_running(self) -> bool:
         return self.response["status"] in ("queued", "in_progress")
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [*self.input, *self.response["output"]]
 
 
 @dataclass(frozen=True)
@@ -70,15 +74,14 @@ class Database:
     """What differs between databases.
 
     connect: opens a connection without automatic transactions. error: the class of the driver's errors. mark: what
-    stands for a parameter. begin: starts a transaction that writes. lock: statements that keep other processes from
-    creating the tables at the same time. blob: the type of bytes.
+    stands for a parameter. begin: starts a transaction; they come one after the other, also those of other processes.
+    blob: the type of bytes.
     """
 
     connect: Callable[[], Any]
     error: type[Exception]
     mark: str
     begin: str
-    lock: tuple[str, ...]
     blob: str
 
 
@@ -95,7 +98,7 @@ def sqlite(path: Path | None) -> Database:
         connection.execute("PRAGMA synchronous = NORMAL")
         return connection
 
-    return Database(connect, sqlite3.Error, "?", "BEGIN IMMEDIATE", (), "BLOB")
+    return Database(connect, sqlite3.Error, "?", "BEGIN IMMEDIATE", "BLOB")
 
 
 def postgres(url: str) -> Database:
@@ -105,24 +108,20 @@ def postgres(url: str) -> Database:
     except ImportError as error:
         reason = error_text(error)
         raise ConfigError(f"response_store: a PostgreSQL needs pip install 'quire[postgres]' ({reason})") from error
+    limits = {"connect_timeout": LOCK_SECONDS, "tcp_user_timeout": LOCK_SECONDS * 1000}
 
     def connect() -> Any:
-        connection = psycopg.connect(
-            url, autocommit=True, prepare_threshold=None, connect_timeout=LOCK_SECONDS,
-            tcp_user_timeout=LOCK_SECONDS * 1000,
-        )  # fmt: skip
+        connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, **limits)
         connection.execute(f"SET statement_timeout = '{LOCK_SECONDS}s'")
         connection.execute("SET client_min_messages = warning")  # tables that exist already are no news
         return connection
 
-    return Database(connect, psycopg.Error, "%s", "BEGIN", ("SELECT pg_advisory_xact_lock(7821340)",), "BYTEA")
+    # A lock of the application: it exists before the tables do, and ends with the transaction.
+    return Database(connect, psycopg.Error, "%s", "BEGIN; SELECT pg_advisory_xact_lock(7821340)", "BYTEA")
 
 
 class ResponseStore:
-    """Responses by owner and id. Its methods wait for the database: `run` calls them in the store's own thread.
-
-    All of them raise StoreError.
-    """
+    """Responses by owner and id. Its methods are called through `call`, which waits for the database, or `run`."""
 
     def __init__(self, database: Database, max_bytes: int, max_age: float, may_use_memory: bool = False) -> None:
         """max_bytes: of all records. max_age: seconds since a response was last used. may_use_memory: if the database
@@ -133,53 +132,60 @@ class ResponseStore:
         self._thread = ThreadPoolExecutor(1, "response-store")
 
     async def run(self, method: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
+        """As `call`, in the store's own thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.call, method, *arguments)
 
-    def open(self) -> None:
-        """Connect, and delete what is too old or too much."""
-
-        def count_and_trim() -> None:  # count again, since someone may have deleted rows by hand
-            size = "(SELECT COALESCE(SUM(size), 0) FROM quire_responses)"
-            self._execute(f"UPDATE quire_responses_size SET total = {size}")
-            self._trim()
-
-        self._write(count_and_trim)
+    def call(self, method: Callable[..., T], *arguments: Any) -> T:
+        """Call a method, which does all of its work or, if it fails, nothing. It is called again with a new connection
+        if the database fails, which may have been restarted. Raises StoreError, and what the method raises."""
+        for is_last in (False, True):
+            try:
+                result = self._transact(method, *arguments)
+                self._may_use_memory = False  # from here on, responses in the database would be lost
+                return result
+            except (self.database.error, OSError) as error:
+                self._disconnect()
+                if is_last and not self._may_use_memory:
+                    raise StoreError(error_text(error)) from error
+                problem = error
+        logger.warning("Responses are kept in memory until the server ends (--response-store): %s", error_text(problem))
+        self.database, self._may_use_memory = sqlite(None), False
+        return self.call(method, *arguments)
 
     def close(self) -> None:
         self._thread.submit(self._disconnect).result()
         self._thread.shutdown()
 
+    def open(self) -> None:
+        """Connect, count again, as someone may have deleted rows by hand, and delete what is too old or too much."""
+        size = "(SELECT COALESCE(SUM(size), 0) FROM quire_responses)"
+        self._execute(f"UPDATE quire_responses_size SET total = {size}")
+        self._trim()
+
     def put(self, owner: str, record: Record) -> None:
-        """Store a new response."""
-        self._write(partial(self._insert, owner, record))
+        """Store a new response, or the new state of one."""
+        encoded = msgspec.json.encode(record)
+        size = len(encoded) + ROW_BYTES
+        if size > self.max_bytes:
+            raise StoreError(f"a response of {size} bytes is larger than the whole store (--response-store-bytes)")
+        response_id, previous = record.response["id"], record.response["previous_response_id"]
+        self._remove("id = ?", response_id)
+        row = (response_id, owner, previous, time.time(), size, encoded)
+        self._execute("INSERT INTO quire_responses VALUES (?, ?, ?, ?, ?, ?)", *row)
+        self._execute("UPDATE quire_responses_size SET total = total + ?", size)
+        self._trim()
 
     def replace(self, owner: str, record: Record) -> bool:
         """Store the new state of a response. False if it is no longer running: someone cancelled or deleted it."""
-
-        def write() -> bool:
-            stored = self._select(owner, record.response["id"])
-            if stored is None or not stored.is_running:
-                return False
-            self._insert(owner, record)
-            return True
-
-        return self._write(write)
-
-    def refresh(self, owner: str, response_id: str) -> bool:
-        """Tell other servers that this one still runs the response. False as for `replace`."""
-
-        def write() -> bool:
-            stored = self._select(owner, response_id)
-            if stored is None or not stored.is_running:
-                return False
-            self._execute("UPDATE quire_responses SET used = ? WHERE id = ?", time.time(), response_id)
-            return True
-
-        return self._write(write)
+        stored = self._select(owner, record.response["id"])
+        is_running = stored is not None and stored.is_running
+        if is_running:
+            self.put(owner, record)
+        return is_running
 
     def get(self, owner: str, response_id: str) -> Record:
         """Raises MissingResponseError."""
-        record = self._retried(lambda: self._select(owner, response_id))
+        record = self._select(owner, response_id)
         if record is None:
             raise MissingResponseError(response_id)
         return record
@@ -189,29 +195,18 @@ class ResponseStore:
 
         Their age begins anew. Raises MissingResponseError if the response itself is not stored.
         """
-
-        def read() -> list[Any]:
-            rows: list[Any] = self._execute(_CHAIN, response_id, owner, self._oldest, owner).fetchall()
-            for row in rows:
-                self._execute("UPDATE quire_responses SET used = ? WHERE id = ?", time.time(), row[0])
-            return rows
-
-        rows = self._write(read)
+        rows = self._execute(_CHAIN, response_id, owner, self._oldest, owner).fetchall()
         if not rows:
             raise MissingResponseError(response_id)
+        for row in rows:
+            self._execute("UPDATE quire_responses SET used = ? WHERE id = ?", time.time(), row[0])
         return [_record(used, encoded) for _, used, encoded in rows]
 
     def delete(self, owner: str, response_id: str) -> None:
         """Raises MissingResponseError."""
-
-        def write() -> bool:
-            found = self._select(owner, response_id) is not None
-            if found:
-                self._remove("id = ?", response_id)
-            return found
-
-        if not self._write(write):
+        if self._select(owner, response_id) is None:
             raise MissingResponseError(response_id)
+        self._remove("id = ?", response_id)
 
     @property
     def _oldest(self) -> float:
@@ -223,18 +218,6 @@ class ResponseStore:
         parameters = (response_id, owner, self._oldest)
         row = self._execute(f"SELECT used, record FROM quire_responses WHERE {where}", *parameters).fetchone()
         return None if row is None else _record(*row)
-
-    def _insert(self, owner: str, record: Record) -> None:
-        encoded = msgspec.json.encode(record)
-        size = len(encoded) + ROW_BYTES
-        if size > self.max_bytes:
-            raise StoreError(f"a response of {size} bytes is larger than the whole store (--response-store-bytes)")
-        response_id, previous = record.response["id"], record.response["previous_response_id"]
-        self._remove("id = ?", response_id)
-        row = (response_id, owner, previous, time.time(), size, encoded)
-        self._execute("INSERT INTO quire_responses VALUES (?, ?, ?, ?, ?, ?)", *row)
-        self._execute("UPDATE quire_responses_size SET total = total + ?", size)
-        self._trim()
 
     def _trim(self) -> None:
         self._remove("used < ?", self._oldest)
@@ -250,55 +233,26 @@ class ResponseStore:
         self._execute(f"UPDATE quire_responses_size SET total = total - {size}", parameter)
         self._execute(f"DELETE FROM quire_responses WHERE {where}", parameter)
 
-    def _write(self, work: Callable[[], T]) -> T:
-        """Do all of the work, or, if it fails, nothing. Processes write one after the other."""
-
-        def transaction() -> T:
-            self._execute(self.database.begin)
-            try:
-                # The row of the size is a lock in PostgreSQL. In SQLite, the transaction itself is one.
-                self._execute("UPDATE quire_responses_size SET total = total")
-                result = work()
-                self._execute("COMMIT")
-            except BaseException:
-                with suppress(self.database.error):
-                    self._execute("ROLLBACK")
-                raise
-            return result
-
-        return self._retried(transaction)
-
-    def _retried(self, work: Callable[[], T]) -> T:
-        """Do the work, once more with a new connection if the database fails: it may have been restarted."""
-        for is_last in (False, True):
-            try:
-                result = work()
-                self._may_use_memory = False  # from here on, responses in the database would be lost
-                return result
-            except (self.database.error, OSError) as error:
-                self._disconnect()
-                if is_last and not self._may_use_memory:
-                    raise StoreError(error_text(error)) from error
-                problem = error
-        logger.warning("Responses are kept in memory until the server ends (--response-store): %s", error_text(problem))
-        self.database, self._may_use_memory = sqlite(None), False
-        return self._retried(work)
+    def _transact(self, method: Callable[..., T], *arguments: Any) -> T:
+        tables: list[str] = []
+        if self._connection is None:
+            self._connection = self.database.connect()
+            tables = _TABLES.format(blob=self.database.blob).split(";")
+        self._execute(self.database.begin)
+        try:
+            for statement in tables:
+                self._execute(statement)
+            result = method(*arguments)
+            self._execute("COMMIT")
+        except BaseException:
+            with suppress(self.database.error):
+                self._execute("ROLLBACK")
+            raise
+        return result
 
     def _execute(self, sql: str, *parameters: Any) -> Any:
-        if self._connection is None:
-            self._connection = self._connect()
-        return self._connection.execute(sql.replace("?", self.database.mark), parameters)
-
-    def _connect(self) -> Any:
-        connection = self.database.connect()
-        tables = _TABLES.format(blob=self.database.blob).split(";")
-        try:
-            for statement in (self.database.begin, *self.database.lock, *tables, "COMMIT"):
-                connection.execute(statement)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        # Without parameters, PostgreSQL takes several statements.
+        return self._connection.execute(sql.replace("?", self.database.mark), *([parameters] if parameters else []))
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -309,7 +263,7 @@ class ResponseStore:
 
 def _record(used: float, encoded: bytes) -> Record:
     record = msgspec.json.decode(encoded, type=Record)
-    record.used = used
+    record.used, record.size = used, len(encoded)
     return record
 
 
@@ -336,7 +290,7 @@ def open_store(config: ServerConfig) -> ResponseStore:
     )
     try:
         if given is not None:
-            store.open()
+            store.call(store.open)
     except StoreError as error:
         raise ConfigError(f"response_store cannot be opened: {error_text(error)}") from error
     return store

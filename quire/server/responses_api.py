@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 from starlette.types import Message
-from typing_extensions import TypedDict  # before Python 3.12, pydantic does not take that of typing
 
 from quire.config import ServerConfig
 from quire.metrics.logging import logger
 from quire.server.answering import Answering, Piece
+from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, json_response
 from quire.server.generation import EventStream, Server
 from quire.server.logprobs import chat_logprobs
@@ -29,35 +29,6 @@ LOST_SECONDS = 60.0  # without such a sign, after which the response has failed
 
 T = TypeVar("T")
 router = APIRouter()
-
-
-class ResponseObject(TypedDict):
-    """OpenAI's object, of which these are the important keys."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-    model: str
-    output: list[dict[str, Any]]
-    previous_response_id: str | None
-    usage: dict[str, Any] | None
-    error: dict[str, str] | None
-    incomplete_details: dict[str, str] | None
-
-
-class InputItems(TypedDict):
-    object: Literal["list"]
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class Deleted(TypedDict):
-    id: str
-    object: Literal["response"]
-    deleted: bool
 
 
 class ResponseStream(EventStream):
@@ -93,8 +64,8 @@ class Responses:
             record.response |= {"status": "failed", "error": error}
         return record
 
-    async def conversation(self, owner: str, response_id: str) -> list[Item]:
-        """The items up to and with the output of a response. Raises ApiError."""
+    async def conversation(self, owner: str, response_id: str, held: HeldBody) -> list[Item]:
+        """The items up to and with the output of a response, which count as a part of the body. Raises ApiError."""
         param = "previous_response_id"
         records = await self.call(self.store.chain, owner, response_id, param)
         if records[-1].is_running:
@@ -102,7 +73,8 @@ class Responses:
         if missing := records[0].response["previous_response_id"]:
             message = f"{param}: the conversation's response {missing} is not stored any more"
             raise ApiError(404, message, param=param, code="response_not_found")
-        return [item for record in records for item in (*record.input, *record.response["output"])]
+        held.grow(sum(record.size for record in records))
+        return [item for record in records for item in record.items]
 
 
 def _unavailable(error: StoreError) -> ApiError:
@@ -194,7 +166,7 @@ class Run:
         while not self.is_cancelled:
             await asyncio.sleep(REFRESH_SECONDS)
             with suppress(StoreError):
-                if not await store.run(store.refresh, self.owner, self.response["id"]):
+                if not await store.run(store.replace, self.owner, self.record):
                     self.cancel()
 
     def cancel(self) -> None:
@@ -290,37 +262,35 @@ def _replay(record: Record, after: int) -> list[bytes]:
 
 def _new_response(server: Server, body: ResponsesRequest, answering: Answering) -> dict[str, Any]:
     """A response that has no output yet, with its parameters as given or by default."""
-    default = server.llm.processor.default_sampling_params()
-    echoed = body.model_dump(include={"tools", "tool_choice", "text", "reasoning"}, by_alias=True, exclude_none=True)
+    sampling = server.llm.processor.default_sampling_params()
+    default: dict[str, Any] = {
+        "background": False,
+        "max_output_tokens": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": True,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "user": None,
+    }
     return {
         "id": new_id("resp"),
         "object": "response",
         "created_at": answering.call.created,
-        "completed_at": None,
         "status": "queued" if body.background else "in_progress",
-        "background": bool(body.background),
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
         "model": answering.call.model,
         "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None} | echoed.get("reasoning", {}),
-        "service_tier": "default",
-        "store": body.store is not False,
-        "temperature": default.temperature if body.temperature is None else body.temperature,
-        "text": {"format": {"type": "text"}} | echoed.get("text", {}),
-        "tool_choice": echoed.get("tool_choice", "auto"),
-        "tools": echoed.get("tools", []),
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": default.top_p if body.top_p is None else body.top_p,
-        "truncation": body.truncation or "disabled",
-        "usage": None,
-        "user": body.user,
+        **default,
+        **body.model_dump(include=set(default), by_alias=True, exclude_none=True),
+        **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
     }
 
 
@@ -331,7 +301,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     server.accept(body)
     earlier = []
     if body.previous_response_id is not None:
-        earlier = await responses.conversation(owner, body.previous_response_id)
+        earlier = await responses.conversation(owner, body.previous_response_id, request.state.body)
     items = body.items()
     chat = await request.state.body.run(body.chat, [*earlier, *items])
     body.drop_prompt()
@@ -362,7 +332,7 @@ async def _never() -> Message:
     raise AssertionError
 
 
-@router.get("/v1/responses/{response_id}", responses=stream_answers(ResponseObject), response_model=None)
+@router.get("/v1/responses/{response_id}", responses=stream_answers(Item), response_model=None)
 async def retrieve_response(
     response_id: str,
     request: Request,
@@ -386,7 +356,7 @@ async def _events(events: list[bytes]) -> AsyncGenerator[bytes]:
     yield b"".join(events)
 
 
-@router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseObject), response_model=None)
+@router.post("/v1/responses/{response_id}/cancel", responses=answers(Item), response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that is generated in the background."""
     responses, owner = _responses(request), _owner(request)
@@ -407,7 +377,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     return json_response(record.response)
 
 
-@router.delete("/v1/responses/{response_id}", responses=answers(Deleted), response_model=None)
+@router.delete("/v1/responses/{response_id}", responses=answers(Item), response_model=None)
 async def delete_response(response_id: str, request: Request) -> Response:
     """Forget a response. Those that continue it can be read, but not continued any more."""
     responses, owner = _responses(request), _owner(request)
@@ -418,7 +388,7 @@ async def delete_response(response_id: str, request: Request) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=answers(InputItems), response_model=None)
+@router.get("/v1/responses/{response_id}/input_items", responses=answers(Item), response_model=None)
 async def list_input_items(
     response_id: str,
     request: Request,
@@ -429,7 +399,7 @@ async def list_input_items(
     """The conversation that the model got: the response's input, behind that of the responses that it continues."""
     responses = _responses(request)
     *earlier, last = await responses.call(responses.store.chain, _owner(request), response_id)
-    items = [item for record in earlier for item in (*record.input, *record.response["output"])] + last.input
+    items = [item for record in earlier for item in record.items] + last.input
     if order == "desc":
         items.reverse()
     begin = 0
@@ -438,7 +408,7 @@ async def list_input_items(
         if not begin:
             raise ApiError(400, f"after: the response has no input item {after[:100]!r}", param="after")
     data = items[begin : begin + limit]
-    listed: InputItems = {
+    listed = {
         "object": "list",
         "data": data,
         "first_id": data[0]["id"] if data else None,
@@ -449,6 +419,6 @@ async def list_input_items(
 
 
 router.add_api_route(
-    "/v1/responses", create_response, methods=["POST"], responses=stream_answers(ResponseObject), response_model=None,
+    "/v1/responses", create_response, methods=["POST"], responses=stream_answers(Item), response_model=None,
     route_class_override=StrictRoute,
 )  # fmt: skip

@@ -10,7 +10,9 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,8 +34,27 @@ from quire.server.response_store import (
 from support.postgres import Postgres, running_postgres
 
 DAY = 86400.0
+
+
+class Store:
+    """A store whose methods are called directly."""
+
+    def __init__(self, database: Database, max_bytes: int = 1 << 20, max_age: float = DAY) -> None:
+        self.store = ResponseStore(database, max_bytes, max_age)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+        return method if name == "close" else partial(self.store.call, method)
+
+
 FORK = multiprocessing.get_context("spawn")
-OpenStore = Callable[..., ResponseStore]
+OpenStore = Callable[..., Store]
+
+
+def calling(store: ResponseStore) -> Store:
+    wrapped = Store(store.database)
+    wrapped.store = store
+    return wrapped
 
 
 def record(response_id: str, previous: str | None = None, size: int = 10, status: str = "completed") -> Record:
@@ -66,8 +87,8 @@ def open_one(database: Database) -> Iterator[OpenStore]:
     """Opens stores that are closed at the end of the test."""
     stores = []
 
-    def open_one(max_bytes: int = 1 << 20, max_age: float = DAY) -> ResponseStore:
-        stores.append(ResponseStore(database, max_bytes, max_age))
+    def open_one(max_bytes: int = 1 << 20, max_age: float = DAY) -> Store:
+        stores.append(Store(database, max_bytes, max_age))
         return stores[-1]
 
     yield open_one
@@ -76,7 +97,7 @@ def open_one(database: Database) -> Iterator[OpenStore]:
 
 
 @pytest.fixture
-def store(open_one: OpenStore) -> ResponseStore:
+def store(open_one: OpenStore) -> Store:
     return open_one()
 
 
@@ -116,12 +137,10 @@ def test_a_chain_begins_with_its_first_response_and_branches(store):
     assert ids(store.chain("owner", "c")) == ["b", "c"]
 
 
-def test_only_a_running_response_can_be_replaced_or_refreshed(store):
+def test_only_a_running_response_can_be_replaced(store):
     assert not store.replace("owner", record("a"))
     store.put("owner", record("a", status="queued"))
-    assert store.refresh("owner", "a")
     assert store.replace("owner", record("a", status="cancelled"))
-    assert not store.refresh("owner", "a")
     assert not store.replace("owner", record("a", status="completed"))
     assert store.get("owner", "a").response["status"] == "cancelled"
 
@@ -162,7 +181,7 @@ def test_a_response_that_is_larger_than_the_store_is_refused_and_deletes_nothing
 
 
 def test_the_size_is_counted_again_when_the_store_is_opened(store):
-    store.max_bytes = 5000
+    store.store.max_bytes = 5000
     store.put("owner", record("a", size=3000))
     store._execute("DELETE FROM quire_responses")  # by hand, without the count
     store.open()
@@ -177,7 +196,7 @@ class BoundedStore(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.database = sqlite(None)
-        self.store = ResponseStore(self.database, 4000, DAY)
+        self.store = Store(self.database, 4000, DAY)
         self.sizes: dict[str, int] = {}  # of what was stored, in the order of its last use
 
     def teardown(self) -> None:
@@ -225,7 +244,7 @@ TestBoundedStore = BoundedStore.TestCase
 
 def _write_many(database: tuple[str, str], name: str, count: int, max_bytes: int) -> None:
     kind, place = database
-    store = ResponseStore(postgres(place) if kind == "postgres" else sqlite(Path(place)), max_bytes, DAY)
+    store = Store(postgres(place) if kind == "postgres" else sqlite(Path(place)), max_bytes, DAY)
     for index in range(count):
         store.put("owner", record(f"{name}-{index}", f"{name}-{index - 1}" if index else None, size=500))
         store.chain("owner", f"{name}-{index}")
@@ -248,7 +267,7 @@ def test_several_processes_write_to_one_store_within_its_bounds(request, tmp_pat
     for writer in writers:
         writer.join(120)
         assert writer.exitcode == 0
-    store = ResponseStore(postgres(place) if kind == "postgres" else sqlite(Path(place)), limit, DAY)
+    store = Store(postgres(place) if kind == "postgres" else sqlite(Path(place)), limit, DAY)
     size, rows = store._execute("SELECT SUM(size), COUNT(*) FROM quire_responses").fetchone()
     [total] = store._execute("SELECT total FROM quire_responses_size").fetchone()
     assert size == total
@@ -258,7 +277,7 @@ def test_several_processes_write_to_one_store_within_its_bounds(request, tmp_pat
 
 
 def _write_until_killed(path: str) -> None:
-    store = ResponseStore(sqlite(Path(path)), 200_000, DAY)
+    store = Store(sqlite(Path(path)), 200_000, DAY)
     for index in range(1_000_000):
         store.put("owner", record(f"r-{index}", size=20_000))
 
@@ -273,7 +292,7 @@ def test_a_store_whose_server_is_killed_while_it_writes_opens_and_is_whole(tmp_p
         time.sleep(seconds)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-        store = ResponseStore(sqlite(path), 200_000, DAY)
+        store = Store(sqlite(path), 200_000, DAY)
         store.put("owner", record("after"))
         assert store.get("owner", "after")
         assert store._execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -285,7 +304,7 @@ def test_a_store_whose_server_is_killed_while_it_writes_opens_and_is_whole(tmp_p
 
 
 def test_a_file_does_not_grow_without_end(tmp_path):
-    store = ResponseStore(sqlite(tmp_path / "responses.sqlite3"), 200_000, DAY)
+    store = Store(sqlite(tmp_path / "responses.sqlite3"), 200_000, DAY)
     for index in range(300):
         store.put("owner", record(f"r-{index}", size=10_000))
     store.close()
@@ -294,14 +313,14 @@ def test_a_file_does_not_grow_without_end(tmp_path):
 
 def test_the_default_is_a_file_of_this_user_alone_that_is_made_at_its_first_use(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    store = open_store(ServerConfig.create())
+    store = calling(open_store(ServerConfig.create()))
     assert not list(tmp_path.iterdir())
     store.put("owner", record("a"))
     path = tmp_path / "quire" / "responses.sqlite3"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     store.close()
-    again = open_store(ServerConfig.create())
+    again = calling(open_store(ServerConfig.create()))
     assert again.get("owner", "a")
     again.close()
 
@@ -317,7 +336,7 @@ def test_without_a_usable_file_responses_are_kept_in_memory_with_one_warning(tmp
     else:
         monkeypatch.setattr("quire.server.response_store.state_folder", lambda: None)
     monkeypatch.setattr("quire.server.response_store.logger.propagate", True)
-    store = open_store(ServerConfig.create())
+    store = calling(open_store(ServerConfig.create()))
     store.put("owner", record("a"))
     store.put("owner", record("b"))
     assert ids([store.get("owner", name) for name in "ab"]) == ["a", "b"]
@@ -338,18 +357,18 @@ def test_a_store_that_was_asked_for_and_cannot_be_opened_is_an_error(tmp_path):
 
 def test_a_database_that_fails_and_recovers_is_used_again(tmp_path):
     path = tmp_path / "responses.sqlite3"
-    store = ResponseStore(sqlite(path), 1 << 20, DAY)
+    store = Store(sqlite(path), 1 << 20, DAY)
     store.put("owner", record("a"))
-    store._connection.close()  # as if the connection were lost
+    store.store._connection.close()  # as if the connection were lost
     with pytest.raises(sqlite3.ProgrammingError):
-        store._connection.execute("SELECT 1")
+        store.store._connection.execute("SELECT 1")
     assert store.get("owner", "a")
     store.close()
 
 
 @pytest.mark.slow
 def test_a_postgres_that_is_restarted_is_used_again(server):
-    store = ResponseStore(postgres(server.url), 1 << 20, DAY)
+    store = Store(postgres(server.url), 1 << 20, DAY)
     store.put("owner", record("before"))
     server.stop()
     with pytest.raises(StoreError):

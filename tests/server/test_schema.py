@@ -29,7 +29,9 @@ WITH_BODY = [
     "/detokenize",
     "/abort_requests",
 ]
-TRANSLATED = [f"POST {path}" for path in WITH_BODY if path.startswith(("/v1/messages", "/api/"))]  # to chat requests
+TRANSLATED = [
+    f"POST {path}" for path in WITH_BODY if path.startswith(("/v1/messages", "/v1/responses", "/api/"))
+]  # to chat requests
 RESPONSE = "/v1/responses/{response_id}"
 READ = [
     *("/v1/models", "/v1/models/{model}", RESPONSE, f"{RESPONSE}/input_items"),
