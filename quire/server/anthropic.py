@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from quire.server.answering import Answer, Answering, Piece
+from quire.server.answering import Answer, Answering
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, bad_value, json_response
 from quire.server.fields import Positive, Strings
@@ -30,6 +30,9 @@ class AnthropicRoute(StrictRoute):
 
 
 router = APIRouter(route_class=AnthropicRoute)
+_SAMPLING = {name: name for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")} | {
+    "stop": "stop_sequences"
+}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are "end_turn"
 
@@ -37,10 +40,6 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are
 class TextBlock(BaseModel):
     type: Literal["text"]
     text: str
-
-    @property
-    def part(self) -> dict[str, str]:
-        return {"type": "text", "text": self.text}
 
 
 class ThinkingBlock(BaseModel):
@@ -96,28 +95,22 @@ class InputMessage(BaseModel):
             elif isinstance(block, ThinkingBlock):
                 thoughts.append(block.thinking)
             elif isinstance(block, TextBlock):
-                parts.append(block.part)
+                parts.append(block.model_dump())
         if parts or calls or thoughts or not self.content:
             message = {"role": self.role, "content": parts, "tool_calls": calls or None}
             yield {**message, "reasoning": "\n".join(thoughts) or None}
 
 
 def _text(text: Text | None) -> str | list[dict[str, str]]:
-    return [block.part for block in text] if isinstance(text, list) else text or ""
+    return [block.model_dump() for block in text] if isinstance(text, list) else text or ""
 
 
 class Tool(BaseModel):
-    type: Literal["custom"] | None = Field(None, description="Tools that run on the server are not supported.")
+    type: Literal["custom"] | None = Field(None, exclude=True, description="Only tools of the client.")
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] = Field(serialization_alias="parameters")
     strict: bool | None = None
-
-    @property
-    def translated(self) -> dict[str, Any]:
-        fields = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return {"type": "function", "function": {"name": self.name, **given}}
 
 
 class ToolChoice(BaseModel):
@@ -156,11 +149,13 @@ class CountTokensRequest(Body):
     def chat(self) -> ChatRequest:
         """Raises ApiError."""
         choice, thinking = self.tool_choice, self.thinking
-        fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
+        fields: dict[str, Any] = {theirs: getattr(self, ours, None) for theirs, ours in _SAMPLING.items()}
+        fields |= {"model": self.model, "messages": list(self._messages())}
         if self.messages[-1].role == "assistant":
             fields["continue_final_message"] = True
         if self.tools:
-            fields["tools"] = [tool.translated for tool in self.tools]
+            functions = [tool.model_dump(by_alias=True, exclude_none=True) for tool in self.tools]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
         if choice is not None and choice.type == "tool" and choice.name is None:
             raise ApiError(400, "tool_choice.name: Field required", param="tool_choice.name")
         if choice is not None:
@@ -175,7 +170,7 @@ class CountTokensRequest(Body):
             if (wanted := self.output_config.format) is not None:
                 schema = {"name": "output", "schema": wanted.schema_, "strict": True}
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return validated(ChatRequest, fields | self._sampling())
+        return validated(ChatRequest, fields)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
@@ -183,9 +178,6 @@ class CountTokensRequest(Body):
         tool_names: dict[str, str] = {}
         for message in self.messages:
             yield from message.translated(tool_names)
-
-    def _sampling(self) -> dict[str, Any]:
-        return {}
 
 
 class MessagesRequest(CountTokensRequest):
@@ -198,35 +190,10 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = Field(None, description="Ignored.")
     service_tier: str | None = Field(None, description="Ignored.")
 
-    def _sampling(self) -> dict[str, Any]:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        return {name: getattr(self, name) for name in names} | {"stop": self.stop_sequences}
-
-
-class ErrorDetail(TypedDict):
-    type: str
-    message: str
-
-
-class ErrorAnswer(TypedDict):
-    type: Literal["error"]
-    error: ErrorDetail
-
-
-class TokenCount(TypedDict):
-    input_tokens: int
-
-
-class Usage(TypedDict):
-    """The prompt has input_tokens and cache_read_input_tokens, which were found in the prefix cache."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
 
 class MessageAnswer(TypedDict):
+    """usage: the prompt has input_tokens and cache_read_input_tokens; the latter were found in the prefix cache."""
+
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -234,7 +201,12 @@ class MessageAnswer(TypedDict):
     content: list[dict[str, Any]]
     stop_reason: str | None
     stop_sequence: str | None
-    usage: Usage
+    usage: dict[str, int]
+
+
+class ErrorAnswer(TypedDict):
+    type: Literal["error"]
+    error: dict[str, str]
 
 
 class MessageStream(EventStream):
@@ -242,7 +214,7 @@ class MessageStream(EventStream):
     done = b""
 
 
-@router.post("/v1/messages/count_tokens", responses=answers(TokenCount, ErrorAnswer), response_model=None)
+@router.post("/v1/messages/count_tokens", responses=answers(dict[str, int], ErrorAnswer), response_model=None)
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     held: HeldBody = request.state.body
@@ -255,7 +227,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     except ValueError as error:
         raise bad_value(error, (), "messages") from error
     token_ids = await held.run(server.llm.get_tokenizer().encode, prompt, False)
-    return json_response(TokenCount(input_tokens=len(token_ids)))
+    return json_response({"input_tokens": len(token_ids)})
 
 
 @router.post("/v1/messages", responses=stream_answers(MessageAnswer, ErrorAnswer), response_model=None)
@@ -270,7 +242,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return json_response(_message(answering, _content(answer), _stop(answer)))
 
 
-def _usage(answering: Answering) -> Usage:
+def _usage(answering: Answering) -> dict[str, int]:
     usage = answering.meter.usage
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
@@ -315,45 +287,31 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
 
 
 async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
-    blocks, begun = _Blocks(), False
+    index, block, begun = -1, "", False  # the open content block
     async with aclosing(answering.pieces()) as steps:
         async for pieces in steps:
             events = []
             if not begun:
                 begun = True
                 events = [_event("message_start", message=_message(answering, [], (None, None))), _event("ping")]
-            for piece in pieces:
-                events += blocks.events(piece)
+            for event in (event for piece in pieces for event in piece.events):
+                kind, start, delta = _block(event, answering.answers[0])
+                if start is not None and (kind != block or kind == "tool_use"):
+                    events += [_event("content_block_stop", index=index)] if block else []
+                    index, block = index + 1, kind
+                    events.append(_event("content_block_start", index=index, content_block={"type": kind, **start}))
+                if delta is not None:
+                    events.append(_event("content_block_delta", index=index, delta=delta))
             if events:
                 yield b"".join(events)
     reason, sequence = _stop(answering.answers[0])
     delta = {"stop_reason": reason, "stop_sequence": sequence}
-    yield blocks.end() + _event("message_delta", delta=delta, usage=_usage(answering)) + _event("message_stop")
+    end = _event("content_block_stop", index=index) if block else b""
+    yield end + _event("message_delta", delta=delta, usage=_usage(answering)) + _event("message_stop")
 
 
-class _Blocks:
-    """The content blocks of a stream. Only the last one is open."""
-
-    def __init__(self) -> None:
-        self._index, self._open = -1, ""
-
-    def events(self, piece: Piece) -> Iterator[bytes]:
-        for event in piece.events:
-            kind, start, delta = _block(event, piece.answer)
-            if start is not None and (kind != self._open or isinstance(event, ToolCall)):
-                yield self.end()
-                self._index, self._open = self._index + 1, kind
-                yield _event("content_block_start", index=self._index, content_block={"type": kind, **start})
-            if delta is not None:
-                yield _event("content_block_delta", index=self._index, delta=delta)
-
-    def end(self) -> bytes:
-        """The end of the open block, if there is one."""
-        return _event("content_block_stop", index=self._index) if self._open else b""
-
-
-def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, dict[str, str] | None]:
-    """(type of the event's block, how such a block starts, what the event adds to it)."""
+def _block(event: Event, answer: Answer) -> tuple[str, dict[str, Any] | None, dict[str, str | None] | None]:
+    """(type of the event's block, how such a block begins, what the event adds to it)."""
     match event:
         case Reasoning(text):
             return "thinking", {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": text}

@@ -24,10 +24,11 @@ from quire.server.fields import Logprobs, Objects
 from quire.server.generation import Call, EventStream, Server
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import Body, ChatRequest
+from quire.server.responses import Version
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Reasoning
 
-VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to find out what they may use
+OLLAMA_VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to find out what they may use
 # The options that Quire has, and their names in ChatRequest.
 _OPTIONS = {
     "num_predict": "max_tokens",
@@ -58,7 +59,8 @@ class NamedModel(Body):
         given = self.model
         if given and given not in server.model_names:
             self.model = given.removesuffix(":latest")
-        return (given and server.accept(self) and given) or server.accept(self)
+        name = server.accept(self)
+        return given or name
 
 
 class ShowRequest(NamedModel):
@@ -153,18 +155,10 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-class ErrorAnswer(TypedDict):
-    error: str
-
-
 class OllamaAnswer(TypedDict):
     model: str
     created_at: str
     done: bool
-
-
-class ModelList(TypedDict):
-    models: list[dict[str, Any]]
 
 
 class ModelDescription(TypedDict):
@@ -173,15 +167,12 @@ class ModelDescription(TypedDict):
     capabilities: list[str]
 
 
-class OllamaVersion(TypedDict):
-    version: str
-
-
 class LineStream(EventStream):
     media_type = "application/x-ndjson"
     before_error, after_error, done = b"", b"\n", b""
 
 
+ErrorAnswer = dict[str, str]
 Part = Callable[[str, str | None, Sequence[FunctionCall]], dict[str, Any]]
 _STREAM = stream_answers(OllamaAnswer, ErrorAnswer, LineStream.media_type)
 
@@ -286,11 +277,9 @@ def _end(answering: Answering) -> dict[str, Any]:
 
 def _details(server: Server) -> dict[str, Any]:
     frontend = server.llm.frontend
+    unknown = dict.fromkeys(("parent_model", "parameter_size", "quantization_level"), "")
     kind = "gguf" if frontend.directory.is_file() else "safetensors"
-    family = frontend.model_type
-    return {"parent_model": "", "format": kind, "family": family, "families": [family]} | dict.fromkeys(
-        ("parameter_size", "quantization_level"), ""
-    )
+    return {**unknown, "format": kind, "family": frontend.model_type, "families": [frontend.model_type]}
 
 
 def _cards(server: Server) -> Iterator[dict[str, Any]]:
@@ -302,14 +291,14 @@ def _cards(server: Server) -> Iterator[dict[str, Any]]:
         yield {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(server)}
 
 
-@router.get("/api/tags", responses=answers(ModelList, ErrorAnswer), response_model=None)
+@router.get("/api/tags", responses=answers(dict[str, list[dict[str, Any]]], ErrorAnswer), response_model=None)
 async def list_local_models(request: Request) -> Response:
     server: Server = request.app.state.server
     modified = datetime.fromtimestamp(server.created, UTC).isoformat()
     return json_response({"models": [{**card, "modified_at": modified} for card in _cards(server)]})
 
 
-@router.get("/api/ps", responses=answers(ModelList, ErrorAnswer), response_model=None)
+@router.get("/api/ps", responses=answers(dict[str, list[dict[str, Any]]], ErrorAnswer), response_model=None)
 async def list_running_models(request: Request) -> Response:
     """All models: none is ever unloaded."""
     server: Server = request.app.state.server
@@ -338,6 +327,6 @@ async def show(body: ShowRequest, request: Request) -> Response:
     )
 
 
-@router.get("/api/version", responses=answers(OllamaVersion, ErrorAnswer), response_model=None)
+@router.get("/api/version", responses=answers(Version, ErrorAnswer), response_model=None)
 async def ollama_version() -> Response:
-    return json_response({"version": VERSION})
+    return json_response(Version(version=OLLAMA_VERSION))
