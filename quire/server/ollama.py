@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from quire.messages.outputs import CompletionOutput
 from quire.server.answering import Answering, FunctionCall
-from quire.server.errors import json_response
+from quire.server.errors import ApiError, json_response
 from quire.server.fields import Logprobs, Objects
 from quire.server.generation import Call, EventStream, Server
 from quire.server.logprobs import chat_logprobs
@@ -75,6 +75,12 @@ class Generation(NamedModel):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = Field(None, description="Only with logprobs.")
     keep_alive: float | str | None = Field(None, description="Ignored: the model stays loaded.")
+
+    def accepted(self, server: Server) -> str:
+        name = super().accepted(server)
+        if self.think and server.llm.frontend.reasoning is None:
+            raise ApiError(400, f"think: the model {name!r} does not support thinking", param="think")
+        return name
 
     def unsupported(self) -> tuple[str, str] | None:
         return next(((name, why) for name, why in _REFUSED.items() if (self.model_extra or {}).get(name)), None)
@@ -321,7 +327,11 @@ async def show(body: ShowRequest, request: Request) -> Response:
             "template": frontend.given_chat_template or frontend.tokenizer.chat_template or "",
             "details": details,
             "model_info": info,
-            "capabilities": ["completion"],
+            "capabilities": [
+                "completion",
+                *(["tools"] if server.tool_parser else []),
+                *(["thinking"] if frontend.reasoning else []),
+            ],
             "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
         }
     )

@@ -12,6 +12,7 @@ from support.server import Answer, Host, Service, eventually
 
 USER = {"role": "user", "content": "Tell me a story about a dog."}
 BODY = {"messages": [USER], "max_tokens": 24, "temperature": 0}
+DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 TOOL = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object"}}
 
 
@@ -51,12 +52,19 @@ def message_of(events):
             content.append(open_block)
         elif event["type"] == "content_block_delta":
             assert event["index"] == len(content) - 1
-            assert event["delta"]["type"] == "text_delta"
-            open_block["text"] += event["delta"]["text"]
+            kind, field = event["delta"]["type"], DELTAS[event["delta"]["type"]]
+            assert kind.partition("_")[0] in (open_block["type"], "input")
+            if kind == "input_json_delta":
+                open_block["input"] = (open_block["input"] or "") + event["delta"][field]
+            else:
+                open_block[field] += event["delta"][field]
         else:
             assert event == {"type": "content_block_stop", "index": len(content) - 1}
             open_block = None
     assert open_block is None
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["input"])
     return {**message, "content": content, **end["delta"], "usage": end["usage"]}
 
 
@@ -170,6 +178,75 @@ def test_tools_that_may_not_be_called_reach_the_template(server):
     counted = count(server, messages=[USER], tools=[TOOL], tool_choice={"type": "none"})
     assert counted == tokens_of(server, [USER], tools=tools) > tokens_of(server, [USER])
     assert ask(server, tools=[TOOL], tool_choice={"type": "none"})["content"][0]["type"] == "text"
+
+
+THOUGHT = "<think>\nIt is a city.\n</think>\n\nI will look."
+CALLS = """
+<tool_call>
+{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {}}
+</tool_call>"""
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def said(parrot: Service, text: str, stream: bool, **fields):
+    """The content and the stop reason of the answer of a model that says this."""
+    message = ask(parrot, messages=[{"role": "user", "content": text}], max_tokens=500, stream=stream, **fields)
+    assert all(block.pop("signature", "") == "" for block in message["content"])
+    ids = [block.pop("id") for block in message["content"] if block["type"] == "tool_use"]
+    assert len(set(ids)) == len(ids)
+    return message["content"], message["stop_reason"]
+
+
+@STREAMS
+def test_thinking_is_a_block_of_its_own(parrot, stream):
+    content, reason = said(parrot, THOUGHT, stream, thinking={"type": "adaptive"})
+    assert reason == "end_turn"
+    assert [block["type"] for block in content] == ["thinking", "text"]
+    assert [content[0]["thinking"].strip(), content[1]["text"].strip()] == ["It is a city.", "I will look."]
+
+
+@STREAMS
+def test_tool_calls_are_blocks_behind_thinking_and_text(parrot, stream):
+    content, reason = said(parrot, THOUGHT + CALLS, stream, tools=[TOOL])
+    assert reason == "tool_use"
+    assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert content[1]["text"].strip() == "I will look."
+    assert content[2:] == [
+        {"type": "tool_use", "name": "weather", "input": {"city": "Paris", "days": [1, 2]}},
+        {"type": "tool_use", "name": "weather", "input": {}},
+    ]
+
+
+@STREAMS
+def test_only_one_tool_is_called_if_the_request_wants_no_more(parrot, stream):
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    content, _ = said(parrot, CALLS.strip(), stream, tools=[TOOL], tool_choice=choice)
+    assert [block["type"] for block in content] == ["tool_use"]
+
+
+@STREAMS
+def test_calls_that_may_not_be_made_are_text(parrot, stream):
+    content, reason = said(parrot, CALLS.strip(), stream, tools=[TOOL], tool_choice={"type": "none"})
+    assert (content, reason) == ([{"type": "text", "text": CALLS.strip()}], "end_turn")
+
+
+@STREAMS
+def test_the_bundled_model_calls_a_tool_and_reads_its_result(server, stream):
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": schema}
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    message = ask(server, messages=[question], tools=[tool], max_tokens=120, stream=stream)
+    [block] = message["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert message["stop_reason"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": '{"temperature": 21, "sky": "sunny"}'}
+    turns = [question, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    answer = ask(server, messages=turns, tools=[tool], max_tokens=120, stream=stream)
+    assert answer["stop_reason"] == "end_turn"
+    assert "sunny" in answer["content"][0]["text"]
 
 
 def test_thinking_can_be_switched_off(server):

@@ -169,6 +169,48 @@ def test_calls_and_results_of_tools_become_openais_messages(server):
     assert ask(server, "/api/chat", messages=messages, stream=False)[1]["done"]
 
 
+SAID = """<think>
+It is a city.
+</think>
+
+I will look.
+<tool_call>
+{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {}}
+</tool_call>"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_and_tool_calls_are_separated_from_the_answer(parrot, stream):
+    body = {"messages": [{"role": "user", "content": SAID}], "tools": [TOOL], "think": True}
+    answer = parrot.post("/api/chat", {**body, "stream": stream})
+    messages = [part["message"] for part in lines_of(answer)] if stream else [answer.json["message"]]
+    assert {message["role"] for message in messages} == {"assistant"}
+    assert "".join(message.get("thinking", "") for message in messages).strip() == "It is a city."
+    assert "".join(message["content"] for message in messages).strip() == "I will look."
+    calls = [call for message in messages for call in message.get("tool_calls", [])]
+    assert len({call.pop("id") for call in calls}) == 2
+    assert calls == [
+        {"function": {"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}},
+        {"function": {"name": "weather", "arguments": {}}},
+    ]
+    text, last = ask(parrot, "/api/generate", prompt=SAID.partition("<tool")[0].strip(), stream=stream, options={})
+    assert text.strip() == "I will look."
+    assert last["done_reason"] == "stop"
+
+
+def test_a_model_that_does_not_think_is_not_told_to(server, parrot):
+    for path in ("/api/chat", "/api/generate"):
+        for think in (True, "high"):
+            body = {"messages": [USER], "prompt": "a", "think": think}
+            assert "does not support thinking" in refused(server, path, body)
+    assert ask(server, "/api/chat", messages=[USER], think=False, stream=False)[0]
+    assert server.post("/api/show", {"model": "demo"}).json["capabilities"] == ["completion", "tools"]
+    assert parrot.post("/api/show", {"model": "demo"}).json["capabilities"] == ["completion", "tools", "thinking"]
+
+
 CHAT_ERRORS = [
     ({"messages": 5}, "messages"),
     ({"messages": [{"content": "a"}]}, "messages[0].role"),

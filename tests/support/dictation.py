@@ -30,3 +30,15 @@ class Dictation(LogitsProcessor):
                 kept = logits[index, token_id].clone()
                 logits[index] = -np.inf
                 logits[index, token_id] = kept
+
+
+class Parrot(Dictation):
+    """The output is what the last user of a conversation with the bundled model said, and then end-of-sequence."""
+
+    def add(self, row: int, request: NewRequest) -> bool:
+        begin_id, end_id, num_begin = 1, 2, 3  # <|im_start|>, <|im_end|>, tokens of "<|im_start|>user\n"
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        end = max(index for index, token_id in enumerate(prompt) if token_id == end_id)
+        begin = max(index for index, token_id in enumerate(prompt[:end]) if token_id == begin_id)
+        self.texts[row] = [*prompt[begin + num_begin : end], end_id]
+        return True
