@@ -66,7 +66,8 @@ class Reader:
 
     def hold(self, marker: str, is_attempt: bool) -> None:
         """Holds back a marker, and, if it is an attempt, what is read from here on."""
-        self._held = [*(self._held or ()), marker]
+        self._held = self._held or []
+        self._held.append(marker)
         self.is_attempt = is_attempt
 
     def give_up(self) -> None:

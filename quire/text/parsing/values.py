@@ -8,7 +8,9 @@ from typing import Any
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 _ALL_TYPES = frozenset({*_TYPES.values(), "null"})
 STRING = frozenset({"string"})
-_PYTHON_TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|[()]|,(?=\s*[)\]}])""", re.DOTALL)
+_PYTHON_TOKEN = re.compile(
+    r"""'(?:[^'\\]|\\.)*+(?:'|\Z)|"(?:[^"\\]|\\.)*+(?:"|\Z)|[A-Za-z_]\w*|[()]|,(?=\s*[)\]}])""", re.DOTALL
+)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]", ",": ""}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}

@@ -1,0 +1,91 @@
+"""Whole and broken answers and other texts: no parser raises, loses text, depends on the split, or takes long."""
+
+import random
+import re
+import time
+
+import pytest
+
+from quire.text.parsing.answer import answer_parser
+from quire.text.parsing.formats import TOOLS
+from quire.text.parsing.reasoning import REASONING
+from support.answers import DEFINITIONS, SAMPLES
+from support.parsing import Parsed, parse, parts_of
+
+_LENGTH = 20_000
+_ALPHABET = [*"\"'\\{}[](),:;=<>|/ \n", "name", "arguments", "null", "x1", "ä🏔"]
+
+
+def _broken(generator: random.Random, name: str) -> str:
+    """An answer in which characters and markers are left out, doubled and mixed."""
+    texts = [sample.text for sample in SAMPLES if sample.format == name]
+    atoms = [atom for text in texts for atom in re.findall(r"<[^<>]*>|\w+|\W", text)] + _ALPHABET
+    if generator.random() < 0.5:
+        return "".join(generator.choices(atoms, k=generator.randrange(1, 30)))
+    characters = list(generator.choice(texts))
+    for _ in range(generator.randrange(1, 5)):
+        place = generator.randrange(len(characters) + 1)
+        characters[place : place + generator.choice([0, 1, 10, 1000])] = generator.choice([[], atoms[:1], *atoms])
+    return "".join(characters)
+
+
+@pytest.mark.parametrize("name", sorted({sample.format for sample in SAMPLES}))
+def test_any_split_of_a_broken_answer_gives_the_same_events(name: str):
+    generator = random.Random(name)
+    for number in range(150):
+        text = _broken(generator, name)
+        reasoning = None if number % 3 else generator.choice(list(REASONING))
+        choice = generator.choice(["auto", "auto", "required"])
+
+        def parsed(
+            cuts: list[int], text: str = text, reasoning: str | None = reasoning, choice: str = choice
+        ) -> Parsed:
+            return parse(lambda: answer_parser(reasoning, name, DEFINITIONS, tool_choice=choice), parts_of(text, cuts))
+
+        whole = parsed([])
+        assert parsed(list(range(len(text)))) == whole
+        assert parsed([generator.randrange(len(text) + 1) for _ in range(3)]) == whole
+
+
+@pytest.mark.parametrize("name", sorted({sample.format for sample in SAMPLES} - {"openai"}))
+def test_text_without_a_call_is_content_as_it_is(name: str):
+    generator = random.Random(name)
+    for _ in range(150):
+        text = _broken(generator, name)
+        parsed = parse(lambda: TOOLS[name].make(DEFINITIONS), parts_of(text, range(0, len(text), 3)))
+        if not parsed.calls:
+            assert parsed.content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "repeated"),
+    [
+        *((name, "", text) for name in ("hermes", "xlam", "pythonic", "openai", "qwen3_coder") for text in '<{[" \\'),
+        ("hermes", "", "<tool_call>"),
+        ("hermes", '<tool_call>{"arguments": ', "{"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "\\"),
+        ("qwen3_coder", "", "<tool_call>"),
+        ("qwen3_coder", "", "<function="),
+        ("qwen3_coder", "<function=f><parameter=a>", "\n"),
+        ("glm45", "<tool_call>edit_file<arg_key>options</arg_key><arg_value>", "[(-"),
+        ("glm45", "<tool_call>edit_file<arg_key>options</arg_key><arg_value>", "'\\"),
+        ("llama3_json", "", "\n{"),
+        ("pythonic", "[f(a=", "'"),
+        ("pythonic", "", "[f("),
+        ("mistral", "", "[TOOL_CALLS]f"),
+        ("kimi_k2", "", "<|tool_call_begin|>"),
+    ],
+)
+def test_long_texts_take_time_in_proportion_to_their_length(name: str, beginning: str, repeated: str):
+    def duration(length: int, step: int) -> float:
+        text = beginning + repeated * (length // len(repeated))
+        parser = TOOLS[name].make(DEFINITIONS)
+        start = time.process_time()
+        for place in range(0, len(text), step):
+            parser.feed(text[place : place + step])
+        parser.finish()
+        return time.process_time() - start
+
+    for step in (1, _LENGTH):
+        # Quadratic time would be a factor of 16, and seconds.
+        assert duration(_LENGTH, step) < 8 * duration(_LENGTH // 4, step) + 0.5
