@@ -29,7 +29,7 @@ def server(host: Host) -> Service:
 def parrot() -> Iterator[Service]:
     """A model that says what the last user said, and whose thinking is separated from its answers."""
     host = Host(dtype="float32", kv_cache_memory_bytes=64 << 20, logits_processors=[Parrot], reasoning_parser="qwen3")
-    yield host.serve()
+    yield host.serve(response_store="memory")
     host.close()
 
 

@@ -378,6 +378,74 @@ def test_a_stream_that_fails_ends_with_a_failed_response(host):
     assert events[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+QUESTION = "What is the weather in Paris?"
+
+
+def answers_of(client: OpenAI, stream: bool, **fields) -> Response:
+    """The response, whole or gathered from its stream."""
+    fields = {**GREEDY, "max_output_tokens": 120, **fields}
+    if not stream:
+        return client.responses.create(**fields)
+    with client.responses.stream(**fields) as events:
+        return events.get_final_response()
+
+
+STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+@STREAMS
+def test_the_bundled_model_calls_a_tool_and_reads_its_result(client, stream):
+    called = answers_of(client, stream, input=QUESTION, tools=[WEATHER])
+    [call] = called.output
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Paris"})
+    assert called.status == call.status == "completed"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21, "sky": "sunny"}'}
+    continued = answers_of(client, stream, input=[result], previous_response_id=called.id, tools=[WEATHER])
+    assert continued.output_text
+    # A client without a store sends the items back.
+    items = [user(QUESTION), call.to_dict(), result]
+    again = answers_of(client, stream, input=items, tools=[WEATHER], store=False)
+    assert again.output_text == continued.output_text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tools": [{**WEATHER, "parameters": {"type": "nonsense"}}], "tool_choice": "required"}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}}}, "text.format"),
+    ],
+)
+def test_impossible_tools_and_schemas_are_refused(service, fields, param):
+    for stream in (False, True):
+        answer = service.post("/v1/responses", {"input": QUESTION, "stream": stream, **fields})
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+@STREAMS
+def test_thinking_is_an_item_of_its_own_that_can_be_sent_back(parrot, stream):
+    client = client_of(parrot)
+    text = "<think>\nIt is a city.\n</think>\n\nIt rains."
+    response = answers_of(client, stream, input=text)
+    thought, answer = response.output
+    assert thought.content[0].text.strip() == "It is a city."
+    assert (thought.type, thought.summary, answer.type) == ("reasoning", [], "message")
+    assert response.output_text.strip() == "It rains."
+    assert 3 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens - 3
+    items = [user(text), *(item.to_dict() for item in response.output), user("More.")]
+    stateless = answers_of(client, stream, input=items, store=False)
+    continued = answers_of(client, stream, input="More.", previous_response_id=response.id)
+    assert stateless.output_text == continued.output_text
+    assert stateless.usage.input_tokens == continued.usage.input_tokens
+
+
 def test_every_kind_of_item_is_streamed_as_openais_types_say():
     events = Events(keep=True)
     output = Output(events)
