@@ -13,7 +13,9 @@ from pydantic_core import from_json
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError
 from quire.server.generation import Call, Meter, Server
+from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatRequest
+from quire.server.responses import ChatLogprobs
 from quire.text.parsing.answer import answer_parser
 from quire.text.parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
 from quire.text.parsing.forced import forced_calls_schema
@@ -147,6 +149,14 @@ class Answering:
             async for _ in pieces:
                 pass
         return self.answers
+
+    def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        """The logprobs of a completion's tokens, or of the new part of one, if the request asked for them."""
+        if completion.logprobs is None:
+            return None
+        token_bytes = self.call.server.llm.get_tokenizer().token_bytes
+        count = None if self.body.logprob_token_ids else self.body.top_logprobs or 0
+        return chat_logprobs(completion.token_ids, completion.logprobs, count, self.call.tokens_as_ids, token_bytes)
 
     def _piece(self, completion: CompletionOutput) -> Piece:
         answer = self.answers[completion.index]

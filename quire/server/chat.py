@@ -7,14 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.messages.outputs import CompletionOutput
 from quire.server.answering import Answer, Answering, FunctionCall, Piece
 from quire.server.errors import json_response
 from quire.server.generation import Chunks, EventStream
-from quire.server.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.logprobs import prompt_logprobs
 from quire.server.messages import text_of
 from quire.server.protocol import ChatRequest
-from quire.server.responses import AssistantMessage, ChatChoice, ChatLogprobs, ChatResponse, ChatToolCall
+from quire.server.responses import AssistantMessage, ChatChoice, ChatResponse, ChatToolCall
 from quire.server.routing import StrictRoute, stream_answers
 from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
 
@@ -103,7 +102,7 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     return ChatChoice(
         index=answer.index,
         message=message,
-        logprobs=_logprobs(answering, completion),
+        logprobs=answering.logprobs(completion),
         finish_reason=_finish_reason(answering, answer),
         stop_reason=completion.stop_reason,
         token_ids=completion.token_ids if answering.body.return_token_ids else None,
@@ -119,7 +118,7 @@ def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:
     if not deltas and (completion.finish_reason or body.logprobs or body.return_token_ids):
         deltas = [_delta(answer.index, {} if answer.tool_calls else {"content": ""})]
     if deltas:
-        deltas[0]["logprobs"] = _logprobs(answering, completion)
+        deltas[0]["logprobs"] = answering.logprobs(completion)
         for delta in deltas:
             delta["token_ids"] = None
         deltas[0]["token_ids"] = completion.token_ids if body.return_token_ids else None
@@ -151,12 +150,3 @@ def _tool_call(call: FunctionCall) -> ChatToolCall:
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _logprobs(answering: Answering, completion: CompletionOutput) -> ChatLogprobs | None:
-    if completion.logprobs is None:
-        return None
-    call, body = answering.call, answering.body
-    token_bytes = call.server.llm.get_tokenizer().token_bytes
-    count = None if body.logprob_token_ids else body.top_logprobs or 0
-    return chat_logprobs(completion.token_ids, completion.logprobs, count, call.tokens_as_ids, token_bytes)

@@ -5,8 +5,9 @@ Bodies become chat requests.
 
 import hashlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -22,7 +23,6 @@ from quire.server.answering import Answering, FunctionCall
 from quire.server.errors import ApiError, json_response
 from quire.server.fields import Logprobs, Objects
 from quire.server.generation import Call, EventStream, Server
-from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import Body, ChatRequest
 from quire.server.responses import Version
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
@@ -179,89 +179,83 @@ class LineStream(EventStream):
 
 
 ErrorAnswer = dict[str, str]
-Part = Callable[[str, str | None, Sequence[FunctionCall]], dict[str, Any]]
 _STREAM = stream_answers(OllamaAnswer, ErrorAnswer, LineStream.media_type)
 
 
 @router.post("/api/generate", responses=_STREAM, response_model=None)
 async def generate(body: GenerateRequest, request: Request) -> Response:
     server: Server = request.app.state.server
-    name, raw, prompt = body.accepted(server), body.raw, body.prompt
+    reply, raw, prompt = Reply(body.accepted(server), is_chat=False), body.raw, body.prompt
     if not prompt:
-        return _loaded(name, _response_part)
+        return json_response(reply.part(done=True, done_reason="load"))
     chat = await request.state.body.run(body.chat)
     del body  # it may be large
     if not raw:
-        return await _answer(await Answering.begin(request, chat, "gen"), name, _response_part)
+        return await reply.send(await Answering.begin(request, chat, "gen"))
     call = Call(server, request, chat, "gen")
     await call.process([prompt], server.llm.processor.generation_config.get("max_new_tokens"), True, "prompt")
-    return await _answer(Answering(call, chat), name, _response_part)
+    return await reply.send(Answering(call, chat))
 
 
 @router.post("/api/chat", responses=_STREAM, response_model=None)
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
-    name = body.accepted(request.app.state.server)
+    reply = Reply(body.accepted(request.app.state.server), is_chat=True)
     if not body.messages:
-        return _loaded(name, _message_part)
+        return json_response(reply.part(done=True, done_reason="load"))
     chat = await request.state.body.run(body.chat)
     del body
-    return await _answer(await Answering.begin(request, chat, "chat"), name, _message_part)
+    return await reply.send(await Answering.begin(request, chat, "chat"))
 
 
-def _response_part(text: str, thinking: str | None, calls: Sequence[FunctionCall]) -> dict[str, Any]:
-    return {"response": text, **({"thinking": thinking} if thinking else {})}
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a chat, or to a prompt. model: its name as the client wrote it."""
+
+    model: str
+    is_chat: bool
+
+    def part(
+        self, text: str = "", thinking: str | None = None, calls: Sequence[FunctionCall] = (), **fields: Any
+    ) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": "assistant", "content": text} if self.is_chat else {"response": text}
+        if thinking:
+            said["thinking"] = thinking
+        if calls:
+            functions = [(call.id, {"name": call.name, "arguments": call.argument_object}) for call in calls]
+            said["tool_calls"] = [{"id": id, "function": function} for id, function in functions]
+        head = {"model": self.model, "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"}
+        return {**head, **({"message": said} if self.is_chat else said), **fields}
+
+    async def send(self, answering: Answering) -> Response:
+        if answering.body.stream:
+            return await LineStream.begin(self._stream(answering))
+        [answer] = await answering.collect()
+        assert answer.completion is not None
+        fields = {**_logprobs(answering, answer.completion), **_end(answering)}
+        return json_response(self.part(answer.content or "", answer.reasoning, answer.tool_calls, **fields))
+
+    async def _stream(self, answering: Answering) -> AsyncGenerator[bytes]:
+        num_calls = 0  # that were sent, each when it is complete
+        async with aclosing(answering.pieces()) as steps:
+            async for pieces in steps:
+                for piece in pieces:
+                    text = "".join(event.text for event in piece.events if isinstance(event, Content))
+                    thinking = "".join(event.text for event in piece.events if isinstance(event, Reasoning))
+                    calls = piece.answer.tool_calls[num_calls : None if piece.completion.finish_reason else -1]
+                    num_calls += len(calls)
+                    logprobs = _logprobs(answering, piece.completion)
+                    if text or thinking or calls or logprobs:
+                        yield _line(self.part(text, thinking, calls, **logprobs, done=False))
+        yield _line(self.part(**_end(answering)))
 
 
-def _message_part(text: str, thinking: str | None, calls: Sequence[FunctionCall]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if thinking:
-        message["thinking"] = thinking
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "function": {"name": call.name, "arguments": call.argument_object}} for call in calls
-        ]
-    return {"message": message}
-
-
-def _head(model: str) -> dict[str, Any]:
-    return {"model": model, "created_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"}
-
-
-def _loaded(model: str, part: Part) -> Response:
-    """The answer to a request without a prompt, which asks to load the model."""
-    return json_response({**_head(model), **part("", None, ()), "done": True, "done_reason": "load"})
-
-
-async def _answer(answering: Answering, model: str, part: Part) -> Response:
-    if answering.body.stream:
-        return await LineStream.begin(_stream(answering, model, part))
-    [answer] = await answering.collect()
-    assert answer.completion is not None
-    said = part(answer.content or "", answer.reasoning, answer.tool_calls)
-    return json_response({**_head(model), **said, **_logprobs(answering, answer.completion), **_end(answering)})
-
-
-async def _stream(answering: Answering, model: str, part: Part) -> AsyncGenerator[bytes]:
-    num_calls = 0  # that were sent, each when it is complete
-    async with aclosing(answering.pieces()) as steps:
-        async for pieces in steps:
-            for piece in pieces:
-                text = "".join(event.text for event in piece.events if isinstance(event, Content))
-                thinking = "".join(event.text for event in piece.events if isinstance(event, Reasoning))
-                calls = piece.answer.tool_calls[num_calls : None if piece.completion.finish_reason else -1]
-                num_calls += len(calls)
-                if text or thinking or calls:
-                    said = {**part(text, thinking, calls), **_logprobs(answering, piece.completion)}
-                    yield msgspec.json.encode({**_head(model), **said, "done": False}) + b"\n"
-    yield msgspec.json.encode({**_head(model), **part("", None, ()), **_end(answering)}) + b"\n"
+def _line(part: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(part) + b"\n"
 
 
 def _logprobs(answering: Answering, completion: CompletionOutput) -> dict[str, Any]:
-    if completion.logprobs is None:
-        return {}
-    token_bytes = answering.call.server.llm.get_tokenizer().token_bytes
-    top = answering.body.top_logprobs or 0
-    return {"logprobs": chat_logprobs(completion.token_ids, completion.logprobs, top, False, token_bytes)["content"]}
+    logprobs = answering.logprobs(completion)
+    return {"logprobs": logprobs["content"]} if logprobs and logprobs["content"] else {}
 
 
 def _end(answering: Answering) -> dict[str, Any]:
@@ -288,6 +282,10 @@ def _details(server: Server) -> dict[str, Any]:
     return {**unknown, "format": kind, "family": frontend.model_type, "families": [frontend.model_type]}
 
 
+def _created(server: Server) -> str:
+    return datetime.fromtimestamp(server.created, UTC).isoformat()
+
+
 def _cards(server: Server) -> Iterator[dict[str, Any]]:
     path = server.llm.frontend.directory
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file())
@@ -300,8 +298,7 @@ def _cards(server: Server) -> Iterator[dict[str, Any]]:
 @router.get("/api/tags", responses=answers(dict[str, list[dict[str, Any]]], ErrorAnswer), response_model=None)
 async def list_local_models(request: Request) -> Response:
     server: Server = request.app.state.server
-    modified = datetime.fromtimestamp(server.created, UTC).isoformat()
-    return json_response({"models": [{**card, "modified_at": modified} for card in _cards(server)]})
+    return json_response({"models": [{**card, "modified_at": _created(server)} for card in _cards(server)]})
 
 
 @router.get("/api/ps", responses=answers(dict[str, list[dict[str, Any]]], ErrorAnswer), response_model=None)
@@ -317,24 +314,17 @@ async def show(body: ShowRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     body.model = body.model or body.name
     body.accepted(server)
-    frontend = server.llm.frontend
-    details = _details(server)
-    info = {"general.architecture": details["family"], f"{details['family']}.context_length": server.llm.max_model_len}
-    return json_response(
-        {
-            "modelfile": "",
-            "parameters": "",
-            "template": frontend.given_chat_template or frontend.tokenizer.chat_template or "",
-            "details": details,
-            "model_info": info,
-            "capabilities": [
-                "completion",
-                *(["tools"] if server.tool_parser else []),
-                *(["thinking"] if frontend.reasoning else []),
-            ],
-            "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
-        }
-    )
+    frontend, details = server.llm.frontend, _details(server)
+    family = details["family"]
+    capabilities = {"completion": True, "tools": server.tool_parser, "thinking": frontend.reasoning}
+    description = {
+        "template": frontend.given_chat_template or frontend.tokenizer.chat_template or "",
+        "details": details,
+        "model_info": {"general.architecture": family, f"{family}.context_length": server.llm.max_model_len},
+        "capabilities": [name for name, value in capabilities.items() if value],
+        "modified_at": _created(server),
+    }
+    return json_response({"modelfile": "", "parameters": "", **description})
 
 
 @router.get("/api/version", responses=answers(Version, ErrorAnswer), response_model=None)
