@@ -278,7 +278,7 @@ def _search(
         return
     values += row * parts * PART
     tokens += row * parts * PART
-    count = _close_ranks(values, tokens, best_token + row * parts, parts, PARTS, PART, BLOCK // 4)
+    count = _close_ranks(values, tokens, best_token + row * parts, parts, PARTS, PART, 4096 // PARTS)
     top = tl.load(tops + row)
     k = tl.load(top_k + row * top_k_stride)
     p = tl.load(top_p + row * top_p_stride)
