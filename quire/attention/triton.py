@@ -154,6 +154,7 @@ class TritonAttention(PreparingBackend):
             self._cell, self._card.has_float8, sinks is not None, soft_cap is not None, window is not None, tile.rows,
             plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), num_warps=tile.warps,
             num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant,
+            **self._card.most_registers(tile.warps, self._tiles.programs if tile.rows < 32 else 1),
         )  # fmt: skip
         if plan.splits > 1:
             merge_kernel[(tokens * heads,)](

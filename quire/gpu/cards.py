@@ -41,6 +41,13 @@ class Card:
         """Whether it converts float8_e4m3fn by its own instructions. Triton has no such conversion for others."""
         return isinstance(self.capability, int) and self.capability >= 89
 
+    def most_registers(self, warps: int, programs: int) -> dict[str, int]:
+        """The option of a launch of a Triton kernel that limits the registers of a thread, so that so many programs of
+        so many warps run on a processor at once. Empty if that is no limit, and on AMD's cards, whose compiler has no
+        such option."""
+        most = self.registers // (self.warp_size * warps * programs) // 8 * 8
+        return {"maxnreg": most} if self.backend == "cuda" and most < 248 else {}
+
 
 _KIB, _GIB = 2**10, 2**30
 

@@ -345,13 +345,6 @@ def _search(
 
 
 @cache
-def _most_registers(device: torch.device) -> dict[str, int]:
-    """The limit of registers of a thread in `_search`. Without it, ptxas takes 80 or 48 and spills.
-    AMD's compiler has no such option."""
-    return {"maxnreg": 128} if card_of(device).backend == "cuda" else {}
-
-
-@cache
 def _no_limits(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """min_p, top_k and top_p that keep everything: [1] each."""
     return (
@@ -409,7 +402,7 @@ def _select(
         _search[(rows,)](
             out, bounds, seeds, positions, cutoffs, tops, masses, best, best_token, values, tokens, *given, *strides,
             vocab, parts, draws, width, _PART, _BLOCK // 2, num_warps=8, enable_fp_fusion=False,
-            **_most_registers(device),
+            **card_of(device).most_registers(warps=8, programs=2),  # without, ptxas takes 80 or 48 registers and spills
         )  # fmt: skip
     else:
         _merge[(rows,)](out, best, best_token, parts, width, num_warps=1, enable_fp_fusion=False)
