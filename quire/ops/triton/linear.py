@@ -161,15 +161,15 @@ def _weights(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _product(
-    out, x, x_scales, codes, scales, offsets, bias, bounds, rows, tiles, experts, outs, ins, span, x_stride,
-    code_stride, scale_stride, group_stride,
+    out, x, x_scales, codes, scales, offsets, bias, bounds, rows, tiles, experts, outs, ins, length, span,
+    x_stride, code_stride, scale_stride, group_stride,
     FORM: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
     NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
-    weights: elements, or four codes of 4 bits. It writes them to the part of `out` for these inputs.
+    weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these inputs.
 
     FORM: of the weights, "dense", "integer", "float8" or "four". EIGHT: x has codes of 8 bits as well, with a scale for
     each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
@@ -203,7 +203,6 @@ def _product(
     if SCALING == "step":  # scales are loaded one step ahead of their use
         at_group = split * span * per_word // GROUP * group_stride
         next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
-    length = tl.cdiv(ins, per_word)
     for begin in range(split * span, tl.minimum(length, split * span + span), INS):
         place = begin + tl.arange(0, INS)
         if EVEN:
@@ -388,7 +387,8 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
     if x.dtype is torch.float32:
         return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)
     if packed.bits == 4:
-        return _launch(x, None, packed.codes, packed, bias, bounds, "four", x.dtype, fixed)
+        kind = "four" if packed.offsets is None else "offsets"
+        return _launch(x, None, packed.codes, packed, bias, bounds, kind, x.dtype, fixed)
     native = converts_float8(x.device)
     is_float8 = packed.codes.is_floating_point()
     whole = packed.group >= packed.in_features
@@ -459,7 +459,7 @@ def _launch(
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
         parts, x, x if x_scales is None else x_scales, codes, scales, scales if offsets is None else offsets,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
-        span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
+        length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
         form, x_scales is not None, scaling, offsets is not None, 8 if form == "four" and offsets is None else 0,
         group if scaling in ("step", "groups", "any") else 1, 1 if weight is None else weight.run, bias is not None,
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins % per_word == 0,

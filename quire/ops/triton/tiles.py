@@ -23,7 +23,8 @@ class Tile:
 
 
 # By the kind of weight ("dense": experts, "float32", "int8" and "float8": products of 8 bits, "wide": 8 bits that are
-# dequantized, "four") and the rows of a tile. The first tile that gives each processor a program is taken, or the last.
+# dequantized, "four", "offsets": four bits with offsets) and the rows of a tile. The first tile that gives each
+# processor a program is taken, or the last.
 # With up to 16 rows, weights must arrive as fast as the memory can send them: an H100 needs about 20 KB under way for
 # each processor (3.35 TB/s, 0.8 us), which is outs * ins * (stages - 1) words of one program.
 #
@@ -60,6 +61,10 @@ _TILES = {
     ("four", 32): (Tile(32, 32, 32, 2, 6),),
     ("four", 64): (Tile(64, 64, 32, 4, 3),),
     ("four", 128): (Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3)),
+    ("offsets", 16): (Tile(16, 32, 32, 2, 10),),
+    ("offsets", 32): (Tile(32, 32, 32, 2, 6),),
+    ("offsets", 64): (Tile(64, 64, 32, 4, 3),),
+    ("offsets", 128): (Tile(128, 64, 32, 8, 3),),  # with more outputs, Triton 3.6 spills
     ("float32", 16): (Tile(16, 32, 32, 4, 2),),
     ("float32", 32): (Tile(32, 32, 32, 4, 2),),
     ("float32", 64): (Tile(64, 32, 32, 4, 2),),
