@@ -12,6 +12,7 @@ same lines of source. For AMD's cards the assembler text is read.
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.gpu.cards import Card
 
@@ -31,7 +32,7 @@ _FLOAT64 = re.compile(
     r"^(D(ADD|MUL|FMA|SETP|MNMX|MMA)\b|F2F\.F64|F2F\.F32\.F64|[FI]2[FI]\S*F64|MUFU\.\w*64H|v_\w+_f64)"
 )
 _TENSOR_COLUMNS = 512  # columns of tensor memory of a processor of compute capability 10.0
-_THREADS = 32  # of a warp
+THREADS = 32  # of a warp
 _SCHEDULERS = 4  # of a processor; each has a quarter of the registers
 
 
@@ -60,12 +61,22 @@ class Product:
     dtype: str
 
 
+class Load(NamedTuple):
+    """What a load of Triton's source reads, and how. count: elements of the tile that a program loads; 0 if it is not
+    known. width: bytes that a thread loads at once."""
+
+    argument: str
+    dtype: str
+    count: int
+    width: int
+
+
 @dataclass(frozen=True)
 class MachineCode:
     """Sizes are bytes. registers: of a thread. spilled: size of the local memory loads and stores.
 
-    tensor_columns: columns of tensor memory (compute capability 10.0). loads: how often a load of so many bytes a
-    thread occurs, by (argument, type of an element, bytes). float64: instructions with float64, as SASS or PTX.
+    tensor_columns: columns of tensor memory (compute capability 10.0). loads: how often each load occurs. float64:
+    instructions with float64, as SASS or PTX.
     """
 
     kernel: str
@@ -78,7 +89,7 @@ class MachineCode:
     loops: tuple[Loop, ...]
     tensor_columns: int
     dots: tuple[Product, ...]
-    loads: Counter[tuple[str, str, int]]
+    loads: Counter[Load]
     float64: tuple[str, ...]
 
     def programs(self, card: Card) -> int:
@@ -290,7 +301,7 @@ def _loops(lines: list[_Line]) -> tuple[Loop, ...]:
         depth = 1 + sum(body < other for other_head, other in bodies.items() if other_head != head)
         own = body.difference(*inner)
         names = Counter(line.opcode for block in own for line in lines[first[block] : ends[block]])
-        loaded = sum(_loaded(name) * count for name, count in names.items()) * _THREADS
+        loaded = sum(_loaded(name) * count for name, count in names.items()) * THREADS
         loops.append(Loop(names, depth, loaded, is_innermost=not inner))
     return tuple(loops)
 
@@ -373,10 +384,10 @@ def _dots(ttgir: str) -> tuple[Product, ...]:
     return tuple(dots)
 
 
-def _loads(ttir: str, assembler: str) -> Counter[tuple[str, str, int]]:
-    """(argument, type of an element, bytes a thread loads at once) of each load in PTX."""
+def _loads(ttir: str, assembler: str) -> Counter[Load]:
+    """The loads in PTX."""
     arguments = _arguments_of_loads(ttir)
-    found: Counter[tuple[str, str, int]] = Counter()
+    found: Counter[Load] = Counter()
     place: Place = ()
     for line in assembler.splitlines():
         if location := re.match(
@@ -393,11 +404,11 @@ def _loads(ttir: str, assembler: str) -> Counter[tuple[str, str, int]]:
         elif instruction := re.match(r"\s+((?:global|buffer)_load_\w+)", line):
             width = _loaded(instruction[1])
         if width:
-            found[(*_nearest(arguments, place), width)] += 1
+            found[Load(*_nearest(arguments, place), width)] += 1
     return found
 
 
-def _nearest(arguments: dict[Place, tuple[str, str]], place: Place) -> tuple[str, str]:
+def _nearest(arguments: dict[Place, tuple[str, str, int]], place: Place) -> tuple[str, str, int]:
     """The load at this place. The lines may be shifted: Triton's cache does not tell files apart that differ only in
     the lines before a kernel."""
     distances = {
@@ -406,11 +417,12 @@ def _nearest(arguments: dict[Place, tuple[str, str]], place: Place) -> tuple[str
         if place and [column for _, column in other] == [column for _, column in place]
     }
     best = min(distances, key=distances.__getitem__, default=None)
-    return ("?", "?") if best is None else arguments[best]
+    return ("?", "?", 0) if best is None else arguments[best]
 
 
-def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str]]:
-    """The argument and the type of an element that a load reads, by its place in the source (and that of the call)."""
+def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str, int]]:
+    """The argument, the type and the number of the elements that a load reads, by its place in the source (and that of
+    the call)."""
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
 
     def resolved(text: str) -> list[tuple[int, int]]:
@@ -422,12 +434,13 @@ def _arguments_of_loads(ttir: str) -> dict[Place, tuple[str, str]]:
         return resolved(places.get(named[1], "")) if named else []
 
     bases: dict[str, str] = {}
-    found = {}
+    found: dict[Place, tuple[str, str, int]] = {}
     for line in ttir.splitlines():
         if "tt.func public" in line:
             bases |= {name: name[1:] for name in re.findall(r"(%\w+): !tt\.ptr", line)}
-        if load := re.search(r"tt\.load (%[\w#]+).*: .*?!tt\.ptr<(\w+)>.* loc\((#loc\d*)\)", line):
-            found[tuple(resolved(places.get(load[3], ""))[:2])] = (bases.get(load[1], "?"), load[2])
+        if load := re.search(r"tt\.load (%[\w#]+).*: (?:tensor<)?([\dx]*)!tt\.ptr<(\w+)>.* loc\((#loc\d*)\)", line):
+            count = math.prod(int(size) for size in load[2].split("x") if size)
+            found[tuple(resolved(places.get(load[4], ""))[:2])] = bases.get(load[1], "?"), load[3], count
         elif defined := re.match(r"\s+(%\w+)(?::\d+)? = (?:tt|arith|scf)\.\w+(.*)", line):
             for name, start in re.findall(r"(%\w+) = (%[\w#]+)", defined[2]):  # what a loop carries
                 if start in bases:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
-from benchmarks.gpu.machine_code import MachineCode, Product, read
+from benchmarks.gpu.machine_code import THREADS, MachineCode, Product, read
 from quire.gpu.cards import Card
 
 WIDE = 16  # bytes that a thread shall load at once
@@ -34,8 +35,13 @@ def expected_product(name: str, card: Card, dot: Product) -> str:
 
 
 def broken(name: str, code: MachineCode, card: Card) -> list[str]:
-    """One line for each rule that the kernel breaks."""
+    """One line for each rule that the kernel breaks.
+
+    Models in float32 run on GPUs to check results. Their products have no tensor cores, and hold operands in registers.
+    So spills and narrow loads are not counted for them.
+    """
     found = []
+    in_float32 = bool(code.dots) and all(dot.dtype == "f32" for dot in code.dots)
     if code.shared > card.shared_memory:
         found.append(f"shared memory: {code.shared} bytes, the card has {card.shared_memory}")
     wanted, programs = programs_wanted(name, code), code.programs(card)
@@ -44,7 +50,7 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
             f"programs: {programs} a processor, {wanted} wanted ({code.shared} bytes shared, {code.registers} "
             f"registers, {code.warps} warps, {code.tensor_columns} columns of tensor memory)"
         )  # fmt: skip
-    if code.spilled:
+    if code.spilled and not in_float32:
         found.append(f"spills: {code.spilled} bytes of local memory loads and stores")
     if code.float64:
         found.append(f"float64: {', '.join(code.float64[:4])}")
@@ -57,22 +63,28 @@ def broken(name: str, code: MachineCode, card: Card) -> list[str]:
     if code.dots:
         if not code.products():
             found.append("product: no instruction of the machine code computes one")
-        found += _narrow(code)
+        found += [] if in_float32 else _narrow(code)
     return found
 
 
 def _narrow(code: MachineCode) -> list[str]:
     """Loads of keys, values and weights that take fewer bytes than they could. Scales beside codes are not meant."""
     found = []
-    if not any(name in STREAMED for name, _, _ in code.loads):
-        names = ", ".join(sorted({name for name, _, _ in code.loads}))
+    if not any(load.argument in STREAMED for load in code.loads):
+        names = ", ".join(sorted({load.argument for load in code.loads}))
         found.append(f"narrow loads: of these arguments, none is known to hold keys, values or weights: {names}")
     for argument in STREAMED:
-        types = {dtype for name, dtype, _ in code.loads if name == argument}
+        types = {load.dtype for load in code.loads if load.argument == argument}
         if not types:
             continue
         main = min(types, key=_bits)
-        narrow = {width: n for (a, t, width), n in code.loads.items() if a == argument and t == main and width < WIDE}
+        loads = {load: n for load, n in code.loads.items() if (load.argument, load.dtype) == (argument, main)}
+        # Of a small tile, such as the end of a head of 96, a thread has fewer bytes to load.
+        share = min(load.count for load in loads) * _bits(main) // 8 // (code.warps * THREADS)
+        narrow: Counter[int] = Counter()
+        for load, times in loads.items():
+            narrow[load.width] += times * (load.width < min(WIDE, share or WIDE))
+        narrow = +narrow
         if narrow:
             listed = ", ".join(f"{n} of {width}" for width, n in sorted(narrow.items()))
             found.append(f"narrow loads of {argument} ({main}): {listed} bytes a thread")

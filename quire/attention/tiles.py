@@ -70,7 +70,7 @@ _BLACKWELL = {  # 10.0: 227 KiB, and 512 columns of tensor memory for products o
 }
 _FLOAT32 = {
     64: Tiles(Tile(16, 32, 4, 3), Tile(64, 32, 8, 2)),
-    128: Tiles(Tile(16, 32, 4, 3), Tile(64, 16, 8, 2)),
+    128: Tiles(Tile(16, 16, 4, 3), Tile(32, 16, 8, 2)),
     256: Tiles(Tile(16, 16, 4, 3), Tile(32, 16, 8, 2)),
     1024: Tiles(Tile(16, 16, 8, 2), Tile(16, 16, 8, 2), 1),
 }
@@ -84,16 +84,21 @@ def choose_tiles(card: Card, shape: AttentionShape) -> Tiles:
         table = _FLOAT32
     tiles = next(tiles for size, tiles in table.items() if shape.head_dim <= size)
     if shape.cell is not None:
-        tiles = _for_cells(tiles, shape.head_dim, table in (_HOPPER, _BLACKWELL))
+        tiles = _for_cells(tiles, shape.head_dim, table)
     return tiles
 
 
-def _for_cells(tiles: Tiles, head_dim: int, has_warp_groups: bool) -> Tiles:
-    """Tiles for caches of cells, whose conversion takes registers (not where warp groups multiply)."""
+def _for_cells(tiles: Tiles, head_dim: int, table: dict[int, Tiles]) -> Tiles:
+    """Tiles for caches of cells, whose conversion takes registers (fewer where warp groups multiply)."""
     few, many = tiles.few, tiles.many
     if few.keys * head_dim > _CELLS:
         few = replace(few, keys=max(16, few.keys // 2), warps=4)
-    if not has_warp_groups:
-        keys = max(16, many.keys // 2) if many.keys * head_dim > _CELLS else many.keys
-        many = replace(many, rows=max(32, many.rows // 2), keys=keys)
+    if table is _HOPPER:
+        many = replace(many, keys=16) if 128 < head_dim <= 256 else many
+    elif table is _BLACKWELL:
+        many = replace(many, keys=32) if many.keys * head_dim > _CELLS else many
+    else:
+        keys = max(16, many.keys // 2) if many.keys * head_dim >= _CELLS else many.keys
+        warps = 4 if head_dim <= 64 or 128 < head_dim <= 256 else many.warps
+        many = replace(many, rows=max(32, many.rows // 2), keys=keys, warps=warps)
     return replace(tiles, few=few, many=many)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 from benchmarks.gpu import machine_code
 from benchmarks.gpu.cases import OPTIONS, Case, all_cases
-from benchmarks.gpu.machine_code import MachineCode, Product
+from benchmarks.gpu.machine_code import Load, MachineCode, Product
 from benchmarks.gpu.rules import broken
 from benchmarks.gpu.shapes import SERVED
 from quire.gpu.cards import CARDS
@@ -34,7 +34,7 @@ def code(**changes) -> MachineCode:
     fields = {
         "kernel": "attend_kernel", "target": "sm_90", "warps": 4, "shared": 40_000, "registers": 120, "spilled": 0,
         "instructions": Counter({"HMMA.16816.F32.BF16": 8, "LDGSTS.E.BYPASS.128": 4}), "loops": (), "tensor_columns": 0,
-        "dots": (Product("mma.sync", 16, 64, 128, "bf16"),), "loads": Counter({("cache", "bf16", 16): 4}),
+        "dots": (Product("mma.sync", 16, 64, 128, "bf16"),), "loads": Counter({Load("cache", "bf16", 4096, 16): 4}),
         "float64": (),
     }  # fmt: skip
     return MachineCode(**(fields | changes))
@@ -80,7 +80,11 @@ def test_a_kernel_that_is_as_it_should_be_breaks_no_rule():
         ("product", "sm_90", {"dots": (Product("mma.sync", 64, 64, 128, "bf16"),)}),
         ("product", "sm_100", {"dots": (Product("mma.sync", 128, 64, 128, "i8"),)}),
         ("product", "sm_90", {"instructions": Counter({"FFMA": 8})}),
-        ("narrow loads", "sm_90", {"loads": Counter({("cache", "bf16", 2): 4, ("cache", "bf16", 16): 4})}),
+        (
+            "narrow loads",
+            "sm_90",
+            {"loads": Counter({Load("cache", "bf16", 4096, 2): 4, Load("cache", "bf16", 4096, 16): 4})},
+        ),
         ("narrow loads", "sm_90", {"loads": Counter({("elsewhere", "bf16", 16): 4})}),
     ],
 )
@@ -88,12 +92,21 @@ def test_a_kernel_that_breaks_a_rule_is_named(rule, card, changes):
     assert rules_broken(card, **changes) == [rule]
 
 
+def test_a_small_tile_may_be_loaded_with_fewer_bytes_a_thread():
+    loads = {Load("cache", "i8", 2048, 16): 4, Load("cache", "i8", 1024, 8): 4}  # the parts of a head of 96
+    assert rules_broken(loads=Counter(loads)) == []
+    assert rules_broken(loads=Counter({Load("cache", "i8", 1024, 4): 4})) == ["narrow loads"]
+
+
 def test_scales_beside_one_byte_cells_may_be_loaded_four_bytes_at_a_time():
-    assert rules_broken(loads=Counter({("cache", "i8", 16): 4, ("cache", "f32", 4): 4})) == []
+    assert rules_broken(loads=Counter({Load("cache", "i8", 4096, 16): 4, Load("cache", "f32", 4096, 4): 4})) == []
 
 
 def test_products_in_float32_need_no_tensor_cores():
-    assert rules_broken(dots=(Product("fma", 64, 64, 128, "f32"),), loads=Counter({("cache", "f32", 16): 4})) == []
+    assert (
+        rules_broken(dots=(Product("fma", 64, 64, 128, "f32"),), loads=Counter({Load("cache", "f32", 4096, 16): 4}))
+        == []
+    )
 
 
 def test_every_pair_of_options_occurs_on_every_card_and_every_option_with_every_model():
