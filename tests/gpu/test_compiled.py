@@ -85,7 +85,7 @@ def test_a_kernel_that_is_as_it_should_be_breaks_no_rule():
             "sm_90",
             {"loads": Counter({Load("cache", "bf16", 4096, 2): 4, Load("cache", "bf16", 4096, 16): 4})},
         ),
-        ("narrow loads", "sm_90", {"loads": Counter({("elsewhere", "bf16", 16): 4})}),
+        ("narrow loads", "sm_90", {"loads": Counter({Load("elsewhere", "bf16", 4096, 16): 4})}),
     ],
 )
 def test_a_kernel_that_breaks_a_rule_is_named(rule, card, changes):
