@@ -169,7 +169,8 @@ def _product(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
-    weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these inputs.
+    weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these
+    inputs.
 
     FORM: of the weights, "dense", "integer", "float8" or "four". EIGHT: x has codes of 8 bits as well, with a scale for
     each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
