@@ -172,6 +172,12 @@ SAMPLES = [
         "I look.\n\n",
     ),
     Sample(
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Paris'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        [PARIS],
+    ),
+    Sample(
         "glm45",
         "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days"
         "</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
@@ -205,6 +211,9 @@ SAMPLES = [
         '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">\n</steptml:invoke><｜tool_call_end｜>\n'
         "<｜tool_calls_end｜>",
         [PARIS, NOW],
+    ),
+    Sample(
+        "gigachat3", 'I look.function call{"name": "get_weather", "arguments": {"city": "Paris"}}', [PARIS], "I look."
     ),
     Sample("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]', [PARIS]),
     Sample(

@@ -71,6 +71,7 @@ TOOLS: dict[str, ToolFormat] = {
     ),
     **dict.fromkeys(("deepseek_v3", "deepseek_v31"), _DEEPSEEK),
     "deepseek_v32": _invoke(("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",), "｜DSML｜"),
+    "deepseek_v4": _invoke(("<｜DSML｜tool_calls>",), ("</｜DSML｜tool_calls>",), "｜DSML｜"),
     **dict.fromkeys(("glm45", "glm47"), _GLM),
     "kimi_k2": ToolFormat(
         body=json_calls,
@@ -87,6 +88,7 @@ TOOLS: dict[str, ToolFormat] = {
         ("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
         "steptml:",
     ),
+    "gigachat3": ToolFormat(body=json_calls, begin=("function call<|role_sep|>", "function call")),
     "granite": ToolFormat(
         body=json_calls, begin=("<|tool_call|>", "<tool_call>"), end=("</tool_call>",), bare="[", sign="<|tool_call|>"
     ),

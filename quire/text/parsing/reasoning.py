@@ -67,7 +67,7 @@ _INSIDE = ReasoningFormat(starts_inside=True)
 REASONING: dict[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat(implicit_ends=("<tool_call>\n<function=",)),
     "deepseek_r1": _INSIDE,
-    **dict.fromkeys(("deepseek_v3", "glm45", "glm47", "holo2", "mimo"), _THINK),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "mimo"), _THINK),
     **dict.fromkeys(("minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _INSIDE),
     "kimi_k2": ReasoningFormat(implicit_ends=("<|tool_calls_section_begin|>",)),
     "ernie45": ReasoningFormat(starts_inside=True, wrapper=("<response>", "</response>")),
