@@ -8,6 +8,8 @@ from quire.cli.model import add_model
 from quire.cli.sampling import PARAMETERS, add_text_flags, sampling_options
 from quire.cli.terminal import Terminal
 from quire.messages.errors import error_text
+from quire.text.parsing.events import Content, Event, Reasoning
+from quire.text.parsing.reasoning import REASONING
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -103,10 +105,21 @@ class Chat:
         reason = None
         try:
             prompt = self._llm.frontend.render_chat([*system, *self._messages])
+            name, params, shown = self._llm.frontend.reasoning, self._params, 0
+            format = None if name is None else REASONING[name]
+            parser = None if format is None else format.make(format.is_open(prompt))
+            if format is not None and format.needs_special_tokens:
+                params = params.clone(skip_special_tokens=False)
             with self._terminal.answer() as answer:
-                for output in self._llm.stream(prompt, self._params, add_special_tokens=False):
+                for output in self._llm.stream(prompt, params, add_special_tokens=False):
                     completion = output.outputs[0]
-                    answer.show(completion.text)
+                    text, shown = completion.text[shown:], len(completion.text)
+                    events: list[Event] = [Content(text)]
+                    if parser is not None:
+                        events = parser.feed(text) + (parser.finish() if output.finished else [])
+                    for event in events:
+                        if isinstance(event, Reasoning | Content):
+                            answer.show(event.text, isinstance(event, Reasoning))
                     reason = completion.finish_reason
                     if reason == "error":
                         raise ValueError(str(completion.stop_reason))

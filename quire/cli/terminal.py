@@ -156,17 +156,19 @@ class Terminal:
 
 
 class Answer:
-    """Writes a growing text: each call of `show` writes only the new part."""
+    """Writes an answer as it grows. text: all of it, without the thinking."""
 
     def __init__(self, wrapper: Wrapper | None) -> None:
         self.text = ""
         self._wrapper = wrapper
 
-    def show(self, text: str) -> None:
-        new = text[len(self.text) :]
-        self.text = text
-        sys.stdout.write(new if self._wrapper is None else self._wrapper.feed(new))
-        sys.stdout.flush()
+    def show(self, text: str, is_thinking: bool = False) -> None:
+        """Write the next part. Thinking is dim on a terminal; elsewhere it goes to standard error."""
+        self.text += "" if is_thinking else text
+        file = sys.stderr if is_thinking and self._wrapper is None else sys.stdout
+        written = text if self._wrapper is None else self._wrapper.feed(text)
+        file.write(f"\x1b[2m{written}\x1b[0m" if is_thinking and file is sys.stdout else written)
+        file.flush()
 
 
 class _History:

@@ -93,10 +93,12 @@ class ThinkingLimits(msgspec.Struct, array_like=True, omit_defaults=True):
     """Where the thinking of an answer begins and ends, and how long it may be.
 
     end_ids, start_ids: the tokens of the markers. is_open: the output begins inside the thinking. budget: the number of
-    tokens of thinking after which the end marker is forced; None for no limit.
+    tokens of thinking after which it is closed; None for no limit. closing_ids: the tokens that close it, which end
+    with end_ids; [] for end_ids alone.
     """
 
     end_ids: list[int]
     start_ids: list[int] = []
     is_open: bool = False
     budget: int | None = None
+    closing_ids: list[int] = []

@@ -166,6 +166,9 @@ class Answering:
             parsed = parser.feed(completion.text) + (parser.finish() if completion.finish_reason else [])
             events = _merged(event for event in parsed if self._is_wanted(event))
         answer.add(completion, events)
+        if completion.finish_reason and answer.reasoning:
+            thought = self.call.server.llm.get_tokenizer().encode(answer.reasoning, add_special_tokens=False)
+            self.meter.reasoning_tokens += len(thought)
         return Piece(events, completion, answer)
 
     def _is_wanted(self, event: Event) -> bool:

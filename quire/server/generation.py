@@ -305,7 +305,7 @@ class Call:
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": None,
-            "usage": {**meter.usage, "completion_tokens_details": None},
+            "usage": {"completion_tokens_details": None, **meter.usage},
             **extra,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
@@ -319,6 +319,7 @@ class Meter:
     def __init__(self) -> None:
         self._prompts: dict[str, tuple[int, int]] = {}  # request id -> (tokens, of those cached)
         self.completion_tokens = 0
+        self.reasoning_tokens = 0  # of these, as the text of the thinking is tokenized
 
     def add(self, output: RequestOutput) -> None:
         """Count an output, or the new part of one."""
@@ -328,12 +329,17 @@ class Meter:
     @property
     def usage(self) -> Usage:
         prompt_tokens = sum(tokens for tokens, _ in self._prompts.values())
-        return {
+        usage: Usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
         }
+        if self.reasoning_tokens:
+            usage["completion_tokens_details"] = {
+                "reasoning_tokens": min(self.reasoning_tokens, self.completion_tokens)
+            }
+        return usage
 
 
 class Chunks:

@@ -25,12 +25,16 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[None]
+    completion_tokens_details: NotRequired[CompletionTokensDetails | None]
 
 
 class CompletionLogprobs(TypedDict):

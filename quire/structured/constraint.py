@@ -10,6 +10,7 @@ class Constraint:
     """Which tokens a request may draw next, as a function of its output so far.
 
     The grammar says nothing while the model thinks. When the budget for thinking is used up, the end marker is forced.
+    An answer may begin with the start marker of thinking, whatever the grammar says, if that is a single token.
     Forced tokens are a function of the tokens before them, too: the same output results whether the scheduler takes
     them ahead, or each of them is drawn under a mask that allows no other.
 
@@ -24,6 +25,8 @@ class Constraint:
         self.error: str | None = None  # why the request cannot go on
         self._thinking, self._eos_token_ids = thinking, eos_token_ids
         self._is_thinking = thinking is not None and thinking.is_open
+        # The start marker, as long as the output is empty and may begin with it.
+        self.opening_token = thinking.start_ids[0] if thinking and matcher and self._may_open(thinking) else None
         self._num_thinking = 0  # tokens since the thinking began
         self._has_ended = False  # end-of-sequence was drawn, and the request goes on nevertheless
         self._tail: list[int] = []  # the last tokens outside the grammar, at most as many as a marker has
@@ -35,8 +38,9 @@ class Constraint:
         """Add a token to the output: one that was drawn, forced, or is replayed."""
         if self._has_ended or self.error is not None:
             return
+        opening_token, self.opening_token = self.opening_token, None
         is_expected = self._next < len(self._forced) and self._forced[self._next] == token_id
-        if self._is_thinking or self.matcher is None:
+        if self._is_thinking or self.matcher is None or token_id == opening_token:
             self._think(token_id)
         elif token_id in self._eos_token_ids:
             self._has_ended = True
@@ -60,12 +64,17 @@ class Constraint:
             return False
         return bool(self._forced) or (self.matcher is not None and not self._is_thinking)
 
+    @staticmethod
+    def _may_open(thinking: ThinkingLimits) -> bool:
+        return not thinking.is_open and len(thinking.start_ids) == 1
+
     def _think(self, token_id: int) -> None:
         """Count a token outside the grammar, and look for the markers around thinking."""
         limits = self._thinking
         if limits is None:
             return
-        self._tail = [*self._tail, token_id][-max(len(limits.end_ids), len(limits.start_ids)) :]
+        longest = max(map(len, (limits.end_ids, limits.start_ids, limits.closing_ids)))
+        self._tail = [*self._tail, token_id][-longest:]
         self._num_thinking += self._is_thinking
         if limits.start_ids and self._tail[-len(limits.start_ids) :] == limits.start_ids:
             self._is_thinking, self._num_thinking = True, 0
@@ -80,10 +89,10 @@ class Constraint:
             return
         if self._is_thinking:
             if limits is not None and limits.budget is not None and self._num_thinking >= limits.budget:
-                end = limits.end_ids
+                end = limits.closing_ids or limits.end_ids
                 done = max(count for count in range(len(end)) if not count or self._tail[-count:] == end[:count])
                 self._forced = end[done:]
-        elif self.matcher is not None:
+        elif self.matcher is not None and self.opening_token is None:
             self._forced = self.matcher.forced()
             if not self._forced and self.matcher.is_finished:
                 self._forced = list(self._eos_token_ids[:1])

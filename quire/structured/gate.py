@@ -95,6 +95,9 @@ class GrammarGate:
             filled = np.empty((len(rows), bits.shape[1]), np.int32)
             self._load()[0].fill(matchers, filled)
             bits[rows] = filled
+        for row, constraint in enumerate(constraints):
+            if (token := constraint.opening_token) is not None:
+                bits.view(np.uint32)[row, token // 32] |= np.uint32(1 << token % 32)
 
     def _compilation(self, params: StructuredOutputsParams) -> _Compilation:
         key = msgspec.msgpack.encode(params)

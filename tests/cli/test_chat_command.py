@@ -115,6 +115,17 @@ def test_without_a_terminal_each_line_is_a_message(monkeypatch, capsys):
     assert "5" in first
 
 
+def test_thinking_is_apart_from_the_answer(tmp_path: Path, monkeypatch, capsys):
+    template = tmp_path / "template.jinja"
+    template.write_text("<|im_start|>user\n{{ messages[0].content }}<|im_end|>\n<|im_start|>assistant\n<think>")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Tell me a story.\n"))
+    flags = ["--chat-template", str(template), "--reasoning-parser", "qwen3", *ENDLESS, "--max-tokens", "30"]
+    assert main(["chat", *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n"
+    assert captured.err.partition("[The answer was cut off")[0].strip()
+
+
 def test_a_missing_chat_template_is_said_before_the_model_is_loaded(tmp_path: Path, monkeypatch, capsys):
     model = tmp_path / "model"
     shutil.copytree(Path(quire.demo.__file__).parent / "model", model)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.engine.llm import LLM
-from support.dictation import Parrot
+from support.dictation import Dictation, Parrot
 from support.server import Host, Service
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
@@ -26,11 +26,23 @@ def server(host: Host) -> Service:
 
 
 @pytest.fixture(scope="session")
-def parrot() -> Iterator[Service]:
-    """A model that says what the last user said, and whose thinking is separated from its answers."""
-    host = Host(dtype="float32", kv_cache_memory_bytes=64 << 20, logits_processors=[Parrot], reasoning_parser="qwen3")
-    yield host.serve(response_store="memory")
+def dictating() -> Iterator[Host]:
+    """An engine that can be told what to say, and whose thinking is separated from its answers."""
+    host = Host(**OPTIONS, logits_processors=[Dictation, Parrot], reasoning_parser="qwen3")
+    yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def speaker(dictating: Host) -> Service:
+    """A model that says what vllm_xargs={"say": token ids} tells it."""
+    return dictating.serve(trust_request_chat_template=True)
+
+
+@pytest.fixture(scope="session")
+def parrot(dictating: Host) -> Service:
+    """A model that says what the last user said."""
+    return dictating.serve(response_store="memory")
 
 
 @pytest.fixture(scope="session")

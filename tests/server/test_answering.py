@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire.config import ConfigError
-from support.dictation import Dictation
+from support.chats import WEATHER, calls_of, message_of
 from support.server import Host, Service
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 CALLS = """I will look.
 <tool_call>
@@ -29,21 +19,6 @@ CALLS = """I will look.
 {"name": "get_weather", "arguments": {"city": "Rome"}}
 </tool_call>"""
 THOUGHT = "<think>\nIt is a city.\n</think>\n\nIt rains."
-
-
-@pytest.fixture(scope="module")
-def dictating() -> Iterator[Host]:
-    """An engine whose answers are what the request says."""
-    host = Host(
-        dtype="float32", kv_cache_memory_bytes=64 << 20, logits_processors=[Dictation], reasoning_parser="qwen3"
-    )
-    yield host
-    host.close()
-
-
-@pytest.fixture(scope="module")
-def speaker(dictating: Host) -> Service:
-    return dictating.serve()
 
 
 def ask(server: Service, messages=QUESTION, **fields: Any) -> Any:
@@ -57,50 +32,6 @@ def say(server: Service, text: str, **fields: Any) -> Any:
     """The answer of a model that says this."""
     prompt = server.post("/tokenize", {"prompt": text, "add_special_tokens": False})
     return ask(server, vllm_xargs={"say": [*prompt.json["tokens"], 2]}, **fields)
-
-
-def joined(events: list[Any], index: int = 0) -> dict[str, Any]:
-    """The message and the finish reason of one choice of a stream, checked to have OpenAI's shape."""
-    message: dict[str, Any] = {"content": None, "reasoning": None, "tool_calls": []}
-    reasons = []
-    for choice in (choice for event in events for choice in event["choices"] if choice["index"] == index):
-        assert not reasons, "nothing comes behind the end"
-        delta = choice["delta"]
-        message["content"] = (
-            (message["content"] or "") + delta["content"] if delta.get("content") else message["content"]
-        )
-        message["reasoning"] = (
-            (message["reasoning"] or "") + delta["reasoning"] if delta.get("reasoning") else message["reasoning"]
-        )
-        assert delta.get("reasoning_content") == delta.get("reasoning")
-        for call in delta.get("tool_calls", ()):
-            if call["index"] == len(message["tool_calls"]):
-                assert call.keys() == {"index", "id", "type", "function"}
-                assert (call["type"], call["function"]["arguments"]) == ("function", "")
-                message["tool_calls"].append({"id": call["id"], "type": "function", "function": dict(call["function"])})
-            else:
-                assert call["index"] == len(message["tool_calls"]) - 1
-                assert call.keys() == {"index", "function"}
-                assert call["function"].keys() == {"arguments"}
-                message["tool_calls"][-1]["function"]["arguments"] += call["function"]["arguments"]
-        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
-    return {**message, "finish_reason": reasons[0]}
-
-
-def message_of(answer: Any, index: int = 0) -> dict[str, Any]:
-    """The same of a whole answer, or of a stream."""
-    if isinstance(answer, list):
-        return joined(answer, index)
-    choice = answer["choices"][index]
-    message = choice["message"]
-    assert message.get("reasoning_content") == message["reasoning"]
-    wanted = {name: message.get(name) for name in ("content", "reasoning")}
-    return {**wanted, "tool_calls": message.get("tool_calls", []), "finish_reason": choice["finish_reason"]}
-
-
-def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    assert len({call["id"] for call in message["tool_calls"]}) == len(message["tool_calls"])
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
 
 
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -183,8 +114,11 @@ def test_each_of_n_answers_has_calls_of_its_own(speaker, stream):
 
 @STREAMS
 def test_thinking_is_apart_from_the_answer(speaker, stream):
-    message = message_of(say(speaker, THOUGHT, stream=stream))
+    answer = say(speaker, THOUGHT, stream=stream, stream_options={"include_usage": True} if stream else None)
+    message = message_of(answer)
+    usage = (answer[-1] if stream else answer)["usage"]
     assert message["reasoning"].strip() == "It is a city."
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
     assert message["content"].strip() == "It rains."
     assert message["finish_reason"] == "stop"
 

@@ -128,3 +128,25 @@ def test_replayed_tokens_lead_to_the_same_state_at_every_place():
             advance(subject, token)
             output.append(token)
         assert subject.error is None
+
+
+def test_an_answer_may_begin_with_thinking_whatever_the_grammar_says():
+    limits = ThinkingLimits(END, START)
+    subject = constraint(limits)
+    assert subject.is_active
+    assert (subject.forced(), subject.opening_token) == ([], START[0])
+    advance(subject, *START)
+    assert not subject.is_active
+    assert advance(subject, 7, *END).forced() == [1, 2]
+    assert subject.opening_token is None
+    assert advance(constraint(limits), 1).forced() == [2]
+    assert constraint(ThinkingLimits(END)).opening_token is None
+    assert constraint(ThinkingLimits(END, START, is_open=True)).opening_token is None
+
+
+def test_the_tokens_that_close_thinking_may_be_more_than_its_end():
+    limits = ThinkingLimits(END, START, is_open=True, budget=2, closing_ids=[60, *END])
+    subject = advance(constraint(limits), 7, 8)
+    assert subject.forced() == [60, *END]
+    assert advance(subject, 60, *END).forced() == [1, 2]
+    assert advance(constraint(limits), *END).forced() == [1, 2]

@@ -33,9 +33,14 @@ class Dictation(LogitsProcessor):
 
 
 class Parrot(Dictation):
-    """The output is what the last user of a conversation with the bundled model said, and then end-of-sequence."""
+    """The output is what the last user of a conversation with the bundled model said, and then end-of-sequence.
+
+    Requests with extra_args={"say": ...} are left to Dictation.
+    """
 
     def add(self, row: int, request: NewRequest) -> bool:
+        if "say" in (request.sampling.extra_args or {}):
+            return False
         begin_id, end_id, num_begin = 1, 2, 3  # <|im_start|>, <|im_end|>, tokens of "<|im_start|>user\n"
         prompt = request.token_ids[: request.num_prompt_tokens]
         end = max(index for index, token_id in enumerate(prompt) if token_id == end_id)
