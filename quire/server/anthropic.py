@@ -30,9 +30,8 @@ class AnthropicRoute(StrictRoute):
 
 
 router = APIRouter(route_class=AnthropicRoute)
-_SAMPLING = {name: name for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")} | {
-    "stop": "stop_sequences"
-}
+# Fields of ChatRequest, and their names in a body of this API.
+_SAMPLING = {"stop": "stop_sequences"} | {name: name for name in "max_tokens stream temperature top_p top_k".split()}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are "end_turn"
 
@@ -43,14 +42,10 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    type: Literal["thinking"]
-    thinking: str
+    """Redacted thinking has no text. It is ignored, since only Anthropic's own models can read it."""
 
-
-class RedactedThinkingBlock(BaseModel):
-    """It is ignored: only Anthropic's own models can read it."""
-
-    type: Literal["redacted_thinking"]
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUseBlock(BaseModel):
@@ -69,9 +64,7 @@ class ToolResultBlock(BaseModel):
     content: Text | None = None
 
 
-Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
-]
+Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class InputMessage(BaseModel):
@@ -93,7 +86,7 @@ class InputMessage(BaseModel):
                 function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif isinstance(block, ThinkingBlock):
-                thoughts.append(block.thinking)
+                thoughts += [block.thinking] if block.thinking else []
             elif isinstance(block, TextBlock):
                 parts.append(block.model_dump())
         if parts or calls or thoughts or not self.content:

@@ -16,7 +16,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from quire.messages.outputs import CompletionOutput
 from quire.server.answering import Answering, FunctionCall
@@ -148,7 +147,8 @@ class OllamaChatRequest(Generation):
             calls = []
             for call in message.tool_calls or ():
                 waiting.append(call.id or f"call{next(numbers):05}")
-                function = {**call.function.model_dump(), "arguments": _json(call.function.arguments)}
+                arguments = msgspec.json.encode(call.function.arguments).decode()
+                function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": waiting[-1], "type": "function", "function": function})
             fields = {"role": message.role, "content": message.content or "", "reasoning": message.thinking}
             if message.role == "tool":
@@ -157,33 +157,17 @@ class OllamaChatRequest(Generation):
             yield {**fields, "tool_calls": calls or None}
 
 
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-class OllamaAnswer(TypedDict):
-    model: str
-    created_at: str
-    done: bool
-
-
-class ModelDescription(TypedDict):
-    details: dict[str, Any]
-    model_info: dict[str, Any]
-    capabilities: list[str]
-
-
 class LineStream(EventStream):
     media_type = "application/x-ndjson"
     before_error, after_error, done = b"", b"\n", b""
 
 
-ErrorAnswer = dict[str, str]
-_STREAM = stream_answers(OllamaAnswer, ErrorAnswer, LineStream.media_type)
+_ANSWERS = answers(dict[str, Any], dict[str, str])
+_STREAM = stream_answers(dict[str, Any], dict[str, str], LineStream.media_type)
 
 
 @router.post("/api/generate", responses=_STREAM, response_model=None)
-async def generate(body: GenerateRequest, request: Request) -> Response:
+async def answer_prompt(body: GenerateRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     reply, raw, prompt = Reply(body.accepted(server), is_chat=False), body.raw, body.prompt
     if not prompt:
@@ -198,7 +182,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 
 
 @router.post("/api/chat", responses=_STREAM, response_model=None)
-async def chat(body: OllamaChatRequest, request: Request) -> Response:
+async def answer_chat(body: OllamaChatRequest, request: Request) -> Response:
     reply = Reply(body.accepted(request.app.state.server), is_chat=True)
     if not body.messages:
         return json_response(reply.part(done=True, done_reason="load"))
@@ -282,34 +266,28 @@ def _details(server: Server) -> dict[str, Any]:
     return {**unknown, "format": kind, "family": frontend.model_type, "families": [frontend.model_type]}
 
 
-def _created(server: Server) -> str:
-    return datetime.fromtimestamp(server.created, UTC).isoformat()
-
-
-def _cards(server: Server) -> Iterator[dict[str, Any]]:
+@router.get("/api/tags", responses=_ANSWERS, response_model=None)
+@router.get("/api/ps", responses=_ANSWERS, response_model=None)
+async def list_models(request: Request) -> Response:
+    """The models that can be used, and those that are loaded: they are the same."""
+    server: Server = request.app.state.server
     path = server.llm.frontend.directory
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file())
+    card = {
+        "size": sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()) if file.is_file()),
+        "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
+        "expires_at": "9999-12-31T23:59:59Z",
+        "details": _details(server),
+        "context_length": server.llm.max_model_len,
+    }
+    cards = []
     for name in server.model_names:
         tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
         digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its beginning
-        yield {"name": tagged, "model": tagged, "size": size, "digest": digest, "details": _details(server)}
+        cards.append({"name": tagged, "model": tagged, "digest": digest, **card})
+    return json_response({"models": cards})
 
 
-@router.get("/api/tags", responses=answers(dict[str, list[dict[str, Any]]], ErrorAnswer), response_model=None)
-async def list_local_models(request: Request) -> Response:
-    server: Server = request.app.state.server
-    return json_response({"models": [{**card, "modified_at": _created(server)} for card in _cards(server)]})
-
-
-@router.get("/api/ps", responses=answers(dict[str, list[dict[str, Any]]], ErrorAnswer), response_model=None)
-async def list_running_models(request: Request) -> Response:
-    """All models: none is ever unloaded."""
-    server: Server = request.app.state.server
-    extra = {"expires_at": "9999-12-31T23:59:59Z", "context_length": server.llm.max_model_len}
-    return json_response({"models": [{**card, **extra} for card in _cards(server)]})
-
-
-@router.post("/api/show", responses=answers(ModelDescription, ErrorAnswer), response_model=None)
+@router.post("/api/show", responses=_ANSWERS, response_model=None)
 async def show(body: ShowRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     body.model = body.model or body.name
@@ -322,11 +300,12 @@ async def show(body: ShowRequest, request: Request) -> Response:
         "details": details,
         "model_info": {"general.architecture": family, f"{family}.context_length": server.llm.max_model_len},
         "capabilities": [name for name, value in capabilities.items() if value],
-        "modified_at": _created(server),
+        "modelfile": "",
+        "parameters": "",
     }
-    return json_response({"modelfile": "", "parameters": "", **description})
+    return json_response(description)
 
 
-@router.get("/api/version", responses=answers(Version, ErrorAnswer), response_model=None)
+@router.get("/api/version", responses=answers(Version, dict[str, str]), response_model=None)
 async def ollama_version() -> Response:
     return json_response(Version(version=OLLAMA_VERSION))
