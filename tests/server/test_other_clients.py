@@ -9,19 +9,21 @@ import subprocess
 import pytest
 
 from support.client_environment import ENVIRONMENTS, client_python, run_client
-from support.server import Service
+from support.server import Host, Service
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "Tell me a story about a dog."
+WEATHER = "What is the weather in Paris?"
+KEY = "secret"
 
 ANTHROPIC = """
 import json, sys
 from anthropic import Anthropic, APIStatusError, AsyncAnthropic
 import asyncio
 
-url, question = sys.argv[1:]
-client = Anthropic(base_url=url, api_key="none", max_retries=0)
+url, question, weather, key = sys.argv[1:]
+client = Anthropic(base_url=url, api_key=key, max_retries=0)
 body = dict(model="demo", max_tokens=24, system="Be brief.", messages=[{"role": "user", "content": question}],
             extra_body={"temperature": 0})
 whole = client.messages.create(**body)
@@ -30,8 +32,18 @@ with client.messages.stream(**body) as stream:
     streamed = stream.get_final_message()
 
 async def asynchronously():
-    async with AsyncAnthropic(base_url=url, api_key="none") as other:
+    async with AsyncAnthropic(base_url=url, api_key=key) as other:
         return await other.messages.create(**body)
+
+schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+tool = {"name": "get_weather", "description": "Get the weather of a city.", "input_schema": schema}
+turns = [{"role": "user", "content": weather}]
+call = dict(model="demo", max_tokens=120, tools=[tool], extra_body={"temperature": 0})
+with client.messages.stream(messages=turns, **call) as stream:
+    called = stream.get_final_message()
+result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": '{"temperature": 21, "sky": "sunny"}'}
+turns += [{"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+told = client.messages.create(messages=turns, **call)
 
 counted = client.messages.count_tokens(**{name: body[name] for name in ("model", "system", "messages")})
 try:
@@ -45,15 +57,25 @@ print(json.dumps({
     "counted": [counted.input_tokens, whole.usage.input_tokens + whole.usage.cache_read_input_tokens],
     "output": [whole.usage.output_tokens, streamed.usage.output_tokens],
     "refused": refused,
+    "called": [called.stop_reason, called.content[0].name, called.content[0].input],
+    "told": told.content[0].text,
+    "models": [model.id for model in client.models.list()],
 }))
 """
 
-OLLAMA = """
+OLLAMA = '''
 import asyncio, json, sys
 from ollama import AsyncClient, Client, ResponseError
 
-url, question = sys.argv[1:]
+url, question, weather = sys.argv[1:]
 client = Client(url)
+
+def get_weather(city: str) -> str:
+    """Get the weather of a city.
+
+    Args:
+        city: its name
+    """
 chat = dict(model="demo:latest", messages=[{"role": "user", "content": question}],
             options={"temperature": 0, "num_predict": 24}, keep_alive="5m")
 generation = dict(model="demo", prompt=question, options=chat["options"])
@@ -62,6 +84,12 @@ async def asynchronously():
     return "".join([part.message.content async for part in await AsyncClient(url).chat(**chat, stream=True)])
 
 whole = client.chat(**chat)
+asked = dict(model="demo", messages=[{"role": "user", "content": weather}], tools=[get_weather],
+             options={"temperature": 0, "num_predict": 120})
+called = client.chat(**asked).message
+streamed = [call for part in client.chat(**asked, stream=True) for call in part.message.tool_calls or ()]
+asked["messages"] += [called, {"role": "tool", "tool_name": "get_weather",
+                               "content": '{"temperature": 21, "sky": "sunny"}'}]
 try:
     client.chat(**{**chat, "model": "unknown"})
 except ResponseError as error:
@@ -77,8 +105,10 @@ print(json.dumps({
     "models": [client.list().models[0].model, client.ps().models[0].model],
     "family": client.show("demo").details.family,
     "refused": refused,
+    "called": [[call.function.name, call.function.arguments] for call in [*called.tool_calls, *streamed]],
+    "told": client.chat(**asked).message.content,
 }))
-"""
+'''
 
 OLLAMA_JS = """
 import { Ollama } from 'ollama'
@@ -103,13 +133,18 @@ def expected(server: Service, system: str | None = None) -> str:
     return server.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
 
 
-def test_the_anthropic_package_works(server: Service):
-    result = json.loads(run_client(client_python("anthropic>=0.60"), ANTHROPIC, server.url, QUESTION))
+def test_the_anthropic_package_works(host: Host, server: Service):
+    guarded = host.serve(api_key=[KEY])
+    python = client_python("anthropic>=0.60")
+    result = json.loads(run_client(python, ANTHROPIC, guarded.url, QUESTION, WEATHER, KEY))
     assert result["texts"] == [expected(server, "Be brief.")] * 4
     assert result["reasons"] == ["max_tokens"] * 2
     assert result["counted"][0] == result["counted"][1]
     assert result["output"] == [24, 24]
     assert result["refused"] == ["BadRequestError", 400, "invalid_request_error"]
+    assert result["called"] == ["tool_use", "get_weather", {"city": "Paris"}]
+    assert "sunny" in result["told"]
+    assert result["models"] == ["demo"]
 
 
 def check_ollama(result, server: Service) -> None:
@@ -120,8 +155,10 @@ def check_ollama(result, server: Service) -> None:
 
 
 def test_the_ollama_package_for_python_works(server: Service):
-    result = json.loads(run_client(client_python("ollama>=0.5"), OLLAMA, server.url, QUESTION))
+    result = json.loads(run_client(client_python("ollama>=0.5"), OLLAMA, server.url, QUESTION, WEATHER))
     assert result["end"] == [True, "length", 24]
+    assert result["called"] == [["get_weather", {"city": "Paris"}]] * 2
+    assert "sunny" in result["told"]
     check_ollama(result, server)
 
 
