@@ -98,7 +98,7 @@ def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
     separator = "{"
     while (yield from reader.literal(separator)):
         yield from reader.space()
-        key = yield from _json(reader)
+        key = parsed((yield from reader.whole_value())[0])
         yield from reader.space()
         if not isinstance(key, str) or not (yield from reader.literal(":")):
             return False
@@ -108,13 +108,13 @@ def _json_call(reader: Reader, is_bare: bool) -> Steps[bool]:
                 reader.call(name)
             is_complete = yield from _arguments(reader, reader.arguments if name else early.append)
         elif key == "name" and not name:
-            name = yield from _json(reader)
+            name = parsed((yield from reader.whole_value())[0])
             is_complete = isinstance(name, str) and name.isprintable() and name != ""
             if early and is_complete:
                 reader.call(name)
                 reader.arguments("".join(early))
         else:
-            is_complete = (not is_bare or key in _OTHER_KEYS) and (yield from reader.value(_ignore))
+            is_complete = (not is_bare or key in _OTHER_KEYS) and (yield from reader.whole_value())[1]
         if not is_complete:
             return False
         separator = ","
@@ -131,9 +131,7 @@ def _arguments(reader: Reader, say: Callable[[str], None]) -> Steps[bool]:
     itself written as a JSON string."""
     if (yield from reader.space()) == "{":
         return (yield from reader.value(say))
-    pieces: list[str] = []
-    is_complete = yield from reader.value(pieces.append)
-    text = "".join(pieces)
+    text, is_complete = yield from reader.whole_value()
     value = parsed(text) if is_complete else text
     say((without_surrogates(value) if isinstance(value, str) else text if value is not None else "") or "{}")
     return is_complete
@@ -210,9 +208,7 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
         reader.arguments(f"{separator}{json_text(key)}: ")
         separator = ", "
         yield from reader.space()
-        pieces: list[str] = []
-        is_complete = yield from reader.value(pieces.append)
-        text = "".join(pieces)
+        text, is_complete = yield from reader.whole_value()
         reader.arguments(from_python(text) if is_complete else text)
         if not is_complete or ((yield from reader.space()) != ")" and not (yield from reader.literal(","))):
             return False
@@ -225,15 +221,4 @@ def _python_arguments(reader: Reader, name: str) -> Steps[bool]:
 def _header(reader: Reader, format: ToolFormat, opening: str) -> Steps[re.Match[str] | None]:
     """Reads what stands between a call's marker and its arguments."""
     found = yield from reader.before((opening, *format.end), _LONGEST_HEADER)
-    return re.fullmatch(format.header, found[0]) if found else None
-
-
-def _json(reader: Reader) -> Steps[Any]:
-    """Reads a JSON value. None if it is not one."""
-    pieces: list[str] = []
-    yield from reader.value(pieces.append)
-    return parsed("".join(pieces))
-
-
-def _ignore(text: str) -> None:
-    pass
+    return re.fullmatch(format.header, found[0].strip()) if found else None

@@ -12,7 +12,7 @@ _FORCED = ToolFormat(body=json_calls, bare="[{")
 
 def forced_calls(choice: str | Mapping[str, Any]) -> Parser:
     """The parser of what the schema of `forced_calls_schema` allows."""
-    return _FORCED.make() if choice == "required" else Parsing(_named_call, chosen_function(choice))
+    return Parsing(_named_call, choice["function"]["name"]) if isinstance(choice, Mapping) else _FORCED.make()
 
 
 def forced_calls_schema(
@@ -23,18 +23,12 @@ def forced_calls_schema(
 
     parallel: several calls are allowed. Raises ValueError if there is no function of that name.
     """
-    given = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-    parameters: dict[str, dict[str, Any]] = {
-        name: schema or {"type": "object", "properties": {}} for name, schema in given.items()
-    }
-    if choice != "required":
-        name = chosen_function(choice)
-        if name not in parameters:
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
+    if isinstance(choice, Mapping):
+        name = choice["function"]["name"]
+        if name not in functions:
             raise ValueError(f"tool_choice names the function {name!r}, which is not in tools")
-        return parameters[name]
-    if not parameters:
-        raise ValueError("tool_choice is 'required', but tools is empty")
-    functions = list(enumerate(parameters.items()))
+        return dict(functions[name])
     calls = [
         {
             "type": "object",
@@ -42,16 +36,11 @@ def forced_calls_schema(
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for index, (name, _) in functions
+        for index, name in enumerate(functions)
     ]
-    definitions = {str(index): _moved(schema, f"#/$defs/{index}") for index, (_, schema) in functions}
+    definitions = {str(i): _moved(schema, f"#/$defs/{i}") for i, schema in enumerate(functions.values())}
     schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     return schema if parallel else {**schema, "maxItems": 1}
-
-
-def chosen_function(choice: str | Mapping[str, Any]) -> str:
-    """The name in a tool_choice that names a function."""
-    return choice if isinstance(choice, str) else str((choice.get("function") or choice)["name"])
 
 
 def _named_call(reader: Reader, name: str) -> Steps[None]:
@@ -68,8 +57,9 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: _moved(value, place) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value[:1] == "#"
+        else _moved(value, place)
+        for key, value in schema.items()
+    }

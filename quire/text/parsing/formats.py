@@ -3,7 +3,7 @@
 from quire.text.parsing.calls import ToolFormat, json_calls, pythonic_calls, tagged_call
 from quire.text.parsing.harmony import harmony
 
-_NAME = r"\s*(?P<name>[^\s<>\"{｜]+)\s*"
+_NAME = r"(?P<name>[^\s<>\"{｜]+)"
 _LLAMA = "dictionary of argument name and its value"  # the words of Llama's chat templates
 
 
@@ -18,7 +18,7 @@ def _functions(section: str) -> ToolFormat:
         body=tagged_call,
         sections=(f"<{section}>",),
         begin=("<function=",),
-        header=rf"{_NAME}>\s*",
+        header=rf"{_NAME}\s*>",
         parameter=("<parameter=", (">\n", ">"), ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")),
         end=("</function>", f"</{section}>"),
     )
@@ -30,7 +30,7 @@ def _invoke(sections: tuple[str, ...], end: tuple[str, ...], prefix: str = "") -
         body=tagged_call,
         sections=sections,
         begin=(f'<{prefix}invoke name="',),
-        header=rf"{_NAME}\">\s*",
+        header=rf"{_NAME}\"\s*>",
         parameter=(f'<{prefix}parameter name="', ('">',), (f"</{prefix}parameter>",)),
         end=(f"</{prefix}invoke>", *end),
     )
@@ -40,7 +40,7 @@ _DEEPSEEK = ToolFormat(
     body=json_calls,
     sections=("<｜tool▁calls▁begin｜>",),
     begin=("<｜tool▁call▁begin｜>",),
-    header=rf"(?:\s*function<｜tool▁sep｜>)?{_NAME}(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?:```)?",
+    header=rf"(?:function<｜tool▁sep｜>)?{_NAME}(?:<｜tool▁sep｜>)?\s*(?:```json)?",
     end=("```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
 )
 _GLM = ToolFormat(
@@ -67,7 +67,7 @@ TOOLS: dict[str, ToolFormat] = {
     "mistral": ToolFormat(
         body=json_calls,
         begin=("[TOOL_CALLS]",),
-        header=r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*",
+        header=r"(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?",
     ),
     **dict.fromkeys(("deepseek_v3", "deepseek_v31"), _DEEPSEEK),
     "deepseek_v32": _invoke(("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",), "｜DSML｜"),
@@ -77,7 +77,7 @@ TOOLS: dict[str, ToolFormat] = {
         body=json_calls,
         sections=("<|tool_calls_section_begin|>",),
         begin=("<|tool_call_begin|>",),
-        header=r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*(?:<\|tool_call_argument_begin\|>)?\s*",
+        header=r"(?P<id>(?:functions\.)?(?P<name>[^\s:<]+):\d+)\s*(?:<\|tool_call_argument_begin\|>)?",
         end=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ),
     "openai": ToolFormat(whole=harmony, sign="<|channel|>"),

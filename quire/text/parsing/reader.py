@@ -177,6 +177,12 @@ class Reader:
                 return result or (is_scalar and result is None)
             yield
 
+    def whole_value(self) -> Steps[tuple[str, bool]]:
+        """Reads a value. Returns its text, and whether it is complete."""
+        pieces: list[str] = []
+        is_complete = yield from self.value(pieces.append)
+        return "".join(pieces), is_complete
+
     def unread(self, marker: str) -> str:
         """Takes back the last character of a marker that was just read. Returns the rest of the marker."""
         self._position -= 1
