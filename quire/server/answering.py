@@ -1,5 +1,6 @@
 """A chat request that runs. Every API for chats translates its bodies to ChatRequest, and these pieces to its own."""
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -28,11 +29,15 @@ PROMPT_END = 256  # characters of a prompt that tell whether the answer begins w
 @dataclass
 class FunctionCall:
     """A tool call of an answer. id: nine letters and digits, as Mistral's chat template demands, unless the model gave
-    the call another. arguments: JSON text."""
+    the call another. pieces: of its arguments, which are JSON text."""
 
     id: str
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
     @property
     def argument_object(self) -> dict[str, Any]:
@@ -48,15 +53,23 @@ class FunctionCall:
 class Answer:
     """One completion of a chat, as far as it is known.
 
-    reasoning, content: None as long as there is none. completion: its latest part, which is the whole completion if the
-    request is not streamed.
+    completion: its latest part, which is the whole completion if the request is not streamed.
     """
 
     index: int
-    reasoning: str | None = None
-    content: str | None = None
+    texts: dict[type[Event], list[str]] = field(default_factory=lambda: defaultdict(list))  # pieces, by their type
     tool_calls: list[FunctionCall] = field(default_factory=list)
     completion: CompletionOutput | None = None
+
+    @property
+    def reasoning(self) -> str | None:
+        """None as long as there is none."""
+        return "".join(self.texts[Reasoning]) if Reasoning in self.texts else None
+
+    @property
+    def content(self) -> str | None:
+        """None as long as there is none."""
+        return "".join(self.texts[Content]) if Content in self.texts else None
 
     @property
     def finish_reason(self) -> str | None:
@@ -67,14 +80,12 @@ class Answer:
     def add(self, completion: CompletionOutput, events: list[Event]) -> None:
         self.completion = completion
         for event in events:
-            if isinstance(event, Reasoning):
-                self.reasoning = (self.reasoning or "") + event.text
-            elif isinstance(event, Content):
-                self.content = (self.content or "") + event.text
+            if isinstance(event, Reasoning | Content):
+                self.texts[type(event)].append(event.text)
             elif isinstance(event, ToolCall):
                 self.tool_calls.append(FunctionCall(event.id or uuid4().hex[:9], event.name))
             else:
-                self.tool_calls[event.index].arguments += event.text
+                self.tool_calls[event.index].pieces.append(event.text)
 
 
 @dataclass(frozen=True)
