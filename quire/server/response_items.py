@@ -112,14 +112,16 @@ Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_l
 
 _NOT_OF_RESPONSES = "is not a field of /v1/responses"
 _UNSUPPORTED = {
-    **dict.fromkeys(("conversation", "prompt", "previous_response"), "is not supported by Quire"),
+    **dict.fromkeys(
+        "conversation prompt previous_response previous_input_messages enable_response_messages".split(),
+        "is not supported by Quire",
+    ),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), f"{_NOT_OF_RESPONSES}; use max_output_tokens"),
     "messages": f"{_NOT_OF_RESPONSES}; use input",
 }
 # Fields of OpenAI's that ask for nothing here: they are about tools, tiers and caches that Quire does not have.
 _WITHOUT_EFFECT = frozenset(
-    """max_tool_calls service_tier prompt_cache_key prompt_cache_retention prompt_cache_options safety_identifier
-    enable_response_messages""".split()
+    """max_tool_calls service_tier prompt_cache_key prompt_cache_retention prompt_cache_options safety_identifier""".split()
 )
 # Fields of chats that are translated from others, and those others.
 _ORIGINS = {

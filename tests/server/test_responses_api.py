@@ -12,9 +12,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from quire.server.answering import Answer, FunctionCall
-from quire.server.response_items import Events, Output
+from quire.server.response_items import Events, Output, ResponsesRequest
 from quire.server.response_store import ResponseStore
 from quire.text.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from support.client_environment import client_python, run_client
 from support.postgres import running_postgres
 from support.server import Host, Service, eventually
 from support.server_process import Server
@@ -444,6 +445,106 @@ def test_thinking_is_an_item_of_its_own_that_can_be_sent_back(parrot, stream):
     continued = answers_of(client, stream, input="More.", previous_response_id=response.id)
     assert stateless.output_text == continued.output_text
     assert stateless.usage.input_tokens == continued.usage.input_tokens
+
+
+AGENTS = """
+import asyncio, json, sys
+from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+from openai import AsyncOpenAI
+
+url, question = sys.argv[1:]
+set_tracing_disabled(True)
+set_default_openai_client(AsyncOpenAI(base_url=url + "/v1", api_key="key"))
+cities = []
+
+@function_tool
+def get_weather(city: str) -> str:
+    "Get the weather of a city."
+    cities.append(city)
+    return '{"temperature": 21, "sky": "sunny"}'
+
+async def main():
+    agent = Agent(name="agent", model="demo", tools=[get_weather], model_settings=ModelSettings(temperature=0))
+    whole = await Runner.run(agent, question)
+    streamed = Runner.run_streamed(agent, question)
+    async for event in streamed.stream_events():
+        pass
+    continued = await Runner.run(agent, question, previous_response_id=whole.last_response_id)
+    return [whole.final_output, streamed.final_output, continued.final_output]
+
+print(json.dumps({"texts": asyncio.run(main()), "cities": cities}))
+"""
+
+
+@pytest.mark.slow
+def test_the_package_openai_agents_works(service):
+    result = json.loads(run_client(client_python("openai-agents>=0.3"), AGENTS, service.url, QUESTION))
+    assert result["cities"][:2] == ["Paris", "Paris"]
+    assert result["texts"][0] == result["texts"][1]
+    assert all(result["texts"])
+
+
+def test_items_become_the_messages_of_a_chat():
+    call, output = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}, "function_call_output"
+    items = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "Two"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+        call,
+        {**call, "call_id": "b"},
+        {"type": output, "call_id": "a", "output": "1"},
+        {"type": output, "call_id": "b", "output": [{"type": "input_text", "text": "2"}]},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    body = ResponsesRequest(input=items, instructions="Be brief.")
+    chat = body.chat(body.items())
+    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in "ab"]
+    assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
+        {"role": "system", "content": "Be brief.\n\nBe kind."},
+        {"role": "user", "content": "One\nTwo"},
+        {"role": "assistant", "reasoning": "Hm.", "content": "So.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+        {"role": "assistant", "reasoning": "", "content": "Done."},
+        {"role": "assistant", "content": "No."},
+    ]
+
+
+def test_a_conversation_that_is_too_large_is_refused(host):
+    service = host.serve(response_store="memory", max_body_bytes=20_000)
+    client = client_of(service)
+    asked = {"input": "word " * 1500, "truncation": "auto", **GREEDY}
+    first = client.responses.create(**asked)
+    second = client.responses.create(previous_response_id=first.id, **asked)
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.responses.create(previous_response_id=second.id, **asked)
+    assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
+
+
+VLLMS_FIELDS = """background include input instructions max_output_tokens max_tool_calls metadata model logit_bias
+    parallel_tool_calls previous_response_id prompt reasoning service_tier store stream temperature text tool_choice
+    tools top_logprobs top_p top_k truncation user skip_special_tokens include_stop_str_in_output prompt_cache_key
+    request_id mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
+    previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs"""
+
+
+def test_every_field_of_vllms_is_read_or_refused_or_has_no_effect():
+    for name in VLLMS_FIELDS.split():
+        if name not in ResponsesRequest.model_fields:
+            body = ResponsesRequest.model_validate({"input": "Hello!", name: [{"a": 1}]})
+            refused = body.unsupported()
+            assert not body.unknown() if refused is None else refused[0] == name
+
+
+def test_an_unknown_field_is_ignored_and_logged_once(service, caplog):
+    for _ in range(2):
+        body = {"input": "Hello!", "max_output_tokens": 1, "unheard_of": 1, "service_tier": "auto"}
+        assert service.post("/v1/responses", body).status == 200
+    assert caplog.text.count("Ignored a field that is not known: 'unheard_of'") == 1
+    assert "service_tier" not in caplog.text
 
 
 def test_every_kind_of_item_is_streamed_as_openais_types_say():
