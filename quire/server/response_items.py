@@ -121,7 +121,8 @@ _UNSUPPORTED = {
 }
 # Fields of OpenAI's that ask for nothing here: they are about tools, tiers and caches that Quire does not have.
 _WITHOUT_EFFECT = frozenset(
-    """max_tool_calls service_tier prompt_cache_key prompt_cache_retention prompt_cache_options safety_identifier""".split()
+    """max_tool_calls service_tier prompt_cache_key prompt_cache_retention prompt_cache_options
+    safety_identifier""".split()
 )
 # Fields of chats that are translated from others, and those others.
 _ORIGINS = {

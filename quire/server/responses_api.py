@@ -22,6 +22,7 @@ from quire.server.logprobs import chat_logprobs
 from quire.server.middleware import given_key
 from quire.server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
 from quire.server.response_store import MissingResponseError, Record, StoreError, open_store
+from quire.server.responses import Usage
 from quire.server.routing import StrictRoute, answers, stream_answers
 
 REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a background response
@@ -214,21 +215,10 @@ class Run:
         else:
             response["completed_at"] = int(time.time())
         events = self._output.close("completed" if status == "completed" else "incomplete")
-        response |= {"status": status, "output": self._output.items, "usage": await self._usage(answer.reasoning)}
+        response |= {"status": status, "output": self._output.items, "usage": _usage(self.answering.meter.usage)}
         if response["store"] and (error is None or error.status_code != 499):
             await self._store()
         return events + self.events.make(_last_event(status), response=response)
-
-    async def _usage(self, reasoning: str | None) -> dict[str, Any]:
-        usage, encode = self.answering.meter.usage, self.answering.call.server.llm.get_tokenizer().encode
-        thought = 0 if not reasoning else len(await asyncio.to_thread(encode, reasoning, False))
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": min(thought, usage["completion_tokens"])},
-            "total_tokens": usage["total_tokens"],
-        }
 
     async def _store(self) -> None:
         """A client gets its answer even if the store fails: the response says then that it is not stored."""
@@ -241,6 +231,17 @@ class Run:
         except StoreError as error:
             self.response["store"] = False
             logger.error("Request %s: its response was not stored: %s", self.answering.call.name, error)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """The usage of a chat under the names of responses."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage.get("completion_tokens_details") or {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
 
 
 def _last_event(status: str) -> str:

@@ -516,7 +516,7 @@ def test_items_become_the_messages_of_a_chat():
 def test_a_conversation_that_is_too_large_is_refused(host):
     service = host.serve(response_store="memory", max_body_bytes=20_000)
     client = client_of(service)
-    asked = {"input": "word " * 1500, "truncation": "auto", **GREEDY}
+    asked = {"input": "word " * 2000, "truncation": "auto", **GREEDY}
     first = client.responses.create(**asked)
     second = client.responses.create(previous_response_id=first.id, **asked)
     with pytest.raises(openai.APIStatusError) as caught:
