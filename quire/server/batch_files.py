@@ -77,8 +77,11 @@ class BatchFiles:
         return self._unanswered.count(1)
 
     def unanswered(self) -> Iterator[tuple[int, bytes | None]]:
-        """(number, text) of each line whose request has no answer yet. The text of a line that is too long is None."""
-        return ((number, line) for number, line in self._lines() if self._unanswered[number - 1])
+        """(number, text) of each line whose request has no answer yet. The text of a line that is too long is None.
+
+        Lines that were added to the file in the meantime are left for the next run.
+        """
+        return ((number, line) for number, line in self._lines() if self._unanswered[number - 1 : number] == b"\1")
 
     def write(self, number: int, answer: dict[str, Any]) -> None:
         """Append the answer to the request of a line. Raises OSError."""
@@ -142,11 +145,9 @@ class BatchFiles:
                 try:
                     answer = _parse_answer(line)
                     number = int(answer.id.removeprefix(_ID))
-                    if (
-                        number < 1
-                        or not self._unanswered[number - 1]
-                        or self._custom_ids[number - 1] != hash(answer.custom_id)
-                    ):
+                    if not (number > 0 and self._unanswered[number - 1]):
+                        raise ValueError
+                    if self._custom_ids[number - 1] != hash(answer.custom_id):
                         raise ValueError
                 except (msgspec.MsgspecError, ValueError, IndexError) as error:
                     raise ValueError(

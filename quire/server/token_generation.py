@@ -68,12 +68,11 @@ class GenerateChoice(TypedDict):
     stop_reason: int | str | None
     logprobs: TokenIdLogprobs | ChatLogprobs | None
     text: NotRequired[str]
-    routed_experts: NotRequired[None]
-    sampling_mask: NotRequired[None]
-    weight_versions: NotRequired[None]
 
 
 class GenerateResponse(TypedDict):
+    """vLLM's object. Its other keys are null."""
+
     request_id: str
     model: str
     created: int
@@ -82,14 +81,9 @@ class GenerateResponse(TypedDict):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    prompt_token_id_logprobs: None
-    mm_placeholders: None
-    metrics: None
-    kv_transfer_params: None
-    ec_transfer_params: None
 
 
-# What Quire lacks, in a whole answer and in its choices.
+# Keys of what Quire lacks, in a whole answer and in its choices.
 _NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders metrics kv_transfer_params ec_transfer_params".split())
 _CHOICE_NULLS = dict.fromkeys("routed_experts sampling_mask weight_versions".split())
 
@@ -165,11 +159,11 @@ def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> 
         logprobs = chat_logprobs(token_ids, places, count, call.tokens_as_ids, token_bytes)
     elif places is not None:
         logprobs = token_id_logprobs(token_ids, places)
-    choice = GenerateChoice(
-        index=completion.index,
-        token_ids=token_ids,
-        finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
-        logprobs=logprobs,
-    )
+    choice: GenerateChoice = {
+        "index": completion.index,
+        "token_ids": token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "logprobs": logprobs,
+    }
     return {**choice, "text": completion.text} if body.output_mode == "text" else choice

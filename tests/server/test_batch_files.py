@@ -63,6 +63,13 @@ def test_answered_lines_are_left_out(tmp_path: Path):
     assert (again.num_unanswered, again.num_failed) == (0, 2)
 
 
+def test_lines_that_are_added_while_the_batch_runs_are_left_for_the_next_run(tmp_path: Path):
+    batch = files(tmp_path, A)
+    with open(tmp_path / "in", "ab") as file:
+        file.write(B)
+    assert list(batch.unanswered()) == [(1, A[:-1])]
+
+
 def test_a_torn_last_line_is_cut_wherever_it_was_torn(tmp_path: Path):
     whole, torn = answer(2, "b"), answer(1, "a")
     for length in range(1, len(torn)):
