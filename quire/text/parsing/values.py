@@ -50,8 +50,8 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, f
 def typed(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value that was written without its type, such as `5` or `Paris`."""
     word = text.strip().lower()
-    if word == "null":
-        return word
+    if word == "null" or (word == "none" and "string" not in types):
+        return "null"
     for candidate in (word if word in ("true", "false") else text, from_python(text)):
         kind = _TYPES.get(type(parsed(candidate)))
         if kind in types or (kind == "integer" and "number" in types):
@@ -81,7 +81,7 @@ def _types(schema: Any, depth: int = 0) -> frozenset[str]:
 
 def _convert(match: re.Match[str]) -> str:
     token = match[0]
-    if token[0] in "'\"":
+    if token[0] in "'\"" and token[-1] == token[0] != token:
         return json_text(without_surrogates(_ESCAPE.sub(_unescape, token[1:-1])))
     return _PYTHON_WORDS.get(token, token)
 

@@ -5,8 +5,9 @@ import random
 
 import pytest
 
+from quire.text.parsing.events import ToolArguments
 from quire.text.parsing.formats import TOOLS
-from support.answers import DEFINITIONS, SAMPLES, Sample
+from support.answers import DEFINITIONS, PARIS, SAMPLES, Sample
 from support.parsing import parse, parts_of
 
 _NAMES = [f"{sample.format}-{number}" for number, sample in enumerate(SAMPLES)]
@@ -33,3 +34,46 @@ def test_any_split_of_an_answer_or_of_its_beginning_gives_the_same_events(sample
 def test_every_format_has_a_sample_or_is_an_alias():
     sampled = [TOOLS[sample.format] for sample in SAMPLES]
     assert [name for name, format in TOOLS.items() if format not in sampled] == []
+
+
+_WHOLE_VALUES = {"pythonic", "olmo3", "lfm2"}  # read value by value
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [sample for sample in SAMPLES if sample.calls[:1] == [PARIS] and sample.format not in _WHOLE_VALUES],
+    ids=lambda sample: sample.format,
+)
+def test_arguments_are_told_as_they_arrive_and_kept_if_the_answer_ends(sample: Sample):
+    if '\\"' in sample.text:
+        pytest.skip("arguments that are written as a string are read whole")
+    beginning = sample.text[: sample.text.index("Paris") + len("Par")]
+    parser = TOOLS[sample.format].make(DEFINITIONS)
+    told = "".join(event.text for event in parser.feed(beginning) if isinstance(event, ToolArguments))
+    assert told.replace(" ", "") == '{"city":"Par'
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "get_we'),
+        ("hermes", '<tool_call>\n{"arguments": {"city": "Par'),
+        ("qwen3_coder", "<tool_call>\n<function=get_we"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_we"),
+        ("pythonic", "[get_weather(cit"),
+        ("mistral", "[TOOL_CALLS]get_we"),
+    ],
+)
+def test_a_call_that_breaks_off_before_its_name_is_known_is_content(name: str, text: str):
+    assert parse(TOOLS[name].make, [text]).content == text
+
+
+def test_a_broken_call_does_not_hide_the_next():
+    text = '<tool_call>{"name": "now", "arguments": {"a": </tool_call><tool_call>{"name": "now"}</tool_call>'
+    assert parse(TOOLS["hermes"].make, [text]).calls == [("now", '{"a": '), ("now", "{}")]
+
+
+def test_the_model_s_own_ids_of_calls_are_told():
+    sample = next(sample for sample in SAMPLES if sample.format == "kimi_k2")
+    assert parse(TOOLS["kimi_k2"].make, [sample.text]).ids == ["functions.get_weather:0", "functions.now:1"]
