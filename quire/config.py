@@ -13,6 +13,15 @@ from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, u
 
 _MAX_NUM_SEQS = 256
 
+# The fields of structured_outputs_config, and their values. The last two are vLLM's, and have no effect.
+STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
+    "backend": ("auto", "guidance"),
+    "disable_any_whitespace": (False, True),
+    "disable_additional_properties": (False, True),
+    "disable_fallback": (False, True),
+    "enable_in_reasoning": (False,),
+}
+
 # Headings of the server's options in the help.
 _HTTPS, _CORS, _LIMITS, _LOG = "HTTPS", "Web pages (CORS)", "Limits", "Log and metrics"
 _STORE = "Stored responses"
@@ -184,9 +193,21 @@ class SamplingConfig:
     logits_processors: list[Any] = option(
         [], "plugins that modify logits: subclasses of LogitsProcessor, each written as package.module:Class"
     )
+    structured_outputs_config: dict[str, Any] = option(
+        {},
+        "how outputs are constrained: backend (auto or guidance), and for all "
+        "requests disable_any_whitespace and disable_additional_properties (true or false)",
+        json=True,
+    )
 
     def __post_init__(self) -> None:
         at_least(self, -1, "max_logprobs")
+        for name, value in self.structured_outputs_config.items():
+            accepted = STRUCTURED_OUTPUTS.get(name)
+            if accepted is None:
+                raise ConfigError(f"structured_outputs_config has no field {name!r}: {', '.join(STRUCTURED_OUTPUTS)}")
+            if value not in accepted:
+                raise ConfigError(f"structured_outputs_config: {name} must be one of {accepted}, got {value!r}")
 
 
 @dataclass(frozen=True)

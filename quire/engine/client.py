@@ -10,12 +10,21 @@ import torch
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
+from quire.engine.frontend import generation_config
+from quire.engine.processor import end_of_sequence
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.uniproc import UniprocExecutor
 from quire.kvcache.specs import KVCacheSize
+from quire.loading.hub import tokenizer_directory
+from quire.loading.metadata import load_tokenizer
 from quire.metrics.logging import logger
+from quire.models.description import describe
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.structured.backends import check_backend, load_backend
+from quire.structured.gate import GrammarGate
+from quire.structured.grammar import Backend
+from quire.structured.vocabulary import Vocabulary
 from quire.system.limits import processors
 from quire.worker.device import on_gpu
 
@@ -52,6 +61,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError."""
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
+    check_backend(config.sampling.structured_outputs_config)
+    vocab_size = describe(directory, config.model).spec.vocab_size
     on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
     multiprocess = config.parallel.tensor_parallel_size > 1
     _limit_threads()
@@ -60,10 +71,18 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     if config.model.max_model_len == -1:
         limits = _fitting(limits, kv, block_size)
         max_model_len = limits.max_model_len
+
+    def load_grammars() -> tuple[Backend, list[int]]:
+        options = config.model
+        tokenizer = load_tokenizer(tokenizer_directory(options, directory))
+        eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))
+        vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids)
+        return load_backend(config.sampling.structured_outputs_config, vocabulary), eos_token_ids
+
     try:
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching,
-            cache_fingerprint(config, directory, kv.layout),
+            cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,
         )  # fmt: skip
     except ValueError:
         executor.shutdown()

@@ -50,7 +50,7 @@ class Frontend:
             self.tokenizer,
             self.max_model_len,
             description.spec.vocab_size,
-            _generation_config(m, self.directory),
+            generation_config(m, directory),
             seed=m.seed,
             max_logprobs=config.sampling.max_logprobs,
             plugins=_plugins(config.sampling.logits_processors),
@@ -128,7 +128,7 @@ def _plugins(plugins: Sequence[str | type]) -> "list[type[LogitsProcessor]]":
     return load_plugins(plugins)
 
 
-def _generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
+def generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
     """The checkpoint's default sampling parameters and end-of-sequence tokens. Raises ConfigError."""
     config: dict[str, Any] = {}
     if options.generation_config == "auto":

@@ -146,7 +146,7 @@ class LLM:
         requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
         starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
         generate = partial(self.generate, use_tqdm=False)
-        outputs = beam_search(starts, params, generate, self.max_model_len, self.processor.eos_token_ids)
+        outputs = beam_search(starts, params, generate, self.max_model_len, frozenset(self.processor.eos_token_ids))
         for sequence in (sequence for output in outputs for sequence in output.sequences):
             sequence.text = self.frontend.tokenizer.decode(sequence.tokens)
         return outputs

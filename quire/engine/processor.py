@@ -47,6 +47,13 @@ class ProcessedRequest:
     core_requests: list[EngineCoreRequest]
 
 
+def end_of_sequence(tokenizer: Tokenizer, generation_config: dict[str, Any]) -> list[int]:
+    """The tokens that end a text, the tokenizer's own one first."""
+    listed = generation_config.get("eos_token_id")
+    found = [tokenizer.eos_token_id, *([listed] if isinstance(listed, int) else listed or [])]
+    return list(dict.fromkeys(token_id for token_id in found if token_id is not None))
+
+
 class Processor:
     """Validates and tokenizes requests. The engine core can run every request that passes."""
 
@@ -71,14 +78,8 @@ class Processor:
         self.scheduling_policy = scheduling_policy
         self.generation_config = generation_config
         self._seeds = random.Random(seed)
-        eos = generation_config.get("eos_token_id")
-        listed = [eos] if isinstance(eos, int) else list(eos or [])
-        self.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else (listed or [None])[0]
-        self._more_eos = [t for t in listed if t != self.eos_token_id]
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return frozenset(self._more_eos if self.eos_token_id is None else [self.eos_token_id, *self._more_eos])
+        self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
+        self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """The checkpoint's recommended parameters, neutral where it recommends nothing. As in vLLM, do_sample has no
@@ -129,7 +130,7 @@ class Processor:
                 seed=(seed + index + 2**63) % 2**64 - 2**63,
                 max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 eos_token_id=None if params.ignore_eos else self.eos_token_id,
-                stop_token_ids=[*(params.stop_token_ids or []), *([] if params.ignore_eos else self._more_eos)],
+                stop_token_ids=[*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_token_ids[1:])],
                 arrival_time=time.monotonic(),
                 priority=priority,
                 cache_salt=cache_salt,
@@ -169,8 +170,6 @@ class Processor:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model or the engine: vocabulary, limits, plugins, other processes."""
-        if params.structured_outputs is not None:
-            raise ValueError("structured_outputs is not supported by Quire yet; leave it at None.")
         named_token_ids = params.logprob_token_ids
         sample_logprobs = params.logprobs if named_token_ids is None else None
         for name, option in (("sample", sample_logprobs), ("prompt", params.prompt_logprobs)):

@@ -74,9 +74,7 @@ NOT_SUPPORTED: Mapping[str, Foreign] = {
     **_unsupported("preemption_mode", "recompute"),
     **_unsupported("per_request_spec_decode_metrics fingerprint_mode", "none"),
     **_unsupported("model_weights reasoning_parser_plugin tool_parser_plugin worker_extension_cls", ""),
-    **_unsupported(
-        "additional_config attention_config model_class_overrides profiler_config structured_outputs_config", {}
-    ),
+    **_unsupported("additional_config attention_config model_class_overrides profiler_config", {}),
     **_unsupported("cpu_offload_params kv_cache_dtype_skip_layers lora_modules offload_params prompt_adapters", []),
     **_unsupported(
         """afd_config collect_detailed_traces default_mm_loras device_ids diffusion_config ec_transfer_config
@@ -140,7 +138,7 @@ NO_EFFECT: Mapping[str, Foreign] = {
     **_no_effect("there are no state-space layers", "mamba_block_size mamba_cache_dtype mamba_cache_mode "
         "mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm prefix_match_unit "
         "replayssm_buffer_len", "enable_mamba_cache_stochastic_rounding use_replayssm"),
-    **_no_effect("there are no structured outputs yet", "guided_decoding_backend", "guided_decoding_disable_"
+    **_no_effect("see structured_outputs_config", "guided_decoding_backend", "guided_decoding_disable_"
         "additional_properties guided_decoding_disable_any_whitespace guided_decoding_disable_fallback"),
     **_no_effect("there is no speculative decoding yet", "", "disable_logprobs_during_spec_decoding"),
     **_no_effect("the KV cache is not offloaded", "kv_offloading_backend offload_num_in_group "

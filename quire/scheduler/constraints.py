@@ -50,6 +50,8 @@ class ConstrainedRequests:
                 break
             request.token_ids.append(forced[0])
             constraint.advance(forced[0])
+        if (forced := constraint.forced()) and self._ends_early(request, forced[0]):
+            request.min_total_tokens = 0
 
     def new_tokens(self, request: Request, sampled: list[int]) -> Iterator[int]:
         """The sampled tokens, and those that are forced behind them. Tokens are to be appended as they come."""
@@ -74,10 +76,10 @@ class ConstrainedRequests:
         output.new_token_ids = request.token_ids[request.num_reported_tokens :]
         output.num_cached_tokens = min(request.num_cached_tokens, request.num_prompt_tokens)
         request.num_reported_tokens = num_tokens
-        if output.finish_reason is not None:
-            return
-        if constraint.error is not None:
+        if constraint.error is not None:  # even at an end: masks that cannot be computed may allow nothing else
             output.finish_reason, output.stop_reason = FinishReason.ERROR, constraint.error
+        elif output.finish_reason is not None:
+            return
         elif (forced := constraint.forced()) and self._ends_early(request, forced[0]):
             output.finish_reason, output.stop_reason = FinishReason.STOP, "the grammar allows no further token"
         elif num_tokens > num_sampled:

@@ -22,7 +22,7 @@ class Constraint:
         self, matcher: Matcher | None, thinking: ThinkingLimits | None = None, eos_token_ids: Sequence[int] = ()
     ) -> None:
         self.matcher = matcher
-        self.error: str | None = None  # why the request cannot go on
+        self._error: str | None = None
         self._thinking, self._eos_token_ids = thinking, eos_token_ids
         self._is_thinking = thinking is not None and thinking.is_open
         # The start marker, as long as the output is empty and may begin with it.
@@ -45,7 +45,7 @@ class Constraint:
         elif token_id in self._eos_token_ids:
             self._has_ended = True
         elif not self.matcher.accept(token_id):
-            self.error = self.matcher.error or f"the grammar does not allow token {token_id}"
+            self._error = self.matcher.error or f"the grammar does not allow token {token_id}"
         if is_expected and self.error is None:
             self._next += 1
         else:
@@ -56,6 +56,11 @@ class Constraint:
     def forced(self) -> Sequence[int]:
         """The tokens that must come next, in this order. The next token is the first of them, if there are any."""
         return self._forced[self._next :]
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot go on. The computation of a mask may fail, too."""
+        return self._error if self._error is not None or self.matcher is None else self.matcher.error
 
     @property
     def is_active(self) -> bool:

@@ -37,9 +37,9 @@ class _Compilation:
 class GrammarGate:
     """Lets a request pass when its grammar is compiled, and gives it its constraint.
 
-    load_backend: makes the back end and the tokens that end a text, at the first request that needs them. It may take
-    seconds, for the tokenizer and the library, which do not count as the time of a grammar. Raises ValueError or
-    ImportError if the model or the installation allows no structured outputs.
+    load_backend: makes the back end and the tokens that end a text, at the first
+    request that needs them. It may take seconds, for the tokenizer and the library, which do not count as the time of a
+    grammar. Raises ValueError or ImportError if the model or the installation allows no structured outputs.
     """
 
     def __init__(self, load_backend: Callable[[], tuple[Backend, list[int]]]) -> None:

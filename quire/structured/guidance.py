@@ -1,14 +1,17 @@
 """The default back end: llguidance, which computes masks while a text grows instead of compiling an automaton."""
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
-from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire.structured.references import Schema
+from quire.structured.schema import rewritten
+from quire.structured.structural_tag import as_lark, structural_tag
 from quire.structured.vocabulary import Vocabulary
 from quire.system.limits import processors
 
@@ -38,7 +41,7 @@ class GuidanceMatcher:
 
     @property
     def error(self) -> str | None:
-        return _first_line(self.state.get_error()) if self.state.is_error() else None
+        return _reason(self.state.get_error()) if self.state.is_error() else None
 
 
 class GuidanceGrammar:
@@ -51,8 +54,10 @@ class GuidanceGrammar:
 
 
 class GuidanceBackend:
-    def __init__(self, vocabulary: Vocabulary, disable_any_whitespace: bool = False) -> None:
-        self._compact = disable_any_whitespace
+    def __init__(
+        self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
+    ) -> None:
+        self._compact, self._closed = disable_any_whitespace, disable_additional_properties
         self._tokenizer = LLTokenizer(vocabulary, vocabulary.vocab_size, vocabulary.eos_token_ids)  # type: ignore[arg-type]
         self._executor = LLExecutor(processors())
 
@@ -68,10 +73,15 @@ class GuidanceBackend:
 
     def _source(self, params: StructuredOutputsParams) -> str:
         """The constraint in llguidance's own language. Raises ValueError."""
-        if params.json is not None or params.json_object:
-            schema = '{"type": "object"}' if params.json_object else params.json
-            assert isinstance(schema, str)
-            return self._schema(schema, params)
+
+        def schema(source: Schema) -> dict[str, Any]:
+            result = rewritten(source, closed=self._closed or params.disable_additional_properties)
+            return {**result, "x-guidance": self._spelling(params)}
+
+        if params.json_object:
+            return LLMatcher.grammar_from_json_schema(schema({"type": "object"}))
+        if params.json is not None:
+            return LLMatcher.grammar_from_json_schema(schema(json.loads(str(params.json))))
         if params.choice is not None:
             if len(params.choice) > MAX_CHOICES or sum(map(len, params.choice)) > MAX_TEXT:
                 raise ValueError(f"choice: at most {MAX_CHOICES} texts of {MAX_TEXT} characters in all are supported")
@@ -82,25 +92,18 @@ class GuidanceBackend:
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.grammar is not None:
-            try:
-                return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
-            except Exception as error:  # the converter raises Exception itself
-                raise ValueError(f"the grammar cannot be read: {error_text(error)}") from error
-        raise ValueError("structural_tag is not supported by Quire yet")
+            return LLMatcher.grammar_from_lark(as_lark(params.grammar))
+        return structural_tag(text, schema)
 
-    def _schema(self, schema: str, params: StructuredOutputsParams) -> str:
-        compact = self._compact or params.disable_any_whitespace
-        return LLMatcher.grammar_from_json_schema(
-            schema,
-            overrides={
-                "whitespace_flexible": False,
-                "whitespace_pattern": params.whitespace_pattern,
-                "item_separator": "," if compact else ", ",
-                "key_separator": ":" if compact else ": ",
-                "lenient": False,
-                "coerce_one_of": False,
-            },
-        )
+    def _spelling(self, params: StructuredOutputsParams) -> dict[str, Any]:
+        """How llguidance writes JSON. A fixed space ends, however little a model knows, and can be taken ahead."""
+        compact = self._compact or params.disable_any_whitespace or params.whitespace_pattern is not None
+        return {
+            "whitespace_flexible": False,
+            "whitespace_pattern": params.whitespace_pattern,
+            "item_separator": "," if compact else ", ",
+            "key_separator": ":" if compact else ": ",
+        }
 
 
 def _try(matcher: LLMatcher) -> None:
@@ -117,7 +120,7 @@ def _try(matcher: LLMatcher) -> None:
             break
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
         matcher.consume_token(int(chance.choice(allowed)))
-    reason = _first_line(matcher.get_error())
+    reason = _reason(matcher.get_error())
     if matcher.is_stopped() and not matcher.is_accepting() and (not reason or reason.startswith("NoExtension")):
         raise ValueError("no text matches the constraint")
     if matcher.is_error():
@@ -125,5 +128,7 @@ def _try(matcher: LLMatcher) -> None:
     matcher.reset()
 
 
-def _first_line(message: str) -> str:
-    return next((line.strip() for line in message.splitlines() if line.strip()), "")[:500]
+def _reason(message: str) -> str:
+    """llguidance's message without its drawings of the place and of its own state."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join([*lines[:1], *(line for line in lines[1:] if line.startswith("error:"))])[:500]

@@ -1,0 +1,40 @@
+"""The libraries that can compile grammars, by the names that the option structured_outputs_config gives them."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from quire.config import ConfigError
+from quire.structured.grammar import Backend
+from quire.structured.vocabulary import Vocabulary
+
+# name → the package that it needs, the module and the class of the back end. They are imported when they are used.
+_BACKENDS = {"guidance": ("llguidance", "quire.structured.guidance", "GuidanceBackend")}
+
+
+def check_backend(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the package of the chosen back end is not installed."""
+    name = _name(options)
+    package = _BACKENDS[name][0]
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"structured_outputs_config: the back end {name!r} needs the package {package!r}; "
+            f"install it with pip install 'quire[{name}]'"
+        )
+
+
+def load_backend(options: Mapping[str, Any], vocabulary: Vocabulary) -> Backend:
+    """The chosen back end, for the tokens of a model. It may take seconds."""
+    _, module, class_name = _BACKENDS[_name(options)]
+    backend: Backend = getattr(import_module(module), class_name)(
+        vocabulary,
+        disable_any_whitespace=options.get("disable_any_whitespace", False),
+        disable_additional_properties=options.get("disable_additional_properties", False),
+    )
+    return backend
+
+
+def _name(options: Mapping[str, Any]) -> str:
+    name: str = options.get("backend", "auto")
+    return "guidance" if name == "auto" else name

@@ -1,0 +1,147 @@
+"""References of a JSON schema ($ref, $dynamicRef, $id, $anchor), resolved to names of definitions."""
+
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+MAX_SCHEMAS = 5_000  # subschemas; a schema that a person writes has a few hundred at most
+MAX_DEPTH = 50  # levels of subschemas
+
+SINGLE = """additionalProperties contains else if items not propertyNames then unevaluatedItems
+    unevaluatedProperties""".split()
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+MAPS = ("dependentSchemas", "patternProperties", "properties")
+_DEFINITIONS = ("$defs", "definitions")
+_VALUES = """const dependentRequired enum exclusiveMaximum exclusiveMinimum format maxContains maxItems maxLength
+    maxProperties maximum minContains minItems minLength minProperties minimum multipleOf pattern required type
+    uniqueItems""".split()
+_COUNTS = """maxContains maxItems maxLength maxProperties minContains minItems minLength minProperties""".split()
+# Keywords that would change what is valid, of other drafts and of OpenAPI.
+_FOREIGN = ("$recursiveRef", "additionalItems", "dependencies", "discriminator", "extends", "nullable")
+
+Schema = dict[str, Any] | bool
+
+
+class UnsupportedError(ValueError):
+    """A schema for which no grammar can be found."""
+
+
+class References:
+    """A schema without references to places: `root`, and `definitions` by the names that its "$ref"s have.
+
+    Only keywords that decide what is valid are kept. Raises UnsupportedError or ValueError.
+    """
+
+    def __init__(self, document: Schema) -> None:
+        self.definitions: dict[str, Schema] = {}
+        self._resources: dict[str, Any] = {}  # URI → schema
+        self._anchors: dict[str, tuple[Any, str]] = {}  # URI#name → schema, and the URI of its resource
+        self._dynamic: set[str] = set()  # URI#name of each $dynamicAnchor
+        self._names: dict[tuple[int, tuple[str, ...]], str] = {}
+        self._pending: list[tuple[str, Any, str, tuple[str, ...]]] = []
+        self._count = 0
+        self._resources[""] = document
+        self._index(document, "", 0)
+        self.root = self._convert(document, "", ("",), 0)
+        while self._pending:
+            name, schema, resource, scope = self._pending.pop()
+            self.definitions[name] = self._convert(schema, resource, scope, 0)
+
+    def _index(self, schema: Any, base: str, depth: int) -> None:
+        """Find the identifiers of a schema and its subschemas."""
+        if depth > MAX_DEPTH:
+            raise UnsupportedError(f"the schema is nested too deeply: at most {MAX_DEPTH} levels are supported")
+        if not isinstance(schema, dict):
+            return
+        if isinstance(identifier := schema.get("$id"), str):
+            base = urldefrag(urljoin(base, identifier)).url
+            self._resources[base] = schema
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := schema.get(keyword), str):
+                self._anchors[f"{base}#{anchor}"] = (schema, base)
+                if keyword == "$dynamicAnchor":
+                    self._dynamic.add(f"{base}#{anchor}")
+        for keyword, value in schema.items():
+            if keyword in SINGLE:
+                self._index(value, base, depth + 1)
+            elif keyword in LISTS and isinstance(value, list):
+                for item in value:
+                    self._index(item, base, depth + 1)
+            elif (keyword in MAPS or keyword in _DEFINITIONS) and isinstance(value, dict):
+                for item in value.values():
+                    self._index(item, base, depth + 1)
+
+    def _convert(self, schema: Any, base: str, scope: tuple[str, ...], depth: int) -> Schema:
+        """A schema with names instead of references. scope: the URIs of the resources on the way to it."""
+        self._count += 1
+        if self._count > MAX_SCHEMAS or depth > MAX_DEPTH:
+            raise UnsupportedError(
+                f"the schema is too large: at most {MAX_SCHEMAS} subschemas and {MAX_DEPTH} levels are supported"
+            )
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise ValueError(f"a schema must be an object, true or false, not {schema!r:.80}")
+        if isinstance(identifier := schema.get("$id"), str):
+            base = urldefrag(urljoin(base, identifier)).url
+            scope = scope if base in scope else (*scope, base)
+        result: dict[str, Any] = {}
+        references: list[Schema] = []
+        for keyword, value in schema.items():
+            if keyword in SINGLE:
+                result[keyword] = self._convert(value, base, scope, depth + 1)
+            elif keyword in LISTS:
+                if not isinstance(value, list):
+                    raise ValueError(f"{keyword} must be a list of schemas")
+                result[keyword] = [self._convert(item, base, scope, depth + 1) for item in value]
+            elif keyword in MAPS:
+                if not isinstance(value, dict):
+                    raise ValueError(f"{keyword} must be an object of schemas")
+                result[keyword] = {name: self._convert(item, base, scope, depth + 1) for name, item in value.items()}
+            elif keyword in ("$ref", "$dynamicRef"):
+                references.append({"$ref": self._name(str(value), keyword, base, scope)})
+            elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
+                result[keyword] = int(value)
+            elif keyword in _VALUES:
+                result[keyword] = value
+            elif keyword in _FOREIGN:
+                raise UnsupportedError(f"the keyword {keyword!r} is not supported")
+            elif keyword == "$schema" and "json-schema.org" not in str(value):
+                raise UnsupportedError(f"the dialect {value!r:.80} is not supported")
+        if references and not result and len(references) == 1:
+            return references[0]
+        if references:
+            result["allOf"] = [*result.get("allOf", []), *references]
+        return result
+
+    def _name(self, reference: str, keyword: str, base: str, scope: tuple[str, ...]) -> str:
+        """The name of the definition to which a reference leads."""
+        uri = urljoin(base, reference) if reference != "#" else f"{base}#"
+        fragment = urldefrag(uri).fragment
+        if keyword == "$dynamicRef" and uri in self._dynamic:
+            outermost = next((one for one in scope if f"{one}#{fragment}" in self._dynamic), base)
+            uri = f"{outermost}#{fragment}"
+        schema, resource = self._find(uri, reference)
+        scope = scope if resource in scope else (*scope, resource)
+        key = (id(schema), scope if self._dynamic else ())
+        if key not in self._names:
+            self._names[key] = f"d{len(self._names)}"
+            self._pending.append((self._names[key], schema, resource, scope))
+        return self._names[key]
+
+    def _find(self, uri: str, reference: str) -> tuple[Any, str]:
+        """The schema at a URI, and the URI of the resource that it is part of."""
+        if uri in self._anchors:
+            return self._anchors[uri]
+        resource, fragment = urldefrag(uri)
+        schema: Any = self._resources.get(resource)
+        if schema is None or (fragment and not fragment.startswith("/")):
+            raise UnsupportedError(f"the reference {reference!r:.80} leads nowhere; schemas are not downloaded")
+        for part in unquote(fragment).split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            try:
+                schema = schema[int(part) if isinstance(schema, list) else part]
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                raise ValueError(f"the reference {reference!r:.80} leads nowhere") from error
+            if isinstance(schema, dict) and isinstance(identifier := schema.get("$id"), str):
+                resource = urldefrag(urljoin(resource, identifier)).url
+        return schema, resource
