@@ -167,7 +167,8 @@ class Run:
         while not self.is_cancelled:
             await asyncio.sleep(REFRESH_SECONDS)
             with suppress(StoreError):
-                if not await store.run(store.replace, self.owner, self.record):
+                # A copy, since the response may change while it waits to be written.
+                if not await store.run(store.replace, self.owner, Record(dict(self.response), self.record.input)):
                     self.cancel()
 
     def cancel(self) -> None:
@@ -208,6 +209,7 @@ class Run:
         if error is not None:
             code = "server_error" if error.status_code >= 500 else "invalid_prompt"
             status, response["error"] = "failed", {"code": code, "message": error.detail}
+            logger.warning("Request %s: its response failed: %s", self.answering.call.name, error.detail)
         elif self.is_cancelled or reason == "abort":
             status = "cancelled"
         elif reason == "length":

@@ -370,13 +370,14 @@ def test_a_full_store_keeps_the_latest_and_a_response_that_does_not_fit_is_answe
     assert client.responses.retrieve(ids[-1])
 
 
-def test_a_stream_that_fails_ends_with_a_failed_response(host):
+def test_a_stream_that_fails_ends_with_a_failed_response(host, caplog):
     body = {"input": "Tell me a story.", "max_output_tokens": 1500, "ignore_eos": True}
     answer = host.post_until_time_is_up("/v1/responses", body, response_store="memory")
     events = events_of(answer.body)
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["message"].startswith("the request was not finished within")
     assert events[-1]["response"]["output"][0]["status"] == "incomplete"
+    assert f"Request {answer.headers['x-request-id']}: its response failed: the request was not" in caplog.text
 
 
 WEATHER = {
