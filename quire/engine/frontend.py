@@ -56,6 +56,7 @@ class Frontend:
             plugins=_plugins(config.sampling.logits_processors),
             in_process=in_process and config.parallel.tensor_parallel_size == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
+            reasoning=None if self.reasoning is None else REASONING[self.reasoning],
         )
         if reserved := sorted(_RESERVED.intersection(m.default_chat_template_kwargs)):
             raise ConfigError(f"default_chat_template_kwargs cannot set {reserved[0]!r}")

@@ -11,6 +11,8 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.structured_outputs import ThinkingLimits
+from quire.text.parsing.reasoning import ReasoningFormat
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class PromptFields(TypedDict, total=False):
 
 
 Prompt = str | list[int] | PromptFields
+PROMPT_END = 32  # tokens of a prompt that tell whether the answer begins with thinking
 CUT_MARGIN = 4096  # tokens between the place where a long text is cut and the tokens that truncation keeps
 
 
@@ -68,14 +71,15 @@ class Processor:
         plugins: "Sequence[type[LogitsProcessor]]" = (),
         in_process: bool = True,
         scheduling_policy: str = "fcfs",
+        reasoning: ReasoningFormat | None = None,
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
         no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
-        cannot be sent."""
+        cannot be sent. reasoning: the format of the model's thinking, None if it is unknown."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
-        self.scheduling_policy = scheduling_policy
+        self.scheduling_policy, self.reasoning = scheduling_policy, reasoning
         self.generation_config = generation_config
         self._seeds = random.Random(seed)
         self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
@@ -120,6 +124,7 @@ class Processor:
         room = self.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         bad_words = self._bad_words(params)
+        thinking = self._thinking_limits(params, token_ids)
         # The logprobs of a prompt that is completed n times are computed once.
         later_params = params if params.prompt_logprobs is None or params.n == 1 else params.clone(prompt_logprobs=None)
         core_requests = [
@@ -135,6 +140,7 @@ class Processor:
                 priority=priority,
                 cache_salt=cache_salt,
                 bad_words=bad_words,
+                thinking=thinking,
             )
             for index in range(params.n)
         ]
@@ -242,6 +248,25 @@ class Processor:
                 f"{outside}. All token id values should be integers satisfying: 0 <= token_id < {self.vocab_size}."
             )
         return sequences
+
+    def _thinking_limits(self, params: SamplingParams, prompt_token_ids: list[int]) -> ThinkingLimits | None:
+        """Where the thinking of the answer ends, if the request limits it, or has a constraint for what follows it."""
+        reasoning, budget = self.reasoning, params.thinking_token_budget
+        if reasoning is None and budget is not None:
+            raise ValueError(
+                "thinking_token_budget needs the format of the model's thinking; start with reasoning_parser"
+            )
+        if reasoning is None or (budget is None and params.structured_outputs is None):
+            return None
+        start_ids, end_ids, closing_ids = (
+            self.tokenizer.encode(text, add_special_tokens=False) if text else []
+            for text in (reasoning.start[0], reasoning.end[0], reasoning.closing)
+        )
+        prompt = self.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False).rstrip()
+        is_over = prompt.endswith(reasoning.end)  # as with enable_thinking=False
+        # An answer that is written in channels is not in the last one at its beginning.
+        is_open = reasoning.is_open(prompt) or (reasoning.whole is not None and not is_over)
+        return ThinkingLimits(end_ids, [] if is_over else start_ids, is_open, budget, closing_ids)
 
     def _tokenize(
         self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams

@@ -14,7 +14,8 @@ MAX_LOGPROB_TOKEN_IDS = 128  # token ids whose logprobs one request may ask for,
 MAX_PATTERN_SIZE = 1000  # tokens; for each new token, the scheduler compares as many tokens
 
 _INTEGERS = ("n", "top_k", "min_tokens")
-_OPTIONAL_INTEGERS = """max_tokens seed logprobs prompt_logprobs truncate_prompt_tokens stream_interval""".split()
+_OPTIONAL_INTEGERS = """max_tokens seed logprobs prompt_logprobs truncate_prompt_tokens stream_interval
+    thinking_token_budget""".split()
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _FLAGS = """ignore_eos detokenize skip_special_tokens spaces_between_special_tokens
     include_stop_str_in_output""".split()
@@ -77,7 +78,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit behind it.
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
-    structured_outputs: StructuredOutputsParams, or a dict of its fields: what the text must look like.
+    structured_outputs: StructuredOutputsParams, or a dict of its fields: what the text must look like, behind the
+        model's thinking. thinking_token_budget: end the thinking after this many tokens; None or -1 for no limit.
     logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
         [vocab]; only where the model runs in the caller's process. extra_args: arguments for logits processor plugins.
     """
@@ -113,6 +115,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     truncation_side: str | None = None
     skip_reading_prefix_cache: bool | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
     logits_processors: list[Any] | None = None
     extra_args: dict[str, Any] | None = None
 
@@ -121,6 +124,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = [] if self.bad_words is None else self.bad_words
         self.seed = None if self.seed == -1 else self.seed
+        self.thinking_token_budget = None if self.thinking_token_budget == -1 else self.thinking_token_budget
         self.logprobs = 1 if self.logprobs is True else self.logprobs
         self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
         if isinstance(self.repetition_detection, dict):
@@ -223,6 +227,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
         interval = self.stream_interval
         _check(interval is None or interval >= 1, "stream_interval must be at least 1", interval)
+        _check(
+            (self.thinking_token_budget or 0) >= 0,
+            "thinking_token_budget must be at least -1",
+            self.thinking_token_budget,
+        )
         keep = self.truncate_prompt_tokens
         _check(keep is None or keep == -1 or keep >= 1, "truncate_prompt_tokens must be -1 or at least 1", keep)
         side = self.truncation_side

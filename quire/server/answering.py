@@ -128,6 +128,9 @@ class Answering:
         elif tools and tool_parser is None:
             message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
             raise ApiError(400, f"tools: {message}: this model's chat template tells no format of calls", param="tools")
+        constraint = body.constraint
+        if constraint is not None and constraint.structural_tag is None:
+            tool_parser = None  # a text of this form holds no calls, even if it looks like one
         of_calls = TOOLS[tool_parser] if tool_parser and choice is None else None
         of_thinking = REASONING[reasoning] if reasoning else None
         if any(format is not None and format.needs_special_tokens for format in (of_calls, of_thinking)):

@@ -291,7 +291,8 @@ class Call:
             self.server.llm.client.check()
             raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
         if completion.finish_reason == "bad_request":
-            raise ApiError(400, f"{self._constraint_field}: {completion.stop_reason}", param=self._constraint_field)
+            reason = str(completion.stop_reason).removeprefix("structured_outputs: ")
+            raise ApiError(400, f"{self._constraint_field}: {reason}", param=self._constraint_field)
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 

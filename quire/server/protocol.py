@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.server.fields import (
     MAX_INT,
     Count,
@@ -36,8 +37,8 @@ MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 _NOT_YET = "is not supported by Quire yet"
 _UNSUPPORTED = {
     **dict.fromkeys(
-        """use_beam_search prompt_embeds logits_processors kv_transfer_params ec_transfer_params thinking_token_budget
-        watermarking return_weight_versions""".split(),
+        """use_beam_search prompt_embeds logits_processors kv_transfer_params ec_transfer_params watermarking
+        return_weight_versions""".split(),
         _NOT_YET,
     ),
     "suffix": "is not supported: the models complete text, they do not fill gaps",
@@ -144,6 +145,9 @@ class Generation(Body):
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
     response_format: ResponseFormat | None = Field(None, description="Make the answer JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="What the text must look like.")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, le=MAX_INT, description="Tokens after which the model's thinking is ended; -1: no limit."
+    )
     vllm_xargs: ExtraArguments | None = Field(None, description="extra_args for plugins that process logits.")
     user: str | None = Field(None, description="Ignored.")
 
@@ -166,6 +170,13 @@ class Generation(Body):
             return "structured_outputs"
         return None if self.response_format is None else "response_format"
 
+    @property
+    def constraint(self) -> StructuredOutputsParams | None:
+        """What the text must look like."""
+        if self.structured_outputs is not None:
+            return StructuredOutputsParams.create(self.structured_outputs)
+        return None if self.response_format is None else self.response_format.constraint
+
     def given(self) -> dict[str, Any]:
         """Of SamplingParams' fields, those that the request sets."""
         names = (name for name in SamplingParams.__struct_fields__ if name in type(self).model_fields)
@@ -174,10 +185,8 @@ class Generation(Body):
             values["repetition_detection"] = self.repetition_detection.model_dump()
         if self.logprob_token_ids is not None:
             values["logprobs"] = None
-        if self.response_format is not None:
-            values["structured_outputs"] = self.response_format.constraint
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return {**values, "output_kind": kind, "extra_args": self.vllm_xargs}
+        return {**values, "structured_outputs": self.constraint, "output_kind": kind, "extra_args": self.vllm_xargs}
 
     def refused(self, table: dict[str, str]) -> tuple[str, str] | None:
         for name, value in (self.model_extra or {}).items():

@@ -35,7 +35,6 @@ REFUSED = {
     "prompt_embeds": "AAAA",
     "return_weight_versions": True,
     "suffix": "end",
-    "thinking_token_budget": 0,
     "use_beam_search": True,
     "watermarking": True,
 }
@@ -57,11 +56,11 @@ DEFAULTS = {
 CASES = [(path, name) for path, names in FIELDS.items() for name in names.split()]
 # Parameters that only offline users of vLLM can give; to make SamplingParams with them is an error that names them.
 NOT_IN_SAMPLING_PARAMS = """watermarking prompt_logprob_token_ids prompt_logprob_start flat_logprobs skip_clone
-    output_text_buffer_length thinking_token_budget routed_experts_prompt_start trace_decode_token_ids"""
+    output_text_buffer_length routed_experts_prompt_start trace_decode_token_ids"""
 SAMPLING_PARAMS = """n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop
     stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs logprob_token_ids detokenize
     skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval
-    structured_outputs logit_bias allowed_token_ids extra_args bad_words skip_reading_prefix_cache
+    structured_outputs thinking_token_budget logit_bias allowed_token_ids extra_args bad_words skip_reading_prefix_cache
     repetition_detection"""
 
 
