@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from quire.server.answering import Answer, FunctionCall
 from quire.server.response_items import Events, Output, ResponsesRequest
@@ -483,6 +483,35 @@ def test_the_package_openai_agents_works(service):
     assert result["cities"][:2] == ["Paris", "Paris"]
     assert result["texts"][0] == result["texts"][1]
     assert all(result["texts"])
+
+
+def test_tools_that_are_not_allowed_are_not_called(client):
+    other = {**WEATHER, "name": "get_time"}
+    asked = {"input": QUESTION, "tools": [WEATHER, other]}
+    for choice in ({"type": "function", "name": "get_time"}, {"type": "allowed_tools", "mode": "required",
+                    "tools": [{"type": "function", "name": "get_time"}]}):  # fmt: skip
+        response = answers_of(client, False, tool_choice=choice, **asked)
+        assert {item.name for item in response.output} == {"get_time"}
+        assert response.to_dict()["tool_choice"] == choice
+    assert answers_of(client, False, tool_choice="none", **asked).output[0].type == "message"
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
+
+
+@STREAMS
+def test_an_answer_is_parsed_into_the_clients_model(client, stream):
+    asked = {"input": "Who are you?", "model": "demo", "temperature": 0, "max_output_tokens": 300}
+    if stream:
+        with client.responses.stream(text_format=Person, **asked) as events:
+            parsed = events.get_final_response().output_parsed
+    else:
+        parsed = client.responses.parse(text_format=Person, **asked).output_parsed
+    assert isinstance(parsed, Person)
+    answer = client.responses.create(text={"format": {"type": "json_object"}}, **asked)
+    assert answer.status != "completed" or isinstance(json.loads(answer.output_text), dict)
 
 
 def test_items_become_the_messages_of_a_chat():
