@@ -249,6 +249,68 @@ def test_the_bundled_model_calls_a_tool_and_reads_its_result(server, stream):
     assert "sunny" in answer["content"][0]["text"]
 
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+IMPOSSIBLE = {"type": "object", "properties": {"city": {"pattern": "(?=a)b"}}}
+
+
+def check_city(value):
+    assert value.keys() == {"city", "days"}
+    assert value["city"] in ("Paris", "Rome")
+    assert 1 <= value["days"] <= 9
+
+
+@STREAMS
+def test_a_schema_decides_what_the_answer_looks_like(server, stream):
+    config = {"format": {"type": "json_schema", "schema": CITY}}
+    message = ask(server, output_config=config, stream=stream, max_tokens=60)
+    assert message["stop_reason"] == "end_turn"
+    check_city(json.loads(message["content"][0]["text"]))
+
+
+@STREAMS
+@pytest.mark.parametrize(
+    "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}]
+)
+def test_a_tool_can_be_forced(server, stream, choice):
+    tools = [{"name": "weather", "input_schema": CITY}]
+    message = ask(server, tools=tools, tool_choice=choice, stream=stream, max_tokens=200)
+    assert message["stop_reason"] == "tool_use"
+    assert {(block["type"], block["name"]) for block in message["content"]} == {("tool_use", "weather")}
+    for block in message["content"]:
+        check_city(block["input"])
+
+
+def test_the_input_of_a_call_that_was_cut_off_is_what_came_of_it(server):
+    tools, choice = [{"name": "weather", "input_schema": CITY}], {"type": "tool", "name": "weather"}
+    message = ask(server, tools=tools, tool_choice=choice, max_tokens=7)
+    assert message["stop_reason"] == "max_tokens"
+    [block] = message["content"]
+    assert block["input"].keys() <= {"city", "days"}
+
+
+@STREAMS
+def test_thinking_ends_when_its_budget_is_used_up(parrot, stream):
+    text = f"<think>{'hm ' * 100}</think>Yes."
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    content, _ = said(parrot, text, stream, thinking=thinking)
+    assert content[0]["type"] == "thinking"
+    assert 0 < content[0]["thinking"].count("hm") <= 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_followed_is_refused(server, stream):
+    for fields, name in (
+        ({"output_config": {"format": {"type": "json_schema", "schema": IMPOSSIBLE}}}, "output_config.format"),
+        ({"tools": [{"name": "x", "input_schema": IMPOSSIBLE}], "tool_choice": {"type": "any"}}, "tools"),
+    ):
+        assert refused(server, {**fields, "stream": stream}).startswith(f"{name}: ")
+
+
 def test_thinking_can_be_switched_off(server):
     chat = CountTokensRequest.model_validate({"messages": [USER], "thinking": {"type": "disabled"}}).chat()
     assert chat.chat_template_kwargs == {"enable_thinking": False}

@@ -201,6 +201,26 @@ def test_thinking_and_tool_calls_are_separated_from_the_answer(parrot, stream):
     assert last["done_reason"] == "stop"
 
 
+SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CLOSED = {**SCHEMA, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields"), [("/api/chat", {"messages": [USER]}), ("/api/generate", {"prompt": "a"})])
+def test_a_format_decides_what_the_answer_looks_like(server, path, fields, stream):
+    text, _ = ask(server, path, **fields, format=CLOSED, stream=stream, options={"temperature": 0})
+    assert json.loads(text)["city"] in ("Paris", "Rome")
+    text, last = ask(server, path, **fields, format="json", stream=stream, options={"temperature": 0})
+    assert last["done_reason"] == "length" or isinstance(json.loads(text), dict)
+    impossible = {"type": "object", "properties": {"city": {"pattern": "(?=a)b"}}}
+    assert refused(server, path, {**fields, "format": impossible, "stream": stream}).startswith("format: ")
+
+
+def test_a_raw_prompt_can_have_a_format(server):
+    text, _ = ask(server, "/api/generate", prompt="The city of", raw=True, format=CLOSED, stream=False)
+    assert json.loads(text)["city"] in ("Paris", "Rome")
+
+
 def test_a_model_that_does_not_think_is_not_told_to(server, parrot):
     for path in ("/api/chat", "/api/generate"):
         for think in (True, "high"):

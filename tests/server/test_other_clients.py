@@ -87,6 +87,9 @@ whole = client.chat(**chat)
 asked = dict(model="demo", messages=[{"role": "user", "content": weather}], tools=[get_weather],
              options={"temperature": 0, "num_predict": 120})
 called = client.chat(**asked).message
+schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+          "additionalProperties": False}
+formatted = json.loads(client.chat(**chat, format=schema).message.content)
 streamed = [call for part in client.chat(**asked, stream=True) for call in part.message.tool_calls or ()]
 asked["messages"] += [called, {"role": "tool", "tool_name": "get_weather",
                                "content": '{"temperature": 21, "sky": "sunny"}'}]
@@ -106,6 +109,7 @@ print(json.dumps({
     "family": client.show("demo").details.family,
     "refused": refused,
     "called": [[call.function.name, call.function.arguments] for call in [*called.tool_calls, *streamed]],
+    "formatted": list(formatted.items()),
     "told": client.chat(**asked).message.content,
 }))
 '''
@@ -156,6 +160,7 @@ def check_ollama(result, server: Service) -> None:
 
 def test_the_ollama_package_for_python_works(server: Service):
     result = json.loads(run_client(client_python("ollama>=0.5"), OLLAMA, server.url, QUESTION, WEATHER))
+    assert result["formatted"] in ([["city", "Paris"]], [["city", "Rome"]])
     assert result["end"] == [True, "length", 24]
     assert result["called"] == [["get_weather", {"city": "Paris"}]] * 2
     assert "sunny" in result["told"]
