@@ -1,5 +1,6 @@
 """A chat request that runs. Every API for chats translates its bodies to ChatRequest, and these pieces to its own."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -155,7 +156,7 @@ class Answering:
             async for output in outputs:
                 self.output = output
                 self.meter.add(output)
-                yield [self._piece(completion) for completion in output.outputs]
+                yield [await self._piece(completion) for completion in output.outputs]
 
     async def collect(self) -> list[Answer]:
         """The whole answers. Raises ApiError, EngineDeadError."""
@@ -172,7 +173,7 @@ class Answering:
         count = None if self.body.logprob_token_ids else self.body.top_logprobs or 0
         return chat_logprobs(completion.token_ids, completion.logprobs, count, self.call.tokens_as_ids, token_bytes)
 
-    def _piece(self, completion: CompletionOutput) -> Piece:
+    async def _piece(self, completion: CompletionOutput) -> Piece:
         answer = self.answers[completion.index]
         events: list[Event] = [Content(completion.text)] if completion.text else []
         if self._parsers:
@@ -181,8 +182,9 @@ class Answering:
             events = _merged(event for event in parsed if self._is_wanted(event))
         answer.add(completion, events)
         if completion.finish_reason and answer.reasoning:
-            thought = self.call.server.llm.get_tokenizer().encode(answer.reasoning, add_special_tokens=False)
-            self.meter.reasoning_tokens += len(thought)
+            encode = self.call.server.llm.get_tokenizer().encode
+            # In a thread, since long thinking takes a part of a second, in which other streams would stand still.
+            self.meter.reasoning_tokens += len(await asyncio.to_thread(encode, answer.reasoning, False))
         return Piece(events, completion, answer)
 
     def _is_wanted(self, event: Event) -> bool:
