@@ -86,8 +86,8 @@ class ModelConfig:
     )
     reasoning_parser: str | None = option(
         None,
-        "format of the model's thinking, such as deepseek_r1 or qwen3, which separates it from the answer; none leaves "
-        "it in the answer (default: recognized from the chat template)",
+        "format of the model's thinking, such as deepseek_r1 or qwen3, which separates it from the answer, or the "
+        "import path of one; none leaves it in the answer (default: recognized from the chat template)",
     )
     default_chat_template_kwargs: dict[str, Any] = option(
         {}, 'variables for chat templates, such as {"enable_thinking": false}; requests can override them', json=True
@@ -277,8 +277,8 @@ class ServerConfig:
     )
     tool_call_parser: str | None = option(
         None,
-        "format of the model's tool calls, such as hermes, llama3_json or mistral; none leaves calls in the text "
-        "(default: recognized from the chat template)",
+        "format of the model's tool calls, such as hermes, llama3_json or mistral, or the import path of one "
+        "(package.module.FORMAT); none leaves calls in the text (default: recognized from the chat template)",
     )
     enable_force_include_usage: bool = option(False, "send the usage at the end of every stream, requested or not")
     return_tokens_as_token_ids: bool = option(False, "by default, write tokens in logprobs as 'token_id:42'")

@@ -1,6 +1,7 @@
 """The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,11 +101,22 @@ class Frontend:
         return render(template, messages, **{**variables, "content_format": content_format})
 
 
-def chosen_parser(option: str, name: str | None, recognized: str | None, known: Collection[str]) -> str | None:
+def chosen_parser(option: str, name: str | None, recognized: str | None, known: dict[str, Any]) -> str | None:
     """The name of a parser: the given one, or the recognized one; None if it is unknown or switched off by "none".
 
+    known: the formats by name; one that is given by its import path (package.module.FORMAT) is added to them
     Raises ConfigError if there is no parser of this name.
     """
+    module, _, attribute = (name or "").replace(":", ".").rpartition(".")
+    if name and module:
+        try:
+            format = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{option} {name!r} cannot be imported: {error_text(error)}") from error
+        kind = type(next(iter(known.values())))
+        if not isinstance(format, kind):
+            raise ConfigError(f"{option} {name!r} must be a {kind.__name__}, not of type {type(format).__name__}")
+        known[name] = format
     if name and name != "none" and name not in known:
         raise ConfigError(f"{option} must be none or one of {', '.join(sorted(known))}, got {name!r}")
     return None if name == "none" else name or recognized
