@@ -57,6 +57,7 @@ def serve(llm: LLM) -> None:
     run([7] * 2, top_k=40, top_p=0.8, min_p=0.05)
     run([33] * 2, temperature=0, logprobs=5, prompt_logprobs=2)
     run([7] * 2, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5)
+    run([7] * 2, structured_outputs={"regex": "[ab]+c"})
     run([7], n=3, logit_bias={5: 1.0}, min_tokens=2, bad_words=[])
     for rows in (9, 70, 256):
         run([12] * rows, tokens=3, temperature=0)

@@ -42,10 +42,11 @@ class ConstrainedRequests:
         self.count += 1
         for token in request.source.output_token_ids:
             constraint.advance(token)
-        if not request.takes_ahead or not request.source.reads_prefix_cache or request.repetition is not None:
+        # What may end the request is left to be sampled, and a prompt that is to be computed whole stays by itself.
+        has_minimum = request.min_total_tokens > len(request.token_ids)
+        if has_minimum or request.repetition is not None or not request.source.reads_prefix_cache:
             return
-        # A token that ends the request is left to be sampled.
-        while (forced := constraint.forced()) and forced[0] not in request.stop_token_ids:
+        while request.takes_ahead and (forced := constraint.forced()) and forced[0] not in request.stop_token_ids:
             if len(request.token_ids) + 1 >= request.max_total_tokens:
                 break
             request.token_ids.append(forced[0])

@@ -13,7 +13,8 @@ _OPTIONS: list[dict[str, Any]] = [
     {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 1}, {"seed": 3}, {"logprobs": 0}, {"logprobs": 5},
     {"logprob_token_ids": [3, 4]}, {"prompt_logprobs": 0}, {"prompt_logprobs": 3}, {"presence_penalty": 1.0},
     {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"bad_words": ["so be it"]}, {"logit_bias": {3: 1.0}},
-    {"allowed_token_ids": [3, 4]}, {"min_tokens": 2},
+    {"allowed_token_ids": [3, 4]}, {"min_tokens": 2}, {"structured_outputs": {"regex": "[ab]+c"}},
+    {"structured_outputs": {"choice": ["abracadabra", "abracadabrb"]}},
 ]  # fmt: skip
 
 
