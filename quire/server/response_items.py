@@ -278,20 +278,21 @@ def _text(content: str | Sequence[Mapping[str, str]]) -> str:
     return "\n".join(part[TEXT_PARTS.get(part.get("type", ""), "text")] for part in content)
 
 
-class Events:
-    """Makes the events of a stream, numbered from 0. kept: all of them, if they are kept."""
+class Events(list[bytes]):
+    """The events of a stream, numbered from 0, that were not taken yet."""
 
-    def __init__(self, keep: bool) -> None:
-        self.kept: list[bytes] = []
-        self._keep, self._number = keep, 0
+    def __init__(self) -> None:
+        self._number = 0
 
-    def make(self, kind: str, **fields: Any) -> bytes:
+    def make(self, kind: str, **fields: Any) -> None:
         data = msgspec.json.encode({"type": kind, "sequence_number": self._number, **fields})
-        event = b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+        self.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), data))
         self._number += 1
-        if self._keep:
-            self.kept.append(event)
-        return event
+
+    def take(self) -> bytes:
+        taken = b"".join(self)
+        self.clear()
+        return taken
 
 
 # The type of the item that an event belongs to, and what such an item has before its text.
@@ -312,62 +313,65 @@ class Output:
         self._texts: list[str] = []  # the pieces of its text
         self._logprobs: list[Any] = []
 
-    def add(self, event: Event, answer: Answer, logprobs: list[Any]) -> bytes:
+    def add(self, event: Event, answer: Answer, logprobs: list[Any]) -> None:
         """logprobs: of the tokens with which the event came."""
+        kind = _KINDS.get(type(event), "function_call")
         if isinstance(event, ToolCall):
-            call = {"call_id": answer.tool_calls[event.index].id, "name": event.name, "arguments": ""}
-            return self.close() + self._begin({"type": "function_call", "id": new_id("fc"), **call})
-        begun, kind = b"", _KINDS.get(type(event), "function_call")
+            call_id = answer.tool_calls[event.index].id
+            self._begin({"type": kind, "id": new_id("fc"), "call_id": call_id, "name": event.name, "arguments": ""})
+            return
         if self._open["type"] != kind:
-            begun = self.close() + self._begin({"type": kind, "id": new_id(_PREFIXES[kind]), **_BLANK[kind]})
-        return begun + self._delta(event.text, logprobs if kind == "message" else [])
+            self._begin({"type": kind, "id": new_id(_PREFIXES[kind]), **_BLANK[kind]})
+        self._delta(event.text, logprobs if kind == "message" else [])
 
-    def replay(self, item: Item) -> bytes:
-        """The events of a complete item, with its whole text at once."""
+    def replay(self, item: Item) -> None:
+        """Add a complete item, with its whole text at once."""
         part = {"text": item["arguments"]} if item["type"] == "function_call" else item["content"][0]
-        blank = {name: "" if name == "arguments" else value for name, value in item.items()}
-        return self._begin(blank) + self._delta(part["text"], part.get("logprobs", [])) + self.close(item["status"])
+        self._begin({name: "" if name == "arguments" else value for name, value in item.items()})
+        self._delta(part["text"], part.get("logprobs", []))
+        self.close(item["status"])
 
-    def close(self, status: str = "completed") -> bytes:
-        """The events at the end of the item whose text was coming, if there is one."""
+    def close(self, status: str = "completed") -> None:
+        """Complete the item whose text was coming, if there is one."""
         item, text = self._open, "".join(self._texts)
         if item["type"] is None:
-            return b""
+            return
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            done = self._event("function_call_arguments.done", name=item["name"], arguments=text)
+            self._event("function_call_arguments.done", name=item["name"], arguments=text)
         else:
             item["content"] = [part := self._part(text)]
             logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
-            done = self._event(f"{part['type']}.done", text=text, **logprobs)
-            done += self._event("content_part.done", part=part)
-        done += self._events.make("response.output_item.done", output_index=len(self.items), item=item)
+            self._event(f"{part['type']}.done", text=text, **logprobs)
+            self._event("content_part.done", part=part)
+        self._events.make("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
         self._open, self._texts, self._logprobs = {"type": None}, [], []
-        return done
 
-    def _begin(self, item: Item) -> bytes:
+    def _begin(self, item: Item) -> None:
+        self.close()
         self._open = {**item, "status": "in_progress"}
         if item["type"] != "function_call":
             self._open["content"] = []
-        begun = self._events.make("response.output_item.added", output_index=len(self.items), item=self._open)
-        return begun + (
-            b"" if item["type"] == "function_call" else self._event("content_part.added", part=self._part(""))
-        )
+        self._events.make("response.output_item.added", output_index=len(self.items), item=self._open)
+        if item["type"] != "function_call":
+            self._event("content_part.added", part=self._part(""))
 
-    def _delta(self, text: str, logprobs: list[Any]) -> bytes:
+    def _delta(self, text: str, logprobs: list[Any]) -> None:
         self._texts.append(text)
         self._logprobs += logprobs
         if self._open["type"] == "message":
-            return self._event("output_text.delta", delta=text, logprobs=logprobs)
-        kind = "reasoning_text" if self._open["type"] == "reasoning" else "function_call_arguments"
-        return self._event(f"{kind}.delta", delta=text)
+            self._event("output_text.delta", delta=text, logprobs=logprobs)
+        elif self._open["type"] == "reasoning":
+            self._event("reasoning_text.delta", delta=text)
+        else:
+            self._event("function_call_arguments.delta", delta=text)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> None:
         if self._open["type"] != "function_call":
             fields["content_index"] = 0
-        return self._events.make(f"response.{kind}", item_id=self._open["id"], output_index=len(self.items), **fields)
+        self._events.make(f"response.{kind}", item_id=self._open["id"], output_index=len(self.items), **fields)
 
     def _part(self, text: str) -> Item:
         if self._open["type"] == "reasoning":

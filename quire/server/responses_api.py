@@ -96,14 +96,14 @@ def _owner(request: Request) -> str:
 class Run:
     """A response that is being generated.
 
-    record: what will be stored. events: those of its stream, kept if it runs in the background.
+    record: what will be stored. events: those of its stream, all of them if it runs in the background.
     """
 
     def __init__(self, responses: Responses, answering: Answering, record: Record, owner: str) -> None:
         self.responses, self.answering, self.record, self.owner = responses, answering, record, owner
         self.is_background, self.is_cancelled = bool(record.response["background"]), False
         self.task: asyncio.Task[None] | None = None
-        self.events = Events(keep=self.is_background)
+        self.events = Events()
         self._output = Output(self.events)
         self._news = asyncio.Condition()
 
@@ -111,30 +111,36 @@ class Run:
     def response(self) -> dict[str, Any]:
         return self.record.response
 
-    async def stream(self) -> AsyncGenerator[bytes]:
-        """Generate. Yields events. An error before the first piece of the answer is raised: ApiError, EngineDeadError.
-        A later one, and one in the background, is the end of the response."""
+    async def steps(self) -> AsyncGenerator[None]:
+        """Generate, and yield whenever there are new events. An error before the first piece of the answer is raised:
+        ApiError, EngineDeadError. A later one, and one in the background, is the end of the response."""
         begun = self.is_background
         try:
             async with aclosing(self.answering.pieces()) as steps:
                 async for pieces in steps:
                     if self.is_cancelled:
                         self.answering.call.abort()
-                    events = b""
-                    if self.response["status"] != "in_progress" or not begun:
+                    if not begun:
+                        self.events.make("response.created", response=self.response)
+                    if not begun or self.response["status"] == "queued":
                         self.response["status"] = "in_progress"
-                        if not self.is_background:
-                            events = self.events.make("response.created", response=self.response)
-                        events += self.events.make("response.in_progress", response=self.response)
-                        begun = True
-                    events += b"".join(map(self._add, pieces))
-                    if events:
-                        yield events
-            yield await self._end(None)
+                        self.events.make("response.in_progress", response=self.response)
+                    begun = True
+                    for piece in pieces:
+                        self._add(piece)
+                    yield
+            await self._end(None)
         except Exception as error:
             if not begun:
                 raise
-            yield await self._end(api_error(error))
+            await self._end(api_error(error))
+        yield
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                if self.events:
+                    yield self.events.take()
 
     async def start(self) -> None:
         """Generate in the background. Raises ApiError if the response cannot be stored."""
@@ -151,7 +157,7 @@ class Run:
     async def _generate(self) -> None:
         refreshing = asyncio.create_task(self._refresh())
         try:
-            async for _ in self.stream():
+            async for _ in self.steps():
                 async with self._news:
                     self._news.notify_all()
         finally:
@@ -180,15 +186,15 @@ class Run:
         position = after + 1
         while True:
             async with self._news:
-                while self.task is not None and len(self.events.kept) <= position:
+                while self.task is not None and len(self.events) <= position:
                     await self._news.wait()
-                is_last, news = self.task is None, self.events.kept[position:]
+                is_last, news = self.task is None, self.events[position:]
             position += len(news)
             yield b"".join(news)
             if is_last:
                 return
 
-    def _add(self, piece: Piece) -> bytes:
+    def _add(self, piece: Piece) -> None:
         answering, completion = self.answering, piece.completion
         logprobs: list[Any] = []
         if completion.logprobs is not None:
@@ -196,13 +202,11 @@ class Run:
             count, as_ids = answering.body.top_logprobs or 0, answering.call.tokens_as_ids
             places = chat_logprobs(completion.token_ids, completion.logprobs, count, as_ids, token_bytes)
             logprobs = list(places["content"])
-        events = b""
         for event in piece.events:
-            events += self._output.add(event, piece.answer, logprobs)
+            self._output.add(event, piece.answer, logprobs)
             logprobs = []
-        return events
 
-    async def _end(self, error: ApiError | None) -> bytes:
+    async def _end(self, error: ApiError | None) -> None:
         [answer] = self.answering.answers
         response, reason = self.response, answer.finish_reason
         status = "completed"
@@ -216,11 +220,11 @@ class Run:
             status, response["incomplete_details"] = "incomplete", {"reason": "max_output_tokens"}
         else:
             response["completed_at"] = int(time.time())
-        events = self._output.close("completed" if status == "completed" else "incomplete")
+        self._output.close("completed" if status == "completed" else "incomplete")
         response |= {"status": status, "output": self._output.items, "usage": _usage(self.answering.meter.usage)}
         if response["store"] and (error is None or error.status_code != 499):
             await self._store()
-        return events + self.events.make(_last_event(status), response=response)
+        self.events.make(_last_event(status), response=response)
 
     async def _store(self) -> None:
         """A client gets its answer even if the store fails: the response says then that it is not stored."""
@@ -252,7 +256,7 @@ def _last_event(status: str) -> str:
 
 def _replay(record: Record, after: int) -> list[bytes]:
     """The events of a stored response, with each text in one delta. The last event is always among them."""
-    events = Events(keep=True)
+    events = Events()
     begun = {**record.response, "status": "in_progress", "output": [], "usage": None, "completed_at": None}
     events.make("response.created", response=begun)
     events.make("response.in_progress", response=begun)
@@ -260,7 +264,7 @@ def _replay(record: Record, after: int) -> list[bytes]:
     for item in record.response["output"]:
         output.replay(item)
     events.make(_last_event(record.response["status"]), response=record.response)
-    return events.kept[after + 1 :] or events.kept[-1:]
+    return events[after + 1 :] or events[-1:]
 
 
 def _new_response(server: Server, body: ResponsesRequest, answering: Answering) -> dict[str, Any]:
@@ -322,7 +326,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     try:
         if body.stream:
             return await ResponseStream.begin(run.stream())
-        async for _ in run.stream():
+        async for _ in run.steps():
             pass
     except ApiError as error:
         raise in_terms_of_responses(error) from error

@@ -578,7 +578,7 @@ def test_an_unknown_field_is_ignored_and_logged_once(service, caplog):
 
 
 def test_every_kind_of_item_is_streamed_as_openais_types_say():
-    events = Events(keep=True)
+    events = Events()
     output = Output(events)
     answer = Answer(0, tool_calls=[FunctionCall("call_a", "f"), FunctionCall("call_b", "g")])
     for event in (
@@ -587,7 +587,7 @@ def test_every_kind_of_item_is_streamed_as_openais_types_say():
     ):
         output.add(event, answer, [])
     output.close()
-    kinds = [event["type"].removeprefix("response.") for event in events_of(b"".join(events.kept))]
+    kinds = [event["type"].removeprefix("response.") for event in events_of(events.take())]
     reasoning, text = (
         [
             *("output_item.added", "content_part.added", f"{kind}.delta", f"{kind}.delta", f"{kind}.done"),
@@ -611,11 +611,11 @@ def test_every_kind_of_item_is_streamed_as_openais_types_say():
         *(("function_call", None), ("message", "Done.")),
     ]
     assert [item.get("call_id") for item in output.items] == [None, None, "call_a", "call_b", None]
-    again = Output(Events(keep=True))
+    again = Output(Events())
     for item in output.items:
         again.replay(item)
     assert again.items == output.items
-    events_of(b"".join(again._events.kept))
+    events_of(again._events.take())
 
 
 @pytest.fixture(scope="module")
