@@ -25,13 +25,13 @@ def answer_parser(
     definitions: the request's tools. starts_in_thinking: ReasoningFormat.is_open of the prompt
     tool_choice: as in the request; "none" looks for no calls
     """
-    parsers: list[Parser] = []
-    if reasoning is not None:
-        parsers.append(REASONING[reasoning].make(starts_in_thinking))
+    thinking = REASONING[reasoning] if reasoning else None
+    calls = TOOLS[tools] if tools and tool_choice == "auto" else None
+    parsers = [thinking.make(starts_in_thinking)] if thinking else []
     if tool_choice not in ("auto", "none"):
         parsers.append(forced_calls(tool_choice))
-    elif tool_choice == "auto" and tools is not None and not (TOOLS[tools].whole and parsers):
-        parsers.append(TOOLS[tools].make(definitions))
+    elif calls and not (calls.whole and thinking and thinking.whole):
+        parsers.append(calls.make(definitions))
     return _Chain(*parsers) if len(parsers) > 1 else parsers[0] if parsers else None
 
 

@@ -23,6 +23,7 @@ _HARMONY = (
         ("openai_gptoss", "openai", False, _HARMONY),
         ("openai_gptoss", None, False, _HARMONY),
         (None, "openai", False, _HARMONY),
+        ("qwen3", "openai", False, _HARMONY),
     ],
 )
 def test_reasoning_and_a_call(reasoning: str | None, tools: str | None, is_open: bool, text: str):
