@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.engine.wake_up import WakeUp
 from quire.executor.base import Executor
-from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
+from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.metrics.logging import logger
@@ -177,4 +177,5 @@ class EngineCore:
 
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:
     for output in outputs:
-        logger.error("Request %s failed: %s", output.request_id, output.stop_reason)
+        log = logger.warning if output.finish_reason is FinishReason.BAD_REQUEST else logger.error
+        log("Request %s failed: %s", output.request_id, output.stop_reason)

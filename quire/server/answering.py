@@ -190,7 +190,9 @@ class Answering:
     def _is_wanted(self, event: Event) -> bool:
         if isinstance(event, Reasoning):
             return self.body.include_reasoning is not False
-        return isinstance(event, Content) or event.index == 0 or self.body.parallel_tool_calls is not False
+        if isinstance(event, Content):  # of an answer that must consist of calls, it is one that was cut off
+            return self.body.forced_choice is None
+        return event.index == 0 or self.body.parallel_tool_calls is not False
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:

