@@ -15,7 +15,7 @@ _MAX_NUM_SEQS = 256
 
 # The fields of structured_outputs_config, and their values. The last two are vLLM's, and have no effect.
 STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
-    "backend": ("auto", "guidance"),
+    "backend": ("auto", "guidance", "xgrammar", "outlines"),
     "disable_any_whitespace": (False, True),
     "disable_additional_properties": (False, True),
     "disable_fallback": (False, True),
@@ -195,7 +195,7 @@ class SamplingConfig:
     )
     structured_outputs_config: dict[str, Any] = option(
         {},
-        "how outputs are constrained: backend (auto or guidance), and for all "
+        "how outputs are constrained: backend (auto, guidance, xgrammar or outlines; auto is guidance), and for all "
         "requests disable_any_whitespace and disable_additional_properties (true or false)",
         json=True,
     )

@@ -10,7 +10,11 @@ from quire.structured.grammar import Backend
 from quire.structured.vocabulary import Vocabulary
 
 # name → the package that it needs, the module and the class of the back end. They are imported when they are used.
-_BACKENDS = {"guidance": ("llguidance", "quire.structured.guidance", "GuidanceBackend")}
+_BACKENDS = {
+    "guidance": ("llguidance", "quire.structured.guidance", "GuidanceBackend"),
+    "xgrammar": ("xgrammar", "quire.structured.xgrammar", "XgrammarBackend"),
+    "outlines": ("outlines_core", "quire.structured.outlines", "OutlinesBackend"),
+}
 
 
 def check_backend(options: Mapping[str, Any]) -> None:

@@ -1,0 +1,93 @@
+"""The back end outlines-core, which compiles regular expressions to automata over tokens. Needs quire[outlines]."""
+
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import outlines_core
+from outlines_core.json_schema import build_regex_from_schema
+
+from quire.messages.errors import error_text
+from quire.messages.structured_outputs import StructuredOutputsParams
+from quire.structured.keywords import check_keywords
+from quire.structured.schema import rewritten
+from quire.structured.vocabulary import Vocabulary
+
+# The keywords that outlines-core enforces, by the type of documents. Its texts with a pattern may
+# contain quotes and control characters that are not escaped.
+_KEYWORDS = {
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "minItems", "maxItems"),
+    "string": ("minLength", "maxLength"),
+}
+
+
+class OutlinesMatcher:
+    """The state of one sequence in an automaton of outlines-core."""
+
+    error: str | None = None
+    is_finished = False  # the automaton does not tell whether a complete text may go on
+
+    def __init__(self, index: outlines_core.Index) -> None:
+        self.state = outlines_core.Guide(index)
+
+    def accept(self, token_id: int) -> bool:
+        if not self.state.accepts_tokens([token_id]):
+            return False
+        self.state.advance(token_id, return_tokens=False)
+        return True
+
+    def forced(self) -> list[int]:
+        return []
+
+
+class OutlinesGrammar:
+    def __init__(self, index: outlines_core.Index) -> None:
+        self._index = index
+
+    def matcher(self) -> OutlinesMatcher:
+        return OutlinesMatcher(self._index)
+
+
+class OutlinesBackend:
+    def __init__(
+        self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
+    ) -> None:
+        self._compact, self._closed = disable_any_whitespace, disable_additional_properties
+        ids: dict[bytes, list[int]] = {}
+        special = set(vocabulary.special_token_ids)
+        for token_id, token in enumerate(vocabulary.tokens):
+            if token and token_id not in special:
+                ids.setdefault(token, []).append(token_id)
+        self._vocabulary = outlines_core.Vocabulary(vocabulary.eos_token_id, ids)
+
+    def compile(self, params: StructuredOutputsParams) -> OutlinesGrammar:
+        pattern = self._pattern(params)
+        try:
+            return OutlinesGrammar(outlines_core.Index(pattern, self._vocabulary))
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(error_text(error)[:500]) from error
+
+    def fill(self, matchers: Sequence[OutlinesMatcher], bits: np.ndarray) -> None:
+        bits[:] = 0
+        for matcher, row in zip(matchers, bits, strict=True):
+            matcher.state.write_mask_into(row.ctypes.data, row.size, row.itemsize)
+
+    def _pattern(self, params: StructuredOutputsParams) -> str:
+        if params.choice is not None:
+            return "|".join(f"({re.escape(text)})" for text in params.choice)
+        if params.regex is not None:
+            return params.regex
+        if params.json is None:
+            raise ValueError("the back end outlines has json, regex and choice; other kinds need the back end guidance")
+        schema = rewritten(json.loads(str(params.json)), closed=self._closed or params.disable_additional_properties)
+        check_keywords(schema, _KEYWORDS, "outlines")
+        spaces = "" if self._compact or params.disable_any_whitespace else "[ ]?"
+        try:
+            pattern: str = build_regex_from_schema(
+                json.dumps(schema), spaces if params.whitespace_pattern is None else params.whitespace_pattern
+            )
+        except Exception as error:
+            raise ValueError(error_text(error)[:500]) from error
+        return pattern

@@ -1,0 +1,106 @@
+"""The back end xgrammar, which compiles grammars to automata over bytes. Needs the extra quire[xgrammar]."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from quire.messages.errors import error_text
+from quire.messages.structured_outputs import StructuredOutputsParams
+from quire.structured.keywords import check_keywords
+from quire.structured.references import Schema
+from quire.structured.schema import rewritten
+from quire.structured.vocabulary import Vocabulary
+from quire.system.limits import processors
+
+# The keywords that xgrammar enforces, by the type of the documents that they are about. Its texts with a pattern or a
+# limit of length may contain control characters, which JSON does not allow.
+_KEYWORDS = {
+    "object": ("properties", "required", "additionalProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+}
+
+
+class XgrammarMatcher:
+    """The state of one sequence in a grammar of xgrammar."""
+
+    error: str | None = None
+
+    def __init__(self, grammar: Any, vocabulary: Vocabulary) -> None:
+        self.state = xgrammar.GrammarMatcher(grammar, override_stop_tokens=vocabulary.eos_token_ids)
+        self._vocabulary = vocabulary
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self.state.accept_token(token_id))
+
+    def forced(self) -> list[int]:
+        """The last token is left out, since the tokenizer might join it with the text that follows."""
+        try:
+            text = self.state.find_jump_forward_string()
+        except UnicodeDecodeError:  # it begins or ends within a character
+            return []
+        return self._vocabulary(text)[:-1] if text else []
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.state.is_terminated())
+
+
+class XgrammarGrammar:
+    def __init__(self, grammar: Any, vocabulary: Vocabulary) -> None:
+        self._grammar, self._vocabulary = grammar, vocabulary
+
+    def matcher(self) -> XgrammarMatcher:
+        return XgrammarMatcher(self._grammar, self._vocabulary)
+
+
+class XgrammarBackend:
+    def __init__(
+        self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._compact, self._closed = disable_any_whitespace, disable_additional_properties
+        special = set(vocabulary.special_token_ids)
+        tokens = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
+        tokenizer = xgrammar.TokenizerInfo(
+            tokens, vocab_size=vocabulary.vocab_size, stop_token_ids=vocabulary.eos_token_ids
+        )
+        self._compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=processors())
+
+    def compile(self, params: StructuredOutputsParams) -> XgrammarGrammar:
+        try:
+            return XgrammarGrammar(self._compile(params), self._vocabulary)
+        except RuntimeError as error:
+            raise ValueError(error_text(error)[:500]) from error
+
+    def fill(self, matchers: Sequence[XgrammarMatcher], bits: np.ndarray) -> None:
+        self._batch.batch_fill_next_token_bitmask([matcher.state for matcher in matchers], bits)
+
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        if params.whitespace_pattern is not None:
+            raise ValueError("whitespace_pattern needs the back end guidance")
+        if params.json_object:
+            return self._schema({"type": "object"}, params, checked=False)
+        if params.json is not None:
+            return self._schema(json.loads(str(params.json)), params)
+        if params.choice is not None:
+            return self._compiler.compile_regex("|".join(f"({re.escape(text)})" for text in params.choice))
+        if params.regex is not None:
+            return self._compiler.compile_regex(params.regex)
+        if params.grammar is not None:
+            return self._compiler.compile_grammar(params.grammar)
+        return self._compiler.compile_structural_tag(params.structural_tag or "")
+
+    def _schema(self, schema: Schema, params: StructuredOutputsParams, checked: bool = True) -> Any:
+        result = rewritten(schema, closed=self._closed or params.disable_additional_properties)
+        if checked:
+            check_keywords(result, _KEYWORDS, "xgrammar")
+        separators = (",", ":") if self._compact or params.disable_any_whitespace else (", ", ": ")
+        return self._compiler.compile_json_schema(
+            json.dumps(result), any_whitespace=False, separators=separators, strict_mode=False
+        )
