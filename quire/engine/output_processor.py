@@ -91,12 +91,11 @@ class OutputProcessor:
                 unpacker.skip(request.prompt_token_ids[0])
                 request.prompt_logprobs.extend(unpacker.unpack(output.prompt_logprobs))
             if detokenizer is not None:
-                stop, by_token = None, finish_reason is FinishReason.STOP and not isinstance(stop_reason, str)
-                for count, token_id in enumerate(new_token_ids, 1):  # several if a grammar forces some
-                    stop = detokenizer.append([token_id], by_token and count == len(new_token_ids))
-                    if stop is not None:
-                        self._take_back(sequence, len(new_token_ids) - count)
-                        break
+                by_token = finish_reason is FinishReason.STOP and not isinstance(stop_reason, str)
+                if len(new_token_ids) > 1:  # a grammar has forced some
+                    stop = self._append(sequence, detokenizer, new_token_ids, by_token)
+                else:
+                    stop = detokenizer.append(new_token_ids, by_token)
                 if stop is not None:
                     if finish_reason is None:
                         to_abort.append(output.request_id)
@@ -141,12 +140,19 @@ class OutputProcessor:
         metrics.num_generation_tokens += len(output.new_token_ids)
 
     @staticmethod
-    def _take_back(sequence: _Sequence, count: int) -> None:
-        """Remove the last `count` tokens of a completion, which follow a stop string."""
-        token_ids, metrics = sequence.completion.token_ids, sequence.request.metrics
-        del token_ids[len(token_ids) - count :]
-        assert metrics is not None
-        metrics.num_generation_tokens -= count
+    def _append(
+        sequence: _Sequence, detokenizer: IncrementalDetokenizer, token_ids: list[int], by_token: bool
+    ) -> str | None:
+        """Detokenize several tokens, up to a stop string. The tokens behind it are taken back from the completion."""
+        for count, token_id in enumerate(token_ids, 1):
+            stop = detokenizer.append([token_id], by_token and count == len(token_ids))
+            if stop is not None:
+                output, num_excess = sequence.completion.token_ids, len(token_ids) - count
+                del output[len(output) - num_excess :]
+                assert sequence.request.metrics is not None
+                sequence.request.metrics.num_generation_tokens -= num_excess
+                return stop
+        return None
 
     @staticmethod
     def _is_due(sequence: _Sequence) -> bool:

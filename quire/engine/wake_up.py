@@ -12,12 +12,17 @@ class WakeUp:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        self._was_set = False  # spares `clear` a system call in each step
 
     def set(self) -> None:
         with contextlib.suppress(OSError):  # the socket's buffer is full (so the flag is set), or it has been closed
             self._writer.send(b"\0")
+        self._was_set = True  # only now, so that a `clear` meanwhile leaves the byte to a later one
 
     def clear(self) -> None:
+        if not self._was_set:
+            return
+        self._was_set = False
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass

@@ -170,6 +170,27 @@ def test_requests_go_on_when_the_core_is_lost(expected, signal_number):
     run(check())
 
 
+def test_requests_with_grammars_go_on_when_the_core_is_lost():
+    """The new core follows the tokens that were generated before, within forced stretches and between them."""
+    strings = {"type": "array", "items": {"enum": ["hippopotamus", "rhinoceros", "crocodile"]}, "minItems": 9}
+    schema = {"type": "object", "properties": {"animals": strings}, "required": ["animals"]}
+    params = SEEDED.clone(ignore_eos=False, structured_outputs={"json": schema})
+    wanted = [said(output) for output in LLM(**OPTIONS).generate(PROMPTS, params, use_tqdm=False)]
+
+    async def check() -> None:
+        async with engine() as llm:
+            made = [asyncio.create_task(answer(llm, str(i), prompt, params)) for i, prompt in enumerate(PROMPTS)]
+            while not any(len(s.completion.token_ids) > 40 for s in llm.output_processor._sequences.values()):
+                await asyncio.sleep(0)
+            assert not all(task.done() for task in made)
+            os.kill(llm.client.process_id, signal.SIGKILL)
+            assert [said(await task) for task in made] == wanted
+            assert llm.client.restarts == 1
+            await assert_nothing_is_left(llm)
+
+    run(check())
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault):
     async def check() -> None:
