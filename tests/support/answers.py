@@ -257,5 +257,7 @@ SAMPLES = [
         "I look.",
     ),
     Sample("openai", " to=functions.now<|channel|>commentary<|message|><|call|>", [NOW]),
+    Sample("openai", " to=user<|channel|>final<|message|>It is.<|end|>\nNow", [], "It is.\nNow"),
+    Sample("openai", " to=functions.now and no message", [], " to=functions.now and no message"),
     Sample("openai", "<|channel|>final<|message|>It is {1 < 2}.<|return|>", [], "It is {1 < 2}."),
 ]

@@ -27,6 +27,8 @@ def harmony(reader: Reader) -> Steps[None]:
             marker = yield from reader.until(_HEADERS, reader.content)
         elif found := (yield from reader.before(("<|message|>",), _LONGEST_HEADER)):
             yield from reader.literal("<|message|>")
+            if reader.is_attempt:
+                reader.discard()
             marker = yield from _message(reader, marker + found[0])
         else:
             if marker != "to=":
@@ -44,7 +46,7 @@ def _message(reader: Reader, header: str) -> Steps[str | None]:
         marker = yield from reader.until(_ENDS, reader.arguments)
         if marker and is_empty:
             reader.arguments("{}")
-    elif recipient or _ANALYSIS.search(header):
+    elif _ANALYSIS.search(header) or (recipient and "<|channel|>final" not in header):  # also calls of built-in tools
         marker = yield from reader.until(_ENDS, lambda text: reader.events.append(Reasoning(text)))
     else:
         marker = yield from reader.until(_ENDS, reader.content)

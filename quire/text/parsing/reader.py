@@ -78,10 +78,14 @@ class Reader:
             self.content(text)
         self.is_attempt = False
 
-    def call(self, name: str, id: str | None = None) -> None:
-        """Adds a call, and discards the text that was held back: it was the call's beginning."""
+    def discard(self) -> None:
+        """Discards the text that was held back: it was the beginning of a call or of a message."""
         self.is_attempt = False
         self._held = []
+
+    def call(self, name: str, id: str | None = None) -> None:
+        """Adds a call."""
+        self.discard()
         self.events.append(ToolCall(self.num_calls, name, id))
         self.num_calls += 1
 
