@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import combinations, product
 from typing import Any
 
+from quire.messages.errors import error_text
 from quire.structured.references import References, Schema, UnsupportedError
 
 _TYPES = ("null", "boolean", "object", "array", "number", "string")
@@ -460,7 +461,7 @@ def _restrict_names(schema: dict[str, Any], names: dict[str, Any]) -> None:
         try:
             matches = re.compile(names["pattern"]).search
         except re.error as error:
-            raise UnsupportedError(f"propertyNames: the pattern is not supported: {error}") from error
+            raise UnsupportedError(f"propertyNames: the pattern is not supported: {error_text(error)}") from error
         listed |= {name: False for name in listed if not matches(name)}
     if not listed:
         del schema["properties"]
