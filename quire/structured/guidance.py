@@ -21,6 +21,7 @@ MAX_TEXT = 200_000  # characters of a regular expression or a grammar, and of al
 # The defaults allow masks that take seconds. The errors' long form shows the grammar.
 _LIMITS = LLParserLimits(step_lexer_fuel=50_000, verbose_errors=False)
 _TRIAL_TOKENS = 16
+_FEW = 16  # masks that one thread computes; more threads would take more from the forward than they save
 
 
 class GuidanceMatcher:
@@ -68,6 +69,10 @@ class GuidanceBackend:
 
     def fill(self, matchers: Sequence[GuidanceMatcher], bits: np.ndarray) -> None:
         count, words = bits.shape
+        if count <= _FEW:
+            for row, matcher in enumerate(matchers):
+                matcher.state.unsafe_compute_mask_ptr(bits.ctypes.data + row * words * 4, words * 4)
+            return
         states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, words * 4, count)
 
