@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from quire.config import ServerConfig
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 from quire.server.answering import Answering, Piece
 from quire.server.bodies import HeldBody
@@ -236,7 +237,7 @@ class Run:
                 self.response["status"] = "cancelled"
         except StoreError as error:
             self.response["store"] = False
-            logger.error("Request %s: its response was not stored: %s", self.answering.call.name, error)
+            logger.error("Request %s: its response was not stored: %s", self.answering.call.name, error_text(error))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

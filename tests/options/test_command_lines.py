@@ -52,6 +52,8 @@ STARTS = [
     "--load-format runai_streamer --model-loader-extra-config '{\"concurrency\": 16}'",
     "--tokenizer-mode auto --runner generate --convert none --seed 0 --device cpu --max-logprobs 50",
     "--quantization int8 --logprobs-mode processed_logprobs",
+    "--enable-auto-tool-choice --tool-call-parser hermes",
+    "--reasoning-parser deepseek_r1",
     "--no-enable-lora --no-enable-expert-parallel --cpu-offload-gb 0 --api-server-count 1",
 ]
 NOT_YET = [
@@ -60,8 +62,6 @@ NOT_YET = [
     "-dp 8 -ep",
     "--data-parallel-size 4 --tensor-parallel-size 2",
     "--enable-lora --lora-modules sql-lora=/adapters/sql --max-loras 4 --max-lora-rank 64",
-    "--enable-auto-tool-choice --tool-call-parser hermes",
-    "--reasoning-parser deepseek_r1",
     '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     "--speculative-config.method eagle3 --speculative-config.num_speculative_tokens 3",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
