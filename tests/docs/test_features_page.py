@@ -50,6 +50,8 @@ FEATURES = [
     "long_prefill_token_threshold",
     "batch invariance",
     "tensor parallelism",
+    "structured outputs",
+    "thinking budgets",
 ]
 
 

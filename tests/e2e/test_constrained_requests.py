@@ -20,6 +20,13 @@ from support.engines import GREEDY, assert_nothing_is_left, collect, core_reques
 from support.grammars import EOS, AutomatonBackend, automaton, automaton_gate, follows, grammar
 from support.late_device import run_late
 
+COMBINES = [
+    "structured outputs, thinking budgets × chunked prefill, prefix caching, preemption, sliding window",
+    "structured outputs, thinking budgets × seeded sampling, two steps in flight, penalties and token rules, logprobs",
+    "structured outputs, thinking budgets × CUDA graphs, replay after a crash, tensor parallelism",
+    "structured outputs × thinking budgets",
+]
+
 TIGHT = {"num_gpu_blocks_override": 28, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 VARIANTS = ["qwen3-mixed-windows-biases", pytest.param("llama", marks=pytest.mark.slow)]
 VOCAB = 320
