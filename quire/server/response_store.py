@@ -108,7 +108,7 @@ def postgres(url: str) -> Database:
     except ImportError as error:
         reason = error_text(error)
         raise ConfigError(f"response_store: a PostgreSQL needs pip install 'quire[postgres]' ({reason})") from error
-    limits = {"connect_timeout": LOCK_SECONDS, "tcp_user_timeout": LOCK_SECONDS * 1000}
+    limits: Any = {"connect_timeout": LOCK_SECONDS, "tcp_user_timeout": LOCK_SECONDS * 1000}
 
     def connect() -> Any:
         connection = psycopg.connect(url, autocommit=True, prepare_threshold=None, **limits)
