@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from quire.messages.engine import EngineCoreOutput, FinishReason
 from quire.messages.step import SchedulerOutput, TokenMasks
 from quire.scheduler.request import Request, Status
 from quire.structured.constraint import Constraint
 from quire.structured.gate import GrammarGate
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LONG_STRETCH = 2  # more forced tokens than this are worth leaving a request out of a step, so as to take them ahead
 
@@ -26,7 +28,7 @@ class ConstrainedRequests:
     def __init__(self, gate: GrammarGate, vocab_size: int) -> None:
         """vocab_size: the number of logits."""
         self._gate = gate
-        self._bits = np.empty((0, -(-vocab_size // 32)), np.int32)  # of all steps; grows to the most masks in one
+        self._bits = _bits(0, -(-vocab_size // 32))  # of all steps; grows to the most masks in one
         self._thread = ThreadPoolExecutor(1, "token masks")  # starts with the first masks
         self._masks: tuple[SchedulerOutput, Future[TokenMasks | None]] | None = None  # of the last step that had some
         self._unsent: list[tuple[Request, int]] = []  # requests, and the first token that the worker does not know
@@ -143,7 +145,13 @@ class ConstrainedRequests:
         if not places:
             return None
         if len(self._bits) < len(places):
-            self._bits = np.empty((2 * len(places), self._bits.shape[1]), np.int32)
+            self._bits = _bits(2 * len(places), self._bits.shape[1])
         bits = self._bits[: len(places)]
         self._gate.fill(constraints, bits)
         return TokenMasks(places, bits.data.cast("B"))
+
+
+def _bits(places: int, words: int) -> "np.ndarray":
+    import numpy as np  # here, since the API process imports this module before the core has started
+
+    return np.empty((places, words), np.int32)

@@ -4,9 +4,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
@@ -14,6 +14,9 @@ from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.metrics.logging import logger
 from quire.structured.constraint import Constraint
 from quire.structured.grammar import Backend, Grammar, Matcher
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TIME_LIMIT = 0.8  # seconds for a grammar, so that a client has its 400 within a second
 CACHE_SIZE = 256  # compiled grammars, and reasons why a grammar cannot be compiled
@@ -75,11 +78,13 @@ class GrammarGate:
         grammar = self._compilation(params.structured_outputs).grammar or backend.compile(params.structured_outputs)
         return Constraint(grammar.matcher(), request.thinking, eos_token_ids)
 
-    def fill(self, constraints: Sequence[Constraint], bits: np.ndarray) -> None:
+    def fill(self, constraints: Sequence[Constraint], bits: "np.ndarray") -> None:
         """Write which tokens may follow, for each active constraint one row of bits.
 
         bits: int32 [constraints, ceil(vocab_size / 32)], contiguous. Other threads run meanwhile.
         """
+        import numpy as np  # here, since the API process imports this module before the core has started
+
         matchers: list[Matcher] = []
         rows: list[int] = []
         for row, constraint in enumerate(constraints):

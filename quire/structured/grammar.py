@@ -1,11 +1,12 @@
 """The interface of a back end: a library that compiles constraints, and says which tokens may follow."""
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from quire.messages.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Matcher(Protocol):
@@ -39,5 +40,5 @@ class Backend(Protocol):
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Raises ValueError with the reason if the constraint is wrong, too large, or not supported."""
 
-    def fill(self, matchers: Sequence[Matcher], bits: np.ndarray) -> None:
+    def fill(self, matchers: Sequence[Matcher], bits: "np.ndarray") -> None:
         """Write which tokens may follow, for each matcher one row of bits: int32 [matchers, ceil(vocab_size / 32)]."""
