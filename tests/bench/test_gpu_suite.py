@@ -31,6 +31,7 @@ def run(folder: Path, *options: str) -> tuple[dict[str, dict], str]:
     return json.loads((folder / "gpu-suite.json").read_text()), done.stdout
 
 
+@pytest.mark.slow
 def test_the_suite_runs_in_small_and_saves_its_results(tmp_path):
     results, printed = run(tmp_path, "--small", "--only", "kernels", "attention", "0.6B")
     assert {*results} == {"machine", "kernels", "attention", "0.6B"}
