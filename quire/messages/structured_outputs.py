@@ -57,7 +57,9 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
                 raise TypeError(f"structured_outputs: {name} must be True or False, got {getattr(self, name)!r}.")
         if self.choice is not None:
             if not isinstance(self.choice, list) or not self.choice:
-                raise ValueError(f"structured_outputs: choice must be a list of strings, got {self.choice!r}.")
+                raise ValueError(
+                    f"structured_outputs: choice must be a list of one or more strings, got {self.choice!r}."
+                )
             for text in self.choice:
                 _check_text("choice", text)
         if self.json is not None:

@@ -81,7 +81,8 @@ def _check_constraint(create: Callable[[], object]) -> None:
     try:
         create()
     except (ValueError, TypeError) as error:
-        raise fail("constraint", error_text(error)) from error
+        # The answer names the field already.
+        raise fail("constraint", error_text(error).removeprefix("structured_outputs: ")) from error
 
 
 def _check_structured(value: dict[str, Any]) -> dict[str, Any]:

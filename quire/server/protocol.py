@@ -34,18 +34,18 @@ from quire.server.messages import Messages
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 
-_NOT_YET = "is not supported by Quire yet"
-_UNSUPPORTED = {
+NOT_YET = "is not supported by Quire yet"
+UNSUPPORTED = {
     **dict.fromkeys(
         """use_beam_search prompt_embeds logits_processors kv_transfer_params ec_transfer_params watermarking
         return_weight_versions""".split(),
-        _NOT_YET,
+        NOT_YET,
     ),
     "suffix": "is not supported: the models complete text, they do not fill gaps",
 }
 _UNSUPPORTED_IN_CHAT = {
-    **_UNSUPPORTED,
-    **dict.fromkeys("functions function_call audio modalities web_search_options".split(), _NOT_YET),
+    **UNSUPPORTED,
+    **dict.fromkeys("functions function_call audio modalities web_search_options".split(), NOT_YET),
 }
 # Values of these fields, besides null, false and what is empty, that ask for nothing.
 _NEUTRAL: dict[str, list[Any]] = {"thinking_token_budget": [-1], "modalities": [["text"]]}
@@ -235,7 +235,7 @@ class CompletionRequest(Generation):
             return "max_tokens", "should be at least 1, unless echo is true"
         if self.stream and self.echo and self.logprobs is not None and (self.n or 1) > 1:
             return "echo", "with logprobs cannot be streamed for n > 1"
-        return self.refused(_UNSUPPORTED)
+        return self.refused(UNSUPPORTED)
 
 
 class Rendering(Body):

@@ -111,7 +111,7 @@ class ReasoningOptions(_Object):
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 _NOT_OF_RESPONSES = "is not a field of /v1/responses"
-_UNSUPPORTED = {
+UNSUPPORTED = {
     **dict.fromkeys(
         "conversation prompt previous_response previous_input_messages enable_response_messages".split(),
         "is not supported by Quire",
@@ -167,7 +167,7 @@ class ResponsesRequest(Generation):
             return "n", "is 1 for /v1/responses"
         if self.background and self.store is False:
             return "background", "needs store, so that the response can be read later"
-        return self.refused(_UNSUPPORTED)
+        return self.refused(UNSUPPORTED)
 
     def unknown(self) -> list[str]:
         return [name for name in super().unknown() if name not in _WITHOUT_EFFECT]

@@ -19,7 +19,6 @@ from quire.server.answering import Answering, Piece
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, json_response
 from quire.server.generation import EventStream, Server
-from quire.server.logprobs import chat_logprobs
 from quire.server.middleware import given_key
 from quire.server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
 from quire.server.response_store import MissingResponseError, Record, StoreError, open_store
@@ -196,13 +195,8 @@ class Run:
                 return
 
     def _add(self, piece: Piece) -> None:
-        answering, completion = self.answering, piece.completion
-        logprobs: list[Any] = []
-        if completion.logprobs is not None:
-            token_bytes = answering.call.server.llm.get_tokenizer().token_bytes
-            count, as_ids = answering.body.top_logprobs or 0, answering.call.tokens_as_ids
-            places = chat_logprobs(completion.token_ids, completion.logprobs, count, as_ids, token_bytes)
-            logprobs = list(places["content"])
+        scored = self.answering.logprobs(piece.completion)
+        logprobs: list[Any] = [] if scored is None else list(scored["content"])
         for event in piece.events:
             self._output.add(event, piece.answer, logprobs)
             logprobs = []

@@ -15,12 +15,12 @@ from quire.server.errors import ApiError, json_response
 from quire.server.fields import MAX_INT, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
 from quire.server.generation import Call, Chunks, EventStream, Meter
 from quire.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
-from quire.server.protocol import _NOT_YET, _UNSUPPORTED, Body, Generation
+from quire.server.protocol import NOT_YET, UNSUPPORTED, Body, Generation
 from quire.server.responses import ChatLogprobs, PromptLogprobs, TokenIdLogprobs, Usage
 from quire.server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
-_REFUSED = {**_UNSUPPORTED, **dict.fromkeys(("features", "content_parts"), _NOT_YET)}
+_REFUSED = {**UNSUPPORTED, **dict.fromkeys(("features", "content_parts"), NOT_YET)}
 
 
 class TokenSampling(Generation):

@@ -8,6 +8,7 @@ import pytest
 
 from quire.messages.sampling_params import SamplingParams
 from quire.server.anthropic import CountTokensRequest
+from support.dictation import CALLS, THOUGHT
 from support.server import Answer, Host, Service, eventually
 
 USER = {"role": "user", "content": "Tell me a story about a dog."}
@@ -180,14 +181,6 @@ def test_tools_that_may_not_be_called_reach_the_template(server):
     assert ask(server, tools=[TOOL], tool_choice={"type": "none"})["content"][0]["type"] == "text"
 
 
-THOUGHT = "<think>\nIt is a city.\n</think>\n\nI will look."
-CALLS = """
-<tool_call>
-{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}
-</tool_call>
-<tool_call>
-{"name": "weather", "arguments": {}}
-</tool_call>"""
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 

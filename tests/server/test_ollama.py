@@ -9,6 +9,7 @@ import pytest
 
 from quire.messages.sampling_params import SamplingParams
 from quire.server.ollama import OllamaChatRequest
+from support.dictation import CALLS, THOUGHT
 from support.server import Answer, Host, Service, eventually
 
 USER = {"role": "user", "content": "Tell me a story about a dog."}
@@ -169,17 +170,7 @@ def test_calls_and_results_of_tools_become_openais_messages(server):
     assert ask(server, "/api/chat", messages=messages, stream=False)[1]["done"]
 
 
-SAID = """<think>
-It is a city.
-</think>
-
-I will look.
-<tool_call>
-{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}
-</tool_call>
-<tool_call>
-{"name": "weather", "arguments": {}}
-</tool_call>"""
+SAID = THOUGHT + CALLS
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,6 +10,15 @@ from quire.config import EngineConfig
 from quire.messages.step import NewRequest
 from quire.sampling.logits_processors import LogitsProcessor, SamplingPlaces
 
+THOUGHT = "<think>\nIt is a city.\n</think>\n\nI will look."
+CALLS = """
+<tool_call>
+{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}
+</tool_call>
+<tool_call>
+{"name": "weather", "arguments": {}}
+</tool_call>"""
+
 
 class Dictation(LogitsProcessor):
     """The output is these tokens, and then end-of-sequence."""
