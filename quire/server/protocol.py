@@ -43,7 +43,7 @@ UNSUPPORTED = {
     ),
     "suffix": "is not supported: the models complete text, they do not fill gaps",
 }
-_UNSUPPORTED_IN_CHAT = {
+UNSUPPORTED_IN_CHAT = {
     **UNSUPPORTED,
     **dict.fromkeys("functions function_call audio modalities web_search_options".split(), NOT_YET),
 }
@@ -201,7 +201,7 @@ class Generation(Body):
         return None
 
     def unknown(self) -> list[str]:
-        return [name for name in super().unknown() if name not in _UNSUPPORTED_IN_CHAT]
+        return [name for name in super().unknown() if name not in UNSUPPORTED_IN_CHAT]
 
 
 class CompletionRequest(Generation):
@@ -310,7 +310,7 @@ class ChatRequest(Generation, Rendering):
                 return "tool_choice", f"names {name!r}, which is none of the tools"
         if self.tool_choice == "required" and not self.tools:
             return "tool_choice", "is 'required', but there are no tools"
-        return self.refused(_UNSUPPORTED_IN_CHAT)
+        return self.refused(UNSUPPORTED_IN_CHAT)
 
 
 class TokenizeRequest(Rendering):

@@ -15,7 +15,7 @@ from quire.config import GROUPS, OPTIONS, ServerConfig, canonical_name
 from quire.messages.sampling_params import SamplingParams
 from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, UNSUPPORTED_VALUES, VALUES
 from quire.server import admin_routes, chat, completions, text_routes
-from quire.server.protocol import _UNSUPPORTED, _UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
+from quire.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 WRITTEN = "<!-- written by tests/options/test_from_vllm_page.py --write: {} -->\n"
@@ -72,9 +72,9 @@ def values_not_supported() -> list[str]:
 
 
 def refused_fields() -> list[str]:
-    in_chat = set(_UNSUPPORTED_IN_CHAT) - set(_UNSUPPORTED)
+    in_chat = set(UNSUPPORTED_IN_CHAT) - set(UNSUPPORTED)
     return [
-        item("completions and chats: ", [f"`{name}`" for name in sorted(_UNSUPPORTED)]),
+        item("completions and chats: ", [f"`{name}`" for name in sorted(UNSUPPORTED)]),
         item("chats: ", [f"`{name}`" for name in sorted(in_chat)]),
         "- completions: `best_of`, unless it equals `n`",
     ]
@@ -159,8 +159,8 @@ def test_sampling_parameters_that_are_said_to_be_absent_are():
 
 
 def test_no_refused_field_is_one_that_is_read():
-    assert not set(_UNSUPPORTED) & set(CompletionRequest.model_fields)
-    assert not set(_UNSUPPORTED_IN_CHAT) & set(ChatRequest.model_fields)
+    assert not set(UNSUPPORTED) & set(CompletionRequest.model_fields)
+    assert not set(UNSUPPORTED_IN_CHAT) & set(ChatRequest.model_fields)
     assert not WITHOUT_EFFECT & (set(CompletionRequest.model_fields) | set(ChatRequest.model_fields))
 
 
