@@ -1,6 +1,6 @@
 """All options, each declared once. Command-line flags and `LLM(...)` keyword arguments are made from these classes.
 
-The names are vLLM's. options/vllm.py lists the options of vLLM that Quire does not have.
+The names are vLLM's. options/vllm.toml lists the options of vLLM that Quire does not have.
 """
 
 from collections.abc import Mapping
