@@ -238,7 +238,8 @@ def attend_kernel(
     whole_to = from_key
     if not ONE_TILE:
         if WINDOW:
-            whole_from = tl.minimum(tl.maximum(tl.cdiv(end - window, KEYS) * KEYS, from_key), to_key)
+            whole_from = tl.minimum(tl.cdiv(end - window, KEYS), to_key // KEYS) * KEYS
+            whole_from = tl.maximum(whole_from, from_key)
         whole_to = tl.maximum(tl.minimum(cached + first + 1, to_key) // KEYS * KEYS, whole_from)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)  # as exponents of two
@@ -271,12 +272,12 @@ def attend_kernel(
                     column, slot = key // BLOCK_SIZE + in_tile // BLOCK_SIZE, in_tile % BLOCK_SIZE
                 else:
                     column, slot = keys // BLOCK_SIZE, keys % BLOCK_SIZE
-                block = _each(table + column, exists, phase != 1)  # keys that do not exist are read from block 0
+                block = _each(table + column, exists, phase == 2)  # keys that do not exist are read from block 0
                 entry = plane + block.to(tl.int64) * block_stride
                 tokens = entry + slot * DIM
-                k = _lines(tokens, main, exists, DIM, LATENT and phase != 1, padded)
+                k = _lines(tokens, main, exists, DIM, LATENT and phase == 2, padded)
                 if CELL:
-                    k_scales = _each(_scales(entry + BLOCK_SIZE * DIM) + slot, exists, phase != 1)
+                    k_scales = _each(_scales(entry + BLOCK_SIZE * DIM) + slot, exists, phase == 2)
                     k = _decoded(k, dtype, CELL, NATIVE)
                 scores = multiplied(q_main, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32), PRECISION)
                 if REST > 0:
@@ -293,7 +294,9 @@ def attend_kernel(
                     seen = keys[None, :] <= position[:, None]
                     if WINDOW:
                         seen = seen & (keys[None, :] > position[:, None] - window)
-                    scores = tl.where(seen & exists[None, :], scores, float("-inf"))
+                    if phase == 2:
+                        seen = seen & exists[None, :]
+                    scores = tl.where(seen, scores, float("-inf"))
                 new_top = tl.maximum(top, tl.max(scores, 1) * factor)
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
                 weights = tl.exp2(scores * factor - base[:, None])
@@ -302,12 +305,12 @@ def attend_kernel(
                 v = k
                 if not LATENT:
                     tokens += plane_size
-                    v = _lines(tokens, main, exists, DIM, phase != 1, padded, CELL > 0)
+                    v = _lines(tokens, main, exists, DIM, phase == 2, padded, CELL > 0)
                 if CELL:
                     if LATENT:
                         v_scales = k_scales
                     else:
-                        v_scales = _each(_scales(entry + plane_size + BLOCK_SIZE * DIM) + slot, exists, phase != 1)
+                        v_scales = _each(_scales(entry + plane_size + BLOCK_SIZE * DIM) + slot, exists, phase == 2)
                         v = tl.trans(_decoded(v, dtype, CELL, NATIVE))
                     if scaled_values:
                         v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
@@ -316,7 +319,7 @@ def attend_kernel(
                 weights = weights.to(dtype)
                 values = multiplied(weights, v, values * shrink[:, None], PRECISION)
                 if rest_values:
-                    v = _lines(tokens, rest, exists, DIM, phase != 1, padded_rest, CELL > 0)
+                    v = _lines(tokens, rest, exists, DIM, phase == 2, padded_rest, CELL > 0)
                     if CELL:
                         v = tl.trans(_decoded(v, dtype, CELL, NATIVE))
                         if scaled_values:
