@@ -23,37 +23,12 @@ from unittest import mock
 
 from benchmarks.guard import CONFIG
 from quire import LLM, SamplingParams
+from quire.bench.claims import ARTICLES, with_schema, without_schema
 from quire.structured.guidance import GuidanceMatcher
-
-REQUESTS = 16
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "title": {"type": "string", "maxLength": 40},
-        "summary": {"type": "string", "maxLength": 160},
-        "language": {"enum": ["English", "German", "French", "Spanish"]},
-        "sentiment": {"enum": ["positive", "neutral", "negative"]},
-        "confidence": {"type": "number", "minimum": 0, "maximum": 1},
-        "author": {
-            "type": "object",
-            "properties": {
-                "first_name": {"type": "string", "maxLength": 16},
-                "last_name": {"type": "string", "maxLength": 16},
-                "age": {"type": "integer", "minimum": 0, "maximum": 120},
-            },
-            "required": ["first_name", "last_name", "age"],
-            "additionalProperties": False,
-        },
-        "keywords": {"type": "array", "items": {"type": "string", "maxLength": 16}, "minItems": 2, "maxItems": 4},
-    },
-    "required": ["title", "summary", "language", "sentiment", "confidence", "author", "keywords"],
-    "additionalProperties": False,
-}
-TOPICS = "rivers chess bridges whales tea volcanoes opera bees maps glaciers jazz clocks forests comets salt paper"
 
 
 def make_llm(model: str, qwen: bool) -> LLM:
-    options: dict[str, Any] = {"max_num_seqs": REQUESTS, "max_model_len": 1024, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"max_num_seqs": len(ARTICLES), "max_model_len": 1024, "enable_prefix_caching": False}
     if not qwen:
         return LLM(model, **options)
     folder = tempfile.TemporaryDirectory()
@@ -70,9 +45,9 @@ class Run:
     tokens: list[int]  # by request
 
 
-def run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> Run:
+def run(llm: LLM, params: list[SamplingParams]) -> Run:
     steps, processors, wall = llm.core.scheduler._num_steps, time.process_time(), time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(ARTICLES, params, use_tqdm=False)
     wall, processors = time.perf_counter() - wall, time.process_time() - processors
     tokens = [len(output.outputs[0].token_ids) for output in outputs]
     return Run(wall, processors, llm.core.scheduler._num_steps - steps, tokens)
@@ -88,21 +63,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     llm = make_llm(arguments.model, arguments.qwen)
-    prompts = [f"Describe an article about {topic} as JSON.\n" for topic in TOPICS.split()]
-    structured = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=400, structured_outputs={"json": SCHEMA})
-        for i in range(len(prompts))
-    ]
+    structured = [with_schema(seed) for seed in range(len(ARTICLES))]
 
     def constrained(jump_ahead: bool) -> Run:
         if jump_ahead:
-            return run(llm, prompts, structured)
+            return run(llm, structured)
         with mock.patch.object(GuidanceMatcher, "forced", return_value=[]):
-            return run(llm, prompts, structured)
+            return run(llm, structured)
 
     def plain(counts: list[int]) -> Run:
-        params = [SamplingParams(temperature=0.8, seed=i, max_tokens=n, ignore_eos=True) for i, n in enumerate(counts)]
-        return run(llm, prompts, params)
+        return run(llm, [without_schema(seed, count) for seed, count in enumerate(counts)])
 
     names = {False: "masks alone", True: "masks and jump-ahead"}
     counts = {jump_ahead: constrained(jump_ahead).tokens for jump_ahead in names}  # it also compiles the grammar
