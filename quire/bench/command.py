@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.vllm_flags import BACKENDS, add_vllm_flags, backend, dataset
+from quire.bench.flags import REQUEST_FLAGS, Flag, add_flags, make_requests
+from quire.bench.vllm_flags import BACKENDS, add_vllm_flags, backend
 
 if TYPE_CHECKING:
-    from quire.bench.datasets import BenchRequest, RandomPrompts
+    from quire.bench.datasets import BenchRequest
 
 HELP = "latency and throughput of an OpenAI-compatible server under load"
 DESCRIPTION = """Send requests to a server at a rate (--request-rate), at a fixed concurrency (--max-concurrency), or at
@@ -58,12 +59,12 @@ def _goodput(text: str) -> tuple[str, float]:
     return name, float(limit)
 
 
-_GROUPS: dict[tuple[str, str | None], list[tuple[str, Any, Any, str]]] = {  # flag, type, default, help
+_GROUPS: dict[tuple[str, str | None], list[Flag]] = {
     ("Server", None): [
         ("--base-url", str, None, "URL of the server, such as https://example.com, instead of --host and --port"),
         ("--host", str, "127.0.0.1", "address of the server"),
         ("--port", int, 8000, "port of the server"),
-        ("--backend", backend, "openai", "openai (or vllm) for completions, openai-chat for chats"),
+        ("--backend --endpoint-type", backend, "openai", "openai (or vllm) for completions, openai-chat for chats"),
         ("--endpoint", str, None, "path on the server (default: the path of the backend)"),
         ("--served-model-name", str, None, "the model's name on the server (default: the value of --model)"),
         ("--insecure", bool, False, "do not check the server's certificate"),
@@ -76,23 +77,9 @@ _GROUPS: dict[tuple[str, str | None], list[tuple[str, Any, Any, str]]] = {  # fl
     ("Requests", "Random prompts are token ids below the vocabulary's size, which --vocab-size or the server's list of "
      "models gives. If neither does, they are ids below 1000, which every vocabulary has. Chat endpoints and servers "
      "that accept no token ids get English words of about the same length by the server's own count."): [
-        ("--dataset-name", dataset, "random", "random, prefix_repetition or custom"),
-        ("--dataset-path", Path, None, 'for custom, one request per line: {"prompt" or "prompt_token_ids": ..., '
-         '"output_tokens": ...}'),
+        *REQUEST_FLAGS,
         ("--trace", Path, None, 'replay a file, one request per line: "arrival" (s) or "timestamp" (ms); "prompt", '
          '"prompt_token_ids" or "input_length", with Mooncake\'s optional "hash_ids"; "output_length"'),
-        ("--input-len", int, None, "the same as --random-input-len"),
-        ("--output-len", int, None, "tokens per answer, for every dataset"),
-        ("--num-prompts", int, None, "number of requests (default: 1000, or the whole file)"),
-        ("--random-input-len", int, 1024, "tokens per random prompt"),
-        ("--random-output-len", int, 128, "tokens per answer to a random prompt"),
-        ("--random-prefix-len", int, 0, "length of a prefix that all random prompts share"),
-        ("--random-range-ratio", float, 0.0, "lengths are uniform within plus or minus this fraction"),
-        ("--prefix-repetition-prefix-len", int, 256, "tokens per prefix"),
-        ("--prefix-repetition-suffix-len", int, 256, "tokens after the prefix"),
-        ("--prefix-repetition-num-prefixes", int, 10, "number of prefixes"),
-        ("--prefix-repetition-output-len", int, 128, "tokens per answer"),
-        ("--custom-output-len", int, 256, "tokens per answer if the file does not give a number"),
         ("--vocab-size", int, None, "upper limit of random token ids (exclusive)"),
         ("--num-warmups", int, 0, "unmeasured random requests before the run, with the lengths of its first requests"),
         ("--seed", int, 0, "seed of prompts and arrivals; a repeated seed may hit prefixes in the cache"),
@@ -137,20 +124,7 @@ _GROUPS: dict[tuple[str, str | None], list[tuple[str, Any, Any, str]]] = {  # fl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for (title, description), flags in _GROUPS.items():
-        group = parser.add_argument_group(title, description)
-        for flag, kind, default, text in flags:
-            names = [flag, "--endpoint-type"] if flag == "--backend" else [flag]
-            options: dict[str, Any] = {"default": default, "metavar": flag.rsplit("-", 1)[-1].upper()}
-            if kind is bool:
-                options = {"action": "store_true"}
-            elif isinstance(kind, tuple):
-                options = {"default": default, "choices": kind}
-            elif isinstance(kind, list):
-                options |= {"nargs": "+", "type": kind[0]}
-            else:
-                options["type"] = kind
-            shown = f"(default: {default})" if default and kind is not bool else ""
-            group.add_argument(*names, help=f"{text} {shown}".strip(), **options)
+        add_flags(parser.add_argument_group(title, description), flags)
     add_vllm_flags(parser)
 
 
@@ -182,7 +156,7 @@ async def _bench(a: argparse.Namespace) -> int:
         await target.find_model(a.ready_check_timeout_sec)
         prompts = RandomPrompts(rng, a.vocab_size)
         await target.find_prompts(prompts)
-        requests = _requests(a, prompts)
+        requests = make_requests(a, prompts, a.trace)
         times = _arrivals(a, requests, rng)
         warmups = [replace(r, prompt=prompts.make(max(r.prompt_len, 1))) for r in requests[: a.num_warmups]]
         await serve.drive(target, warmups, [0.0] * len(warmups), a.max_concurrency)
@@ -272,25 +246,3 @@ def _count(bar: Any, outcome: Any) -> None:
         bar.failed = getattr(bar, "failed", 0) + 1
         bar.set_postfix_str(f"{bar.failed} failed", refresh=False)
     bar.update()
-
-
-def _requests(a: argparse.Namespace, prompts: "RandomPrompts") -> "list[BenchRequest]":
-    from quire.bench import datasets
-
-    if a.num_prompts is not None and a.num_prompts < 1:
-        raise ValueError(f"--num-prompts must be at least 1, got {a.num_prompts}")
-    if a.trace or a.dataset_name == "custom":
-        path = a.trace or a.dataset_path
-        if path is None:
-            raise ValueError("--dataset-name custom needs --dataset-path")
-        return datasets.read_requests(path, prompts, a.output_len or a.custom_output_len, bool(a.trace))[
-            : a.num_prompts
-        ]
-    count = a.num_prompts or 1000
-    if a.dataset_name == "prefix_repetition":
-        prefix_len, suffix_len = a.prefix_repetition_prefix_len, a.prefix_repetition_suffix_len
-        output_len = a.output_len or a.prefix_repetition_output_len
-        sizes = (a.prefix_repetition_num_prefixes, prefix_len, suffix_len, output_len)
-        return datasets.prefix_repetition_requests(prompts, count, *sizes)
-    lengths = (a.input_len or a.random_input_len, a.output_len or a.random_output_len)
-    return datasets.random_requests(prompts, count, *lengths, a.random_range_ratio, a.random_prefix_len)

@@ -2,16 +2,17 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from quire.messages.errors import error_text
 
 Prompt = str | list[int]
+Value = TypeVar("Value")
 
 SAFE_VOCAB_SIZE = 1000  # ids below this exist in every vocabulary
 _WORDS = """time year people way day man thing woman life child world school state family student group country problem
@@ -89,6 +90,20 @@ def prefix_repetition_requests(
     ]
 
 
+def read_lines(path: Path, read: Callable[[Any], Value]) -> list[Value]:
+    """What `read` makes of each line of a file, which is JSON. Raises ValueError that names the wrong line."""
+    values = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                values.append(read(json.loads(line)))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ValueError(f"{path}, line {number}: {error_text(error)}") from error
+    if not values:
+        raise ValueError(f"{path} holds no requests")
+    return values
+
+
 def read_requests(path: Path, prompts: RandomPrompts, output_len: int, timed: bool) -> list[BenchRequest]:
     """Reads a file of requests, with one JSON object per line. Raises ValueError that names the wrong line.
 
@@ -98,15 +113,7 @@ def read_requests(path: Path, prompts: RandomPrompts, output_len: int, timed: bo
     the file is a trace: each object has "arrival" in seconds or "timestamp" in milliseconds, and the result is sorted
     by arrival, beginning at 0.
     """
-    requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                requests.append(_request(json.loads(line), prompts, output_len, timed))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: {error_text(error)}") from error
-    if not requests:
-        raise ValueError(f"{path} holds no requests")
+    requests = read_lines(path, lambda fields: _request(fields, prompts, output_len, timed))
     requests.sort(key=lambda request: request.arrival)
     first = requests[0].arrival
     return [BenchRequest(r.prompt, r.prompt_len, r.output_len, r.arrival - first) for r in requests]

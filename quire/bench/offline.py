@@ -1,6 +1,5 @@
 """`quire bench throughput` and `quire bench latency`: measurements of the engine without a server."""
 
-import json
 import resource
 import sys
 import time
@@ -13,10 +12,9 @@ import numpy as np
 from tqdm import tqdm
 
 from quire._version import __version__
-from quire.bench.datasets import BenchRequest
+from quire.bench.datasets import BenchRequest, read_lines
 from quire.engine.llm import LLM
 from quire.engine.processor import Prompt
-from quire.messages.errors import error_text
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 
@@ -38,22 +36,14 @@ class Timing:
 
 def read_requests(path: Path) -> list[Request]:
     """Reads a file with one JSON object per line. Raises ValueError that names the wrong line."""
-    requests: list[Request] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                fields = json.loads(line)
-                prompt = fields.pop("prompt_token_ids", None) or fields.pop("prompt")
-                if not isinstance(prompt, (str, list)):
-                    raise TypeError(f"a prompt cannot be of type {type(prompt).__name__}")
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise ValueError(
-                    f'{path}, line {number}: needs "prompt_token_ids" or "prompt" ({error_text(error)})'
-                ) from error
-            requests.append((prompt, fields))
-    if not requests:
-        raise ValueError(f"{path} holds no requests")
-    return requests
+    return read_lines(path, _request)
+
+
+def _request(fields: Any) -> Request:
+    prompt = fields.pop("prompt_token_ids", None) or fields.pop("prompt", None)
+    if not isinstance(prompt, (str, list)):
+        raise TypeError('needs "prompt_token_ids" or "prompt"')
+    return prompt, fields
 
 
 def with_params(requests: Sequence[BenchRequest], **params: Any) -> list[Request]:

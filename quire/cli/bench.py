@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.bench import command
+from quire.bench.flags import REQUEST_FLAGS, Flag, add_flags, make_requests, positive
 from quire.cli.flags import add_engine_flags, add_log_level, engine_options
 from quire.cli.model import add_model
 
@@ -22,12 +23,35 @@ answers have exactly the requested length. With --requests, the prompts (or thos
 one output token each; the difference gives separate speeds of prefill and decoding."""
 _LATENCY = """Run one batch of random prompts repeatedly, and print the time from the first request in to the last token
 out. The prefix cache is reset before each iteration."""
+_OFFLINE_FLAGS: list[Flag] = [
+    ("--n", positive, 1, "answers per prompt"),
+    ("--disable-detokenize", bool, False, "do not decode answers to text"),
+    ("--output-json", Path, None, "write the result here, in vLLM's format"),
+]
+_THROUGHPUT_FLAGS: list[Flag] = [
+    *REQUEST_FLAGS,
+    ("--requests", Path, None, 'run these requests instead, one per line: {"prompt_token_ids": [...]} or '
+     '{"prompt": "..."}, with any sampling parameters'),
+    ("--prefill-requests", Path, None, "prompts that measure prefill"),
+    ("--json", bool, False, "print one line of JSON"),
+]  # fmt: skip
+_LATENCY_FLAGS: list[Flag] = [
+    ("--input-len --random-input-len", positive, 32, "tokens per prompt"),
+    ("--output-len --random-output-len", positive, 128, "tokens per answer"),
+    ("--batch-size", positive, 8, "prompts in the batch"),
+    ("--num-iters-warmup", int, 10, "iterations that are not counted"),
+    ("--num-iters", positive, 30, "iterations"),
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    _add_throughput(benches)
-    _add_latency(benches)
+    throughput = _add_offline(
+        benches, "throughput", "requests and tokens per second, offline", _THROUGHPUT, _THROUGHPUT_FLAGS
+    )
+    throughput.set_defaults(bench=_throughput, parser=throughput)
+    latency = _add_offline(benches, "latency", "time that one batch takes, offline", _LATENCY, _LATENCY_FLAGS)
+    latency.set_defaults(bench=_latency, parser=latency)
     serve = benches.add_parser("serve", help=command.HELP, description=command.DESCRIPTION)
     add_model(serve, "the model's name on the server (default: the first model that the server lists)")
     command.add_arguments(serve)
@@ -40,67 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.bench(arguments))
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _add_offline(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> Any:
-    """Add the flags that the offline benchmarks share. Returns the group of flags about requests."""
+def _add_offline(benches: Any, name: str, help: str, description: str, flags: list[Flag]) -> argparse.ArgumentParser:
+    """Add a benchmark without a server. flags: its own."""
+    parser: argparse.ArgumentParser = benches.add_parser(name, help=help, description=description)
     add_model(parser)
-    group = parser.add_argument_group("Requests")
-    for flag, default, text in (("input", input_len, "tokens per prompt"), ("output", output_len, "tokens per answer")):
-        group.add_argument(
-            f"--{flag}-len", f"--random-{flag}-len", type=_positive, default=default, metavar="N",
-            help=f"{text} (default: {default})",
-        )  # fmt: skip
-    group.add_argument("--n", type=_positive, default=1, metavar="N", help="answers per prompt (default: 1)")
-    group.add_argument("--disable-detokenize", action="store_true", help="do not decode answers to text")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result here, in vLLM's format")
+    add_flags(parser.add_argument_group("Requests"), [*flags, *_OFFLINE_FLAGS])
     add_log_level(parser, "WARNING")
     add_engine_flags(parser)
-    return group
-
-
-def _add_throughput(benches: Any) -> None:
-    parser = benches.add_parser("throughput", help="requests and tokens per second, offline", description=_THROUGHPUT)
-    group = _add_offline(parser, 1024, 128)
-    group.add_argument("--num-prompts", type=_positive, metavar="N", help="requests (default: 1000, or the whole file)")
-    group.add_argument(
-        "--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random",
-        help="random prompts, random prompts that share a few prefixes, or --dataset-path (default: random)",
-    )  # fmt: skip
-    group.add_argument(
-        "--dataset-path", type=Path, metavar="FILE.jsonl",
-        help='for custom, one request per line: {"prompt" or "prompt_token_ids": ..., "output_tokens": ...}',
-    )  # fmt: skip
-    group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="X", help="vary lengths by this share (default: 0)"
-    )
-    group.add_argument(
-        "--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N",
-        help="length of a prefix that all random prompts share (default: 0)",
-    )  # fmt: skip
-    for name, default, text in (
-        ("prefix-len", 256, "tokens per prefix"),
-        ("suffix-len", 256, "tokens after the prefix"),
-        ("num-prefixes", 10, "number of prefixes"),
-        ("output-len", 128, "tokens per answer"),
-    ):
-        group.add_argument(
-            f"--prefix-repetition-{name}", type=_positive, default=default, metavar="N",
-            help=f"for prefix_repetition: {text} (default: {default})",
-        )  # fmt: skip
-    group.add_argument(
-        "--requests", type=Path, metavar="FILE.jsonl",
-        help='run these requests instead, one per line: {"prompt_token_ids": [...]} or {"prompt": "..."}, with any '
-        "sampling parameters",
-    )  # fmt: skip
-    group.add_argument("--prefill-requests", type=Path, metavar="FILE.jsonl", help="prompts that measure prefill")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.set_defaults(bench=_throughput, parser=parser)
+    return parser
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
@@ -142,37 +113,15 @@ def _requests(arguments: argparse.Namespace, llm: "LLM") -> "list[BenchRequest]"
     """The requests that the flags describe. Raises ValueError for wrong flags."""
     import numpy as np
 
-    from quire.bench import datasets
+    from quire.bench.datasets import RandomPrompts
     from quire.bench.offline import check_lengths
 
-    prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
-    count = arguments.num_prompts
-    if arguments.dataset_name == "custom":
-        if arguments.dataset_path is None:
-            raise ValueError("--dataset-name custom needs --dataset-path")
-        return datasets.read_requests(arguments.dataset_path, prompts, arguments.output_len, False)[:count]
-    if arguments.dataset_name == "prefix_repetition":
-        names = ("num_prefixes", "prefix_len", "suffix_len", "output_len")
-        sizes = [getattr(arguments, f"prefix_repetition_{name}") for name in names]
-        return datasets.prefix_repetition_requests(prompts, count or 1000, *sizes)
-    ratio = arguments.random_range_ratio
-    requests = datasets.random_requests(
-        prompts, count or 1000, arguments.input_len, arguments.output_len, ratio, arguments.prefix_len
-    )
-    longest = max(requests, key=lambda request: request.prompt_len + request.output_len)
-    check_lengths(llm, longest.prompt_len, longest.output_len)
+    prompts = RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
+    requests = make_requests(arguments, prompts)
+    if arguments.dataset_name == "random":
+        longest = max(requests, key=lambda request: request.prompt_len + request.output_len)
+        check_lengths(llm, longest.prompt_len, longest.output_len)
     return requests
-
-
-def _add_latency(benches: Any) -> None:
-    parser = benches.add_parser("latency", help="time that one batch takes, offline", description=_LATENCY)
-    group = _add_offline(parser, 32, 128)
-    group.add_argument("--batch-size", type=_positive, default=8, metavar="N", help="prompts in the batch (default: 8)")
-    group.add_argument(
-        "--num-iters-warmup", type=int, default=10, metavar="N", help="iterations that are not counted (default: 10)"
-    )
-    group.add_argument("--num-iters", type=_positive, default=30, metavar="N", help="iterations (default: 30)")
-    parser.set_defaults(bench=_latency, parser=parser)
 
 
 def _latency(arguments: argparse.Namespace) -> int:
