@@ -80,6 +80,7 @@ def path_in(scope: Scope) -> str:
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
+    scope.setdefault("state", {})["error"] = error  # for the log
     return json_response(error.body(path_in(scope)), error.status_code, error.headers)
 
 

@@ -396,6 +396,6 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 end = b""
             except Exception as error:
-                scope["state"]["stream_error"] = told = api_error(error)
+                scope["state"]["error"] = told = api_error(error)
                 end = self.before_error + msgspec.json.encode(told.body(path_in(scope))) + self.after_error
         await send({"type": "http.response.body", "body": end + self.done, "more_body": False})

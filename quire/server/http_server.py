@@ -1,7 +1,6 @@
 """The HTTP side of `quire serve`: from a core that is loading to the end of the last answer."""
 
 import asyncio
-import contextlib
 import gc
 import logging
 import socket
@@ -63,7 +62,6 @@ class _Server(uvicorn.Server):
         self.app, self.llm, self._names = app, llm, names
         self.engine_failed = False
         self._about = config
-        self._ending = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._acceptors: list[Acceptor] = []
         logging.getLogger("uvicorn").handlers = logger.handlers
@@ -102,14 +100,6 @@ class _Server(uvicorn.Server):
             "Serving at %s: model %s, API %s/v1, description %s/docs", where, ", ".join(self._names), where, where
         )
 
-    async def main_loop(self) -> None:
-        """As uvicorn's, but it reacts to a signal at once."""
-        counter = 0
-        while not await self.on_tick(counter):
-            counter = (counter + 1) % 864_000
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), 0.1)
-
     async def on_tick(self, counter: int) -> bool:
         if self.llm.client.state is CoreState.DEAD and not self.engine_failed:
             logger.error("The engine has failed for good; the server ends")
@@ -123,7 +113,6 @@ class _Server(uvicorn.Server):
         """
         self.force_exit = self.should_exit
         self.app.state.draining = self.should_exit = True
-        self._loop.call_soon_threadsafe(self._ending.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Running requests may finish within the drain timeout; those that do not end with an error."""

@@ -5,7 +5,6 @@ in between: each is only counted.
 """
 
 import asyncio
-import json
 import logging
 import re
 import time
@@ -31,7 +30,6 @@ from quire.server.middleware import header
 
 PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, not in the HTTP metrics
 MAX_PATH, MAX_MESSAGE = 200, 500  # characters in the log
-MAX_ERROR_BODY = 1 << 16  # bytes of an error's body that are looked at for its message
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
 _FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
@@ -82,26 +80,15 @@ class _Exchange:
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send, self._request_id = send, request_id
-        self.status, self.num_bytes, self.error_body = 0, 0, b""
+        self.status = self.num_bytes = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.body":
-            body = message.get("body", b"")
-            self.num_bytes += len(body)
-            if self.status >= 400 and len(self.error_body) < MAX_ERROR_BODY:
-                self.error_body += body
+            self.num_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
         await self._send(message)
-
-    def error_message(self) -> str:
-        """The message of an error response, if the response is one."""
-        try:
-            error = json.loads(self.error_body)["error"]
-            return str(error if isinstance(error, str) else error["message"])
-        except (ValueError, TypeError, KeyError):
-            return self.error_body.decode(errors="replace")
 
 
 class Observability:
@@ -158,18 +145,17 @@ class Observability:
             length = header(scope, b"content-length") or b"0"
             received = int(length[:20]) if length.isdigit() else 0
             self.metrics.count(self._handler(path), scope["method"], status, seconds, received, exchange.num_bytes)
-        error: ApiError | None = scope["state"].get("stream_error")
+        error: ApiError | None = scope["state"].get("error")  # that was sent, or that has ended a stream
         level = _level(status if error is None else error.status_code)
         quiet = level == logging.INFO and (path in self.quiet_paths or not self.access_log)
         if quiet or not logger.isEnabledFor(level):
             return
         client = scope.get("client")
         address = f"{printable(client[0], MAX_PATH)}:{client[1]}" if client else "unix socket"
-        reason = ""
+        reason = ": no answer was sent" if not exchange.status else ""
         if error is not None:
-            reason = f": the stream ended with error {error.status_code}, {printable(error.detail, MAX_MESSAGE)}"
-        elif status >= 400:
-            reason = f": {printable(exchange.error_message() or 'no answer was sent', MAX_MESSAGE)}"
+            ended = f"the stream ended with error {error.status_code}, " if status < 400 else ""
+            reason = f": {ended}{printable(error.detail, MAX_MESSAGE)}"
         logger.log(
             level, "%s %s %s %d in %.3f s, request %s%s",
             address, scope["method"], printable(path, MAX_PATH), status, seconds, scope["state"]["request_id"], reason,

@@ -8,25 +8,11 @@ from quire.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]
 
-# Arguments of transformers that are accepted at the listed values, where they have no effect.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "text_pair": (None,),
-    "padding": (False, None, "do_not_pad"),
-    "truncation": (False, None, "do_not_truncate"),
-    "max_length": (None,),
-    "stride": (0,),
-    "is_split_into_words": (False,),
-    "return_tensors": (None,),
-    "return_token_type_ids": (None, False),
-    "return_overflowing_tokens": (False,),
-    "return_special_tokens_mask": (False,),
-    "return_offsets_mapping": (False,),
-    "return_length": (False,),
-    "verbose": (True, False),
-    "clean_up_tokenization_spaces": (None,),
-    "return_assistant_tokens_mask": (False,),
-    "tokenizer_kwargs": (None,),
-}
+# Arguments of transformers that are accepted at neutral values (verbose at any), where they have no effect.
+_WITHOUT_EFFECT = """text_pair padding truncation max_length stride is_split_into_words return_tensors
+    return_token_type_ids return_overflowing_tokens return_special_tokens_mask return_offsets_mapping return_length
+    clean_up_tokenization_spaces return_assistant_tokens_mask tokenizer_kwargs verbose""".split()
+_NEUTRAL = (None, False, 0, "do_not_pad", "do_not_truncate")
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -176,7 +162,7 @@ class HFTokenizer:
         tokenize=False returns text. Otherwise the result is {"input_ids", "attention_mask"}; with return_dict=False,
         it is only the ids. variables: variables of the template, such as enable_thinking.
         """
-        _check({name: variables.pop(name) for name in [*variables] if name in _NEUTRAL})
+        _check({name: variables.pop(name) for name in [*variables] if name in _WITHOUT_EFFECT})
         if any(callable(tool) for tool in tools or ()):
             raise ValueError("tools must be JSON schemas; functions are not supported by Quire")
         template = self.get_chat_template(chat_template, tools)
@@ -204,9 +190,9 @@ class HFTokenizer:
 def _check(options: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments that only transformers supports, TypeError for unknown arguments."""
     for name, value in options.items():
-        if name not in _NEUTRAL:
+        if name not in _WITHOUT_EFFECT:
             raise TypeError(f"unexpected argument {name!r}")
-        if not any(value is neutral or value == neutral for neutral in _NEUTRAL[name]):
+        if name != "verbose" and value not in _NEUTRAL:
             advice = "; what is returned are lists, for torch.tensor or numpy.array" if name == "return_tensors" else ""
             raise ValueError(f"{name}={value!r} is not supported by Quire{advice}")
 

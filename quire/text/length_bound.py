@@ -1,7 +1,7 @@
 """A lower bound of a text's number of tokens, without tokenizing it: long texts are refused in microseconds."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from tokenizers import Tokenizer as Backend
@@ -11,6 +11,8 @@ from quire.text.token_bytes import BYTE_OF_CHARACTER
 # Normal forms replace characters with shorter ones: NFC turns 7 bytes into 2 (iota, diaeresis, acute), NFKC 4 into 1.
 _NORMAL_FORM_FACTOR = 4
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
+# Steps that lose no text, unless they split it at a delimiter that they remove.
+_HARMLESS = "Sequence Prepend ByteLevel Metaspace Digits UnicodeScripts Split Punctuation".split()
 
 
 class LengthBound(NamedTuple):
@@ -31,41 +33,33 @@ class LengthBound(NamedTuple):
     def of(cls, backend: Backend) -> Self | None:
         """The bound of a tokenizer. None if the tokenizer may drop text or make one token of a text of any length, or
         if that is not known."""
-        normalizer, splitter = _state(backend.normalizer), _state(backend.pre_tokenizer)
-        normalizer_effect, splitter_keeps_spaces = _normalizer_effect(normalizer), _splitter_effect(splitter)
-        if normalizer_effect is None or splitter_keeps_spaces is None:
+        steps = [step for component in (backend.normalizer, backend.pre_tokenizer) for step in _steps(component)]
+        effect = _effect(steps)
+        longest = _longest_token(backend, is_byte_level=any(step["type"] == "ByteLevel" for step in steps))
+        if effect is None or longest is None:
             return None
-        factor, normalizer_keeps_spaces = normalizer_effect
-        is_byte_level = "ByteLevel" in _kinds(normalizer) | _kinds(splitter)
-        longest = _longest_token(backend, is_byte_level)
-        if longest is None:
-            return None
+        factor, keeps_spaces = effect
         added = backend.get_added_tokens_decoder().values()
         strips = any(token.lstrip or token.rstrip for token in added)
-        return cls(longest * factor, normalizer_keeps_spaces and splitter_keeps_spaces and not strips)
+        return cls(longest * factor, keeps_spaces and not strips)
 
 
-def _state(component: Any) -> Mapping[str, Any] | None:
-    """The description of a normalizer or pre-tokenizer, as in tokenizer.json."""
-    return None if component is None else json.loads(component.__getstate__())
+def _steps(component: Any) -> list[Mapping[str, Any]]:
+    """What a normalizer or pre-tokenizer consists of, each described as in tokenizer.json."""
+    return [] if component is None else _parts(json.loads(component.__getstate__()))
 
 
-def _steps(state: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def _parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The component and, if it is a sequence, its parts."""
-    if state is None:
-        return []
     parts = state.get("normalizers") or state.get("pretokenizers") or []
-    return [state, *(step for part in parts for step in _steps(part))]
+    return [state, *(step for part in parts for step in _parts(part))]
 
 
-def _kinds(state: Mapping[str, Any] | None) -> set[str]:
-    return {step["type"] for step in _steps(state)}
-
-
-def _normalizer_effect(state: Mapping[str, Any] | None) -> tuple[int, bool] | None:
-    """(the factor by which the number of bytes can shrink, whether white space is kept). None if text can be lost."""
+def _effect(steps: Iterable[Mapping[str, Any]]) -> tuple[int, bool] | None:
+    """(the factor by which the number of bytes can shrink, whether white space is kept). None if text can be lost, or
+    for a step whose effect is not known."""
     factor, keeps_spaces = 1, True
-    for step in _steps(state):
+    for step in steps:
         kind = step["type"]
         if kind in ("NFC", "NFD", "NFKC", "NFKD"):
             factor *= _NORMAL_FORM_FACTOR
@@ -74,26 +68,11 @@ def _normalizer_effect(state: Mapping[str, Any] | None) -> tuple[int, bool] | No
             if not pattern or not content:
                 return None
             factor *= max(1, -(-len(pattern.encode()) // len(content.encode())))
-        elif kind == "Strip":
+        elif kind in ("Strip", "Whitespace", "WhitespaceSplit"):
             keeps_spaces = False
-        elif kind not in ("Sequence", "Prepend", "ByteLevel"):
+        elif kind not in _HARMLESS or step.get("behavior") == "Removed":
             return None
     return factor, keeps_spaces
-
-
-def _splitter_effect(state: Mapping[str, Any] | None) -> bool | None:
-    """Whether a pre-tokenizer keeps white space, or None if it may drop other text."""
-    keeps_spaces = True
-    for step in _steps(state):
-        kind = step["type"]
-        if kind in ("Whitespace", "WhitespaceSplit"):
-            keeps_spaces = False
-        elif kind in ("Split", "Punctuation"):
-            if step["behavior"] == "Removed":
-                return None
-        elif kind not in ("Sequence", "ByteLevel", "Metaspace", "Digits", "UnicodeScripts"):
-            return None
-    return keeps_spaces
 
 
 def _longest_token(backend: Backend, is_byte_level: bool) -> int | None:
