@@ -247,11 +247,12 @@ def _stand_in(target: str | None) -> Any:
     import warnings
     from unittest import mock
 
+    from benchmarks.gpu.profiler import stand_in_profiler
     from quire.gpu.cards import CARDS
     from quire.gpu.stand_in import stand_in
 
     warnings.simplefilter("ignore")
-    with stand_in(CARDS[target]):
+    with stand_in(CARDS[target]) as device, stand_in_profiler(device):
         from quire.executor import multiproc
 
         program = (str(HERE / "gpu" / "rank_on_stand_in.py"), target, "1")

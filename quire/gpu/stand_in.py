@@ -12,7 +12,6 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -211,30 +210,6 @@ class _Graph:
             self._device.launches += self._launches
 
 
-class _Profiler:
-    """torch.profiler.profile for the stand-in. A launch of a Triton kernel or of a matrix product of torch is an
-    event of the device, and takes 1 us."""
-
-    def __init__(self, device: StandIn, **options: Any) -> None:
-        self._traced = device.traced()
-
-    def __enter__(self) -> _Profiler:
-        self._launches = self._traced.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._traced.__exit__(*error)
-
-    def events(self) -> list[Any]:
-        products = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
-        names = [x.name for x in self._launches if x.kernel is not None or x.name in products]
-        device_type = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-        return [
-            SimpleNamespace(name=name, device_type=device_type, time_range=SimpleNamespace(start=i, end=i + 1))
-            for i, name in enumerate(names)
-        ]
-
-
 class _Generator(torch.Generator):
     """Random numbers for the stand-in: torch's CPU build has no generator for a GPU."""
 
@@ -353,7 +328,6 @@ def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
         for name, function in _collectives(device).items():
             stack.enter_context(mock.patch.object(torch.distributed, name, function))
         stack.enter_context(mock.patch.object(torch, "Generator", _Generator))
-        stack.enter_context(mock.patch.object(torch.profiler, "profile", partial(_Profiler, device)))
         stack.enter_context(mock.patch.object(threading.Thread, "run", thread))
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)

@@ -7,7 +7,7 @@ from quire._version import __version__
 from quire.server.errors import ApiError, json_response
 from quire.server.generation import Server
 from quire.server.protocol import AbortRequest
-from quire.server.responses import Aborted, Load, ModelCard, ModelList, Version
+from quire.server.responses import ModelCard, ModelList
 from quire.server.routing import Answers, StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
@@ -62,12 +62,12 @@ async def ping(request: Request) -> Response:
     return await health(request)
 
 
-@router.get("/version", responses=answers(Version), response_model=None)
+@router.get("/version", responses=answers(dict[str, str]), response_model=None)
 async def version() -> Response:
     return json_response({"version": __version__})
 
 
-@router.get("/load", responses=answers(Load), response_model=None)
+@router.get("/load", responses=answers(dict[str, int]), response_model=None)
 async def load(request: Request) -> Response:
     """The number of requests that are being answered."""
     return json_response({"server_load": len(_server(request).calls)})
@@ -87,7 +87,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     return Response()
 
 
-@router.post("/abort_requests", responses=answers(Aborted), response_model=None)
+@router.post("/abort_requests", responses=answers(dict[str, int]), response_model=None)
 async def abort_requests(body: AbortRequest, request: Request) -> Response:
     """End requests. Their clients get the text so far, with finish_reason "abort"."""
     calls = [call for call in _server(request).calls if call.id in body.request_ids or call.name in body.request_ids]

@@ -1,17 +1,10 @@
 """Logprobs in the shapes of the endpoints. JSON has no infinity: -9999 stands for it, as in vLLM."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quire.messages.outputs import Logprob
-from quire.server.responses import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprobs,
-    TokenIdLogprob,
-    TokenIdLogprobs,
-    TokenLogprob,
-)
+from quire.server.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprobs, TokenLogprob
 from quire.text.tokenizer import Tokenizer
 
 Places = Sequence[Mapping[int, Logprob] | None]
@@ -71,10 +64,10 @@ def chat_logprobs(
     return {"content": content}
 
 
-def token_id_logprobs(token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]) -> TokenIdLogprobs:
+def token_id_logprobs(token_ids: Sequence[int], places: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
     """For clients without a tokenizer. The token itself is also the first of top_logprobs, as in vLLM."""
 
-    def entry(token_id: int, logprob: Logprob) -> TokenIdLogprob:
+    def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         return {"token_id": token_id, "logprob": max(logprob.logprob, _LOWEST), "rank": logprob.rank}
 
     return {

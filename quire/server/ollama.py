@@ -23,7 +23,6 @@ from quire.server.errors import ApiError, json_response
 from quire.server.fields import Logprobs, Objects
 from quire.server.generation import Call, EventStream, Server
 from quire.server.protocol import Body, ChatRequest
-from quire.server.responses import Version
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Reasoning
 
@@ -306,6 +305,6 @@ async def show(body: ShowRequest, request: Request) -> Response:
     return json_response(description)
 
 
-@router.get("/api/version", responses=answers(Version, dict[str, str]), response_model=None)
+@router.get("/api/version", responses=answers(dict[str, str], dict[str, str]), response_model=None)
 async def ollama_version() -> Response:
-    return json_response(Version(version=OLLAMA_VERSION))
+    return json_response({"version": OLLAMA_VERSION})

@@ -10,31 +10,30 @@ from typing_extensions import TypedDict  # before Python 3.12, pydantic does not
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
-class ErrorDetail(TypedDict):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class ErrorResponse(TypedDict):
-    error: ErrorDetail
-
-
-class PromptTokensDetails(TypedDict):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(TypedDict):
-    reasoning_tokens: int
+    error: dict[str, str | None]  # message, type, param, code
 
 
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[CompletionTokensDetails | None]
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: NotRequired[dict[str, int] | None]
+
+
+class _Answer(TypedDict):
+    """The keys of whole answers to completions and to chats."""
+
+    id: str
+    created: int
+    model: str
+    service_tier: None
+    system_fingerprint: None
+    usage: Usage
+    kv_transfer_params: None
+    ec_transfer_params: None
+    metrics: None
 
 
 class CompletionLogprobs(TypedDict):
@@ -57,18 +56,9 @@ class CompletionChoice(TypedDict):
     weight_versions: NotRequired[None]
 
 
-class CompletionResponse(TypedDict):
-    id: str
+class CompletionResponse(_Answer):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    service_tier: None
-    system_fingerprint: None
-    usage: Usage
-    kv_transfer_params: None
-    ec_transfer_params: None
-    metrics: None
 
 
 class TokenLogprob(TypedDict):
@@ -85,29 +75,10 @@ class ChatLogprobs(TypedDict):
     content: list[ChatTokenLogprob]
 
 
-class TokenIdLogprob(TypedDict):
-    token_id: int
-    logprob: float
-    rank: int | None
-
-
-class SampledTokenIdLogprob(TokenIdLogprob):
-    top_logprobs: list[TokenIdLogprob]
-
-
-class TokenIdLogprobs(TypedDict):
-    content: list[SampledTokenIdLogprob]
-
-
-class ChatFunction(TypedDict):
-    name: str
-    arguments: str
-
-
 class ChatToolCall(TypedDict):
     id: str
     type: Literal["function"]
-    function: ChatFunction
+    function: dict[str, str]  # name, arguments
 
 
 class AssistantMessage(TypedDict):
@@ -133,21 +104,12 @@ class ChatChoice(TypedDict):
     weight_versions: None
 
 
-class ChatResponse(TypedDict):
-    id: str
+class ChatResponse(_Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    service_tier: None
-    system_fingerprint: None
-    usage: Usage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
-    kv_transfer_params: None
-    ec_transfer_params: None
-    metrics: None
 
 
 class ModelCard(TypedDict):
@@ -170,19 +132,3 @@ class Tokens(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
-
-
-class Text(TypedDict):
-    prompt: str
-
-
-class Version(TypedDict):
-    version: str
-
-
-class Load(TypedDict):
-    server_load: int
-
-
-class Aborted(TypedDict):
-    aborted: int

@@ -7,7 +7,7 @@ from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, bad_value, json_response
 from quire.server.generation import Server
 from quire.server.protocol import DetokenizeRequest, Rendering, TokenizeRequest
-from quire.server.responses import Text, Tokens
+from quire.server.responses import Tokens
 from quire.server.routing import StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
@@ -43,7 +43,7 @@ def _tokenize(server: Server, text: str, add_special_tokens: bool, return_string
     return json_response(answer)
 
 
-@router.post("/detokenize", responses=answers(Text), response_model=None)
+@router.post("/detokenize", responses=answers(dict[str, str]), response_model=None)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     server: Server = request.app.state.server
     held: HeldBody = request.state.body
@@ -57,5 +57,4 @@ def _detokenize(server: Server, token_ids: list[int]) -> Response:
     if outside := next((token_id for token_id in token_ids if token_id >= size), None):
         message = f"tokens: token id {outside} is out of vocabulary; the model has {size} tokens"
         raise ApiError(400, message, param="tokens")
-    answer: Text = {"prompt": server.llm.get_tokenizer().decode(token_ids, skip_special_tokens=False)}
-    return json_response(answer)
+    return json_response({"prompt": server.llm.get_tokenizer().decode(token_ids, skip_special_tokens=False)})

@@ -16,7 +16,7 @@ from quire.server.fields import MAX_INT, ExtraArguments, Logprobs, Positive, Str
 from quire.server.generation import Call, Chunks, EventStream, Meter
 from quire.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
 from quire.server.protocol import NOT_YET, UNSUPPORTED, Body, Generation
-from quire.server.responses import ChatLogprobs, PromptLogprobs, TokenIdLogprobs, Usage
+from quire.server.responses import PromptLogprobs, Usage
 from quire.server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
@@ -66,7 +66,7 @@ class GenerateChoice(TypedDict):
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    logprobs: TokenIdLogprobs | ChatLogprobs | None
+    logprobs: Any  # with output_mode tokens, the entries have token_id, logprob and rank; else as for chats
     text: NotRequired[str]
 
 
@@ -152,7 +152,7 @@ def _prompt_keys(body: GenerateRequest, output: RequestOutput) -> dict[str, Any]
 
 def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> GenerateChoice:
     token_ids, places = completion.token_ids, completion.logprobs
-    logprobs: TokenIdLogprobs | ChatLogprobs | None = None
+    logprobs: Any = None
     if places is not None and body.output_mode == "text":
         count = None if body.sampling_params.logprob_token_ids else body.sampling_params.logprobs
         token_bytes = call.server.llm.get_tokenizer().token_bytes

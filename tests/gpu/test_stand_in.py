@@ -35,6 +35,7 @@ def test_a_replayed_graph_launches_again_what_it_captured_and_the_profiler_sees_
     printed = run_on_stand_in("""
         import json
         import torch
+        from benchmarks.gpu.profiler import stand_in_profiler
         from quire.ops.reference.elementwise import silu_and_mul
         function = next(i.function for i in silu_and_mul.implementations if i.name == "triton")
         x = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)  # a device without an index is the current one
@@ -42,7 +43,7 @@ def test_a_replayed_graph_launches_again_what_it_captured_and_the_profiler_sees_
         graph.capture_begin()
         function(x)
         graph.capture_end()
-        with torch.profiler.profile(activities=[]) as profiler:
+        with stand_in_profiler(device), torch.profiler.profile(activities=[]) as profiler:
             graph.replay()
             graph.replay()
         events = profiler.events()
