@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from quire.messages.errors import error_text
 from quire.messages.structured_outputs import ThinkingLimits
 from quire.structured.grammar import Matcher
 
@@ -36,6 +37,12 @@ class Constraint:
 
     def advance(self, token_id: int) -> None:
         """Add a token to the output: one that was drawn, forced, or is replayed."""
+        try:
+            self._advance(token_id)
+        except Exception as reason:
+            self.fail(error_text(reason))
+
+    def _advance(self, token_id: int) -> None:
         if self._has_ended or self.error is not None:
             return
         opening_token, self.opening_token = self.opening_token, None
@@ -52,6 +59,10 @@ class Constraint:
             self._forced, self._next = [], 0
         if self._next == len(self._forced):
             self._find_forced()
+
+    def fail(self, reason: str) -> None:
+        """End the request with this error, because the back end cannot go on."""
+        self._error, self._forced, self._next = reason, [], 0
 
     def forced(self) -> Sequence[int]:
         """The tokens that must come next, in this order. The next token is the first of them, if there are any."""

@@ -81,8 +81,21 @@ class GrammarGate:
     def fill(self, constraints: Sequence[Constraint], bits: "np.ndarray") -> None:
         """Write which tokens may follow, for each active constraint one row of bits.
 
-        bits: int32 [constraints, ceil(vocab_size / 32)], contiguous. Other threads run meanwhile.
+        bits: int32 [constraints, ceil(vocab_size / 32)], contiguous. Other threads run meanwhile. A constraint for
+        which the back end raises an exception fails alone, and its row allows every token.
         """
+        try:
+            self._fill(constraints, bits)
+        except BaseException as reason:  # a library's panic is no Exception
+            if len(constraints) > 1:
+                for row, constraint in enumerate(constraints):
+                    self.fill([constraint], bits[row : row + 1])
+                return
+            logger.exception("A token mask could not be computed")
+            constraints[0].fail(f"the token mask could not be computed: {error_text(reason)}")
+            bits[:] = -1
+
+    def _fill(self, constraints: Sequence[Constraint], bits: "np.ndarray") -> None:
         import numpy as np  # here, since the API process imports this module before the core has started
 
         matchers: list[Matcher] = []

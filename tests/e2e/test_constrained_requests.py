@@ -182,18 +182,26 @@ def test_forced_tokens_are_computed_in_fewer_steps(checkpoints):
     assert steps[0] < steps[1] / 2
 
 
-def test_a_broken_constraint_ends_its_own_request_only(checkpoints, alone):
+@pytest.mark.parametrize(
+    ("first_seed", "reason"),
+    [
+        (-1, "it has grown too large"),
+        (-101, "the library raises"),
+        (-201, "the token mask could not be computed: BaseException: the library panics"),
+    ],
+)
+def test_a_broken_constraint_ends_its_own_request_only(checkpoints, alone, first_seed, reason):
     variant, asked, said = alone
     for core in ("depth 1", "late, depth 2"):
         llm = make_llm(checkpoints.path(variant))
         with_grammars(llm, **CORES[core])
         params = GREEDY.clone(ignore_eos=False)
-        broken = [Asked(f"broken {seed}", [5, 6, 7 + seed], params, -1 - seed) for seed in range(8)]
+        broken = [Asked(f"broken {seed}", [5, 6, 7 + seed], params, first_seed - seed) for seed in range(8)]
         made = run(llm, [one.request(llm) for pair in zip(broken, asked, strict=False) for one in pair])
         for one in asked[: len(broken)]:
             assert made[one.name] == said[one.name]
         ended = {made[one.name][1:] for one in broken}
-        assert ("error", "it has grown too large") in ended
+        assert ("error", reason) in ended
 
 
 def test_gated_requests_are_refused_or_aborted_and_leave_nothing(checkpoints, alone, monkeypatch):

@@ -68,16 +68,42 @@ class BrokenMatcher(AutomatonMatcher):
         return self.error is None and super().accept(token_id)
 
 
+class RaisingMatcher(AutomatonMatcher):
+    """Raises an exception at its third token."""
+
+    num_tokens = 0
+
+    def accept(self, token_id: int) -> bool:
+        self.num_tokens += 1
+        if self.num_tokens == 3:
+            raise RuntimeError("the library raises")
+        return super().accept(token_id)
+
+
+class PanickingMatcher(AutomatonMatcher):
+    """Its library panics when it fills the mask of the third token."""
+
+    num_tokens = 0
+
+    def accept(self, token_id: int) -> bool:
+        self.num_tokens += 1
+        return super().accept(token_id)
+
+
+BROKEN = [BrokenMatcher, RaisingMatcher, PanickingMatcher]
+
+
 class AutomatonGrammar:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
     def matcher(self) -> AutomatonMatcher:
-        return (BrokenMatcher if self.seed < 0 else AutomatonMatcher)(automaton(self.seed))
+        kind = AutomatonMatcher if self.seed >= 0 else BROKEN[(-1 - self.seed) // 100]
+        return kind(automaton(self.seed))
 
 
 class AutomatonBackend:
-    """The text of a grammar is the seed of an automaton, negative for one that breaks."""
+    """The text of a grammar is the seed of an automaton: negative for one that breaks; see BROKEN."""
 
     def __init__(self) -> None:
         self.num_filled = 0  # masks
@@ -94,6 +120,8 @@ class AutomatonBackend:
         self.num_filled += len(matchers)
         bits[:] = 0
         for line, matcher in zip(bits.view(np.uint32), matchers, strict=True):
+            if isinstance(matcher, PanickingMatcher) and matcher.num_tokens == 2:
+                raise BaseException("the library panics")
             for token in matcher.states[matcher.state] or [EOS]:
                 line[token // 32] |= np.uint32(1 << token % 32)
 
