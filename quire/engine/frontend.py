@@ -11,7 +11,7 @@ from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.messages.errors import error_text
 from quire.models.description import describe
-from quire.text.chat_template import render
+from quire.text.chat_template import RESERVED, render
 from quire.text.parsing.reasoning import REASONING
 from quire.text.parsing.recognition import recognized
 
@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
 
 Message = Mapping[str, Any]
-
-# Names of the renderer's own arguments, which cannot be variables of a template.
-_RESERVED = frozenset(
-    """messages template chat_template tools documents add_generation_prompt continue_final_message content_format
-    tokenize""".split()
-)
 
 
 class Frontend:
@@ -59,7 +53,7 @@ class Frontend:
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
         )
-        if reserved := sorted(_RESERVED.intersection(m.default_chat_template_kwargs)):
+        if reserved := sorted(RESERVED.intersection(m.default_chat_template_kwargs)):
             raise ConfigError(f"default_chat_template_kwargs cannot set {reserved[0]!r}")
         if m.override_generation_config:
             try:

@@ -18,6 +18,7 @@ from quire.loading.hub import model_directory
 from quire.messages.engine import FinishReason
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.text.chat_template import RESERVED
 from quire.text.hf_tokenizer import HFTokenizer
 
 if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps statistics needs
@@ -115,8 +116,7 @@ class LLM:
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        reserved = sorted({"template", "messages", "tools", "content_format"} & set(chat_template_kwargs or {}))
-        if reserved:
+        if reserved := sorted(RESERVED.intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
         prompts: list[Prompt] = [
             self.frontend.render_chat(

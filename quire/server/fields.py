@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire.text.chat_template import RESERVED
 
 MAX_INT = 2**31 - 1
 
@@ -177,13 +178,9 @@ _PROMPT_SCHEMA = {
 }
 Prompts = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 
-# Arguments of the chat template's renderer that a request sets by other fields, or may not set.
-_RESERVED_KWARGS = """messages template chat_template tools documents add_generation_prompt continue_final_message
-    tokenize""".split()
-
 
 def _check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
-    if reserved := [name for name in value if name in _RESERVED_KWARGS]:
+    if reserved := [name for name in value if name in RESERVED]:
         raise fail("reserved", f"'{reserved[0]}' cannot be set here")
     return value
 

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from quire.server.answering import Answer
-from quire.server.errors import ApiError, invalid_request
+from quire.server.errors import ApiError
 from quire.server.fields import FunctionName, Positive, TemplateArguments
 from quire.server.messages import ContentPart, Message
 from quire.server.protocol import ChatRequest, Generation
+from quire.server.routing import validated
 from quire.text.chat_template import TEXT_PARTS
 from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
 
@@ -175,10 +176,6 @@ class ResponsesRequest(Generation):
     def drop_prompt(self) -> None:
         self.input = ""
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
-
     def items(self) -> list[Item]:
         """The items of the input in the form in which they are stored and listed: with ids, and contents as lists."""
         if isinstance(self.input, str):
@@ -218,11 +215,7 @@ class ResponsesRequest(Generation):
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        fields = {name: value for name, value in fields.items() if value is not None}
-        try:
-            return ChatRequest.model_validate(fields)
-        except ValidationError as error:
-            raise in_terms_of_responses(invalid_request(error.errors(include_url=False), fields)) from error
+        return validated(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
 def in_terms_of_responses(error: ApiError) -> ApiError:

@@ -298,33 +298,32 @@ def _new_response(server: Server, body: ResponsesRequest, answering: Answering) 
 
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer the input, which may continue an earlier response."""
-    server: Server = request.app.state.server
+    request.app.state.server.accept(body)
+    try:
+        return await _answer(body, request)
+    except ApiError as error:
+        raise in_terms_of_responses(error) from error
+
+
+async def _answer(body: ResponsesRequest, request: Request) -> Response:
     responses, owner = _responses(request), _owner(request)
-    server.accept(body)
     earlier = []
     if body.previous_response_id is not None:
         earlier = await responses.conversation(owner, body.previous_response_id, request.state.body)
     items = body.items()
     chat = await request.state.body.run(body.chat, [*earlier, *items])
     body.drop_prompt()
-    try:
-        begun = Request(request.scope, _never) if body.background else request
-        answering = await Answering.begin(begun, chat, "resp")
-    except ApiError as error:
-        raise in_terms_of_responses(error) from error
-    response = _new_response(server, body, answering)
+    answering = await Answering.begin(Request(request.scope, _never) if body.background else request, chat, "resp")
+    response = _new_response(request.app.state.server, body, answering)
     answering.call.id = response["id"]
     run = Run(responses, answering, Record(response, items if response["store"] else []), owner)
     if body.background:
         await run.start()
         return await ResponseStream.begin(run.follow(-1)) if body.stream else json_response(response)
-    try:
-        if body.stream:
-            return await ResponseStream.begin(run.stream())
-        async for _ in run.steps():
-            pass
-    except ApiError as error:
-        raise in_terms_of_responses(error) from error
+    if body.stream:
+        return await ResponseStream.begin(run.stream())
+    async for _ in run.steps():
+        pass
     return json_response(run.response)
 
 

@@ -18,6 +18,11 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NOTHING_TO_CONTINUE = "continue_final_message is set, but the last message has no text to go on with"
 # The types of content parts that are text, and for each the field that holds the text.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+# Names that variables of a template cannot have: those of the arguments with which chats are rendered.
+RESERVED = frozenset(
+    """messages template chat_template tools documents add_generation_prompt continue_final_message content_format
+    tokenize""".split()
+)
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 
