@@ -1,7 +1,6 @@
 """The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.messages.errors import error_text
 from quire.models.description import describe
+from quire.options.declaration import imported
 from quire.text.chat_template import RESERVED, render
 from quire.text.parsing.reasoning import REASONING
 from quire.text.parsing.recognition import recognized
@@ -101,12 +101,8 @@ def chosen_parser(option: str, name: str | None, recognized: str | None, known: 
     known: the formats by name; one that is given by its import path (package.module.FORMAT) is added to them
     Raises ConfigError if there is no parser of this name.
     """
-    module, _, attribute = (name or "").replace(":", ".").rpartition(".")
-    if name and module:
-        try:
-            format = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{option} {name!r} cannot be imported: {error_text(error)}") from error
+    if name and ("." in name or ":" in name):
+        format = imported(option, name)
         kind = type(next(iter(known.values())))
         if not isinstance(format, kind):
             raise ConfigError(f"{option} {name!r} must be a {kind.__name__}, not of type {type(format).__name__}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 from dataclasses import field
 from typing import Any, Literal, get_args, get_origin
@@ -88,3 +89,14 @@ def parse_size(text: str) -> int:
     number, unit = match.groups()
     power = "kmgt".find(unit.lower()) + 1 if unit else 0
     return int(float(number) * (1024 if unit.isupper() else 1000) ** power)
+
+
+def imported(name: str, path: str) -> Any:
+    """What a user's option `name` names by its import path, package.module.NAME or package.module:NAME.
+
+    Raises ConfigError if it cannot be imported.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name} {path!r} cannot be imported: {error_text(error)}") from error

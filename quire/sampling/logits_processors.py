@@ -22,7 +22,6 @@ vLLM's plugins differ in two points. They are told of rows that move, but Quire'
 logits for each row of the batch, but a step of Quire samples at places: some rows have none, others have several.
 """
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,10 +33,10 @@ import torch
 from torch import Tensor
 
 from quire.config import ConfigError, EngineConfig
-from quire.messages.errors import error_text
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest
 from quire.ops.memory import upload
+from quire.options.declaration import imported
 from quire.sampling.batch_state import BatchState
 
 Ints = npt.NDArray[np.int64]
@@ -149,17 +148,7 @@ def load_plugins(plugins: Iterable[str | type]) -> list[type[LogitsProcessor]]:
 
 
 def _load(plugin: str | type) -> type[LogitsProcessor]:
-    found: object = plugin
-    if isinstance(plugin, str):
-        module, _, name = plugin.partition(":")
-        try:
-            found = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"logits_processors: cannot import {plugin!r} (package.module:Class): {error_text(error)}"
-            ) from error
+    found = imported("logits_processors", plugin) if isinstance(plugin, str) else plugin
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise ConfigError(f"logits_processors: {plugin!r} is not a subclass of {__name__}.LogitsProcessor")
     return found

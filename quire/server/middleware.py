@@ -1,7 +1,6 @@
 """ASGI middleware. It is written without helpers, so that streams pass without a copy or a further task."""
 
 import hmac
-import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Any, cast
@@ -10,7 +9,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import ConfigError
-from quire.messages.errors import error_text
+from quire.options.declaration import imported
 from quire.server.errors import ApiError, error_response, path_in
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: for probes and scrapers
@@ -18,11 +17,7 @@ OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: fo
 
 def add_middleware(app: FastAPI, path: str) -> None:
     """Add the user's middleware that can be imported as `path`. Raises ConfigError if it cannot, or is none."""
-    module, _, name = path.replace(":", ".").rpartition(".")
-    try:
-        middleware: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"middleware {path!r} cannot be imported: {error_text(error)}") from error
+    middleware: Any = imported("middleware", path)
     if isinstance(middleware, type):
         app.add_middleware(cast(Any, middleware))
     elif inspect.iscoroutinefunction(middleware):

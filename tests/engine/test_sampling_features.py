@@ -249,7 +249,7 @@ def test_on_two_ranks_they_are_the_same_and_plugins_are_loaded_there(checkpoints
         ({"max_logprobs": -2}, "max_logprobs must be an integer of at least -1, got -2"),
         ({"logprobs_mode": "cooked"}, "logprobs_mode must be one of 'raw_logprobs', .* got 'cooked'"),
         ({"logits_processors": 1}, "logits_processors: 1 is not a subclass"),
-        ({"logits_processors": ["no_such_module:B"]}, "logits_processors: cannot import 'no_such_module:B'"),
+        ({"logits_processors": ["no_such_module:B"]}, "logits_processors 'no_such_module:B' cannot be imported"),
     ],
     ids=str,
 )

@@ -259,12 +259,12 @@ def test_a_plugin_is_named_by_its_import_path_or_given_as_a_class():
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        ("no.such.package:Thing", "cannot import 'no.such.package:Thing'.*No module named 'no'"),
-        ("math:Thing", "cannot import 'math:Thing'.*no attribute 'Thing'"),
-        ("math", "cannot import 'math'"),
+        ("no.such.package:Thing", "'no.such.package:Thing' cannot be imported.*No module named 'no'"),
+        ("math:Thing", "'math:Thing' cannot be imported.*no attribute 'Thing'"),
+        ("math", "'math' is not a subclass"),
         (f"{__name__}:NoProcessor", "is not a subclass of quire.sampling.logits_processors.LogitsProcessor"),
         ("math:sqrt", "is not a subclass"),
-        (":", "cannot import ':'"),
+        (":", "':' cannot be imported"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_is_an_error_that_names_it(plugin, message):
