@@ -31,20 +31,12 @@ class LLMEngine:
     """A read-only view of an LLM."""
 
     def __init__(self, llm: "LLM") -> None:
-        self._llm = llm
-
-    @property
-    def model_config(self) -> ModelFacts:
-        llm, options = self._llm, self._llm.config.model
+        self._llm, options = llm, llm.config.model
         model = options.model or "quire-demo"
-        return ModelFacts(
-            model=model,
-            tokenizer=options.tokenizer or model,
-            dtype=resolve_dtype(options),
-            max_model_len=llm.max_model_len,
-            vocab_size=llm.processor.vocab_size,
-            seed=options.seed,
-        )
+        self.model_config = ModelFacts(
+            model, options.tokenizer or model, resolve_dtype(options), llm.max_model_len, llm.processor.vocab_size,
+            options.seed,
+        )  # fmt: skip
 
     def get_num_unfinished_requests(self) -> int:
         """Unfinished sequences. A request counts as up to n of them."""

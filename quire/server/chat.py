@@ -33,7 +33,11 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
-    chunks, meter, body = Chunks(answering.call, "chat.completion.chunk"), answering.meter, answering.body
+    chunks, meter, body = (
+        Chunks(answering.call, answering.call.head("chat.completion.chunk")),
+        answering.meter,
+        answering.body,
+    )
     begun = False
     async with aclosing(answering.pieces()) as steps:
         async for pieces in steps:

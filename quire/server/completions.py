@@ -54,7 +54,7 @@ class _Choices:
         return self.call.answer("text_completion", choices, self.meter)
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        chunks, begun = Chunks(self.call, "text_completion"), set()
+        chunks, begun = Chunks(self.call, self.call.head("text_completion")), set()
         async with aclosing(self.call.run()) as outputs:
             async for output in outputs:
                 self._cut(output)

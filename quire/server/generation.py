@@ -296,13 +296,14 @@ class Call:
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that a response and all its chunks share."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
     def answer(self, kind: str, choices: list[Any], meter: "Meter", **extra: Any) -> dict[str, Any]:
         """The complete response of a request without streaming. vLLM's fields that Quire lacks are null."""
         return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
+            **self.head(kind),
             "choices": choices,
             "service_tier": None,
             "system_fingerprint": None,
@@ -344,11 +345,11 @@ class Meter:
 
 
 class Chunks:
-    """Server-sent events of one stream. The fields that all events share are encoded once."""
+    """Server-sent events of one stream."""
 
-    def __init__(self, call: Call, kind: str) -> None:
-        start = {"id": call.id, "object": kind, "created": call.created, "model": call.model}
-        self._head = b"data: " + msgspec.json.encode(start)[:-1]
+    def __init__(self, call: Call, head: Mapping[str, Any]) -> None:
+        """head: the fields that all events share."""
+        self._head = b"data: " + msgspec.json.encode(head)[:-1]
         options = call.body.stream_options
         self._with_usage = call.body.include_usage or call.server.config.enable_force_include_usage
         self._continuous = self._with_usage and options is not None and bool(options.continuous_usage_stats)

@@ -2,13 +2,11 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError, json_response
@@ -16,7 +14,6 @@ from quire.server.fields import MAX_INT, ExtraArguments, Logprobs, Positive, Str
 from quire.server.generation import Call, Chunks, EventStream, Meter
 from quire.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
 from quire.server.protocol import NOT_YET, UNSUPPORTED, Body, Generation
-from quire.server.responses import PromptLogprobs, Usage
 from quire.server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
@@ -61,34 +58,12 @@ class GenerateRequest(Body):
         return inner.model_copy(update={**(self.model_extra or {}), **fields, **extra})
 
 
-class GenerateChoice(TypedDict):
-    index: int
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    logprobs: Any  # with output_mode tokens, the entries have token_id, logprob and rank; else as for chats
-    text: NotRequired[str]
-
-
-class GenerateResponse(TypedDict):
-    """vLLM's object. Its other keys are null."""
-
-    request_id: str
-    model: str
-    created: int
-    output_mode: str
-    choices: list[GenerateChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | None
-    prompt_token_ids: list[int] | None
-
-
 # Keys of what Quire lacks, in a whole answer and in its choices.
 _NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders metrics kv_transfer_params ec_transfer_params".split())
 _CHOICE_NULLS = dict.fromkeys("routed_experts sampling_mask weight_versions".split())
 
 
-@router.post("/inference/v1/generate", responses=stream_answers(GenerateResponse), response_model=None)
+@router.post("/inference/v1/generate", responses=stream_answers(dict[str, Any]), response_model=None)
 async def generate(body: GenerateRequest, request: Request) -> Response:
     try:
         call = Call(request.app.state.server, request, body.sampling(), "generate-tokens")
@@ -119,14 +94,9 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
     return json_response(answer)
 
 
-class _TokenChunks(Chunks):
-    def __init__(self, call: Call, body: GenerateRequest) -> None:
-        super().__init__(call, "")
-        self._head = b"data: " + msgspec.json.encode({"request_id": call.id, "output_mode": body.output_mode})[:-1]
-
-
 async def _stream(call: Call, body: GenerateRequest) -> AsyncGenerator[bytes]:
-    chunks, meter, extra = _TokenChunks(call, body), Meter(), None
+    head = {"request_id": call.id, "output_mode": body.output_mode}
+    chunks, meter, extra = Chunks(call, head), Meter(), None
     async with aclosing(call.run()) as outputs:
         async for output in outputs:
             meter.add(output)
@@ -150,7 +120,8 @@ def _prompt_keys(body: GenerateRequest, output: RequestOutput) -> dict[str, Any]
     }
 
 
-def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> GenerateChoice:
+def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> dict[str, Any]:
+    """With the mode "tokens", logprobs name tokens by their ids."""
     token_ids, places = completion.token_ids, completion.logprobs
     logprobs: Any = None
     if places is not None and body.output_mode == "text":
@@ -159,11 +130,11 @@ def _choice(call: Call, body: GenerateRequest, completion: CompletionOutput) -> 
         logprobs = chat_logprobs(token_ids, places, count, call.tokens_as_ids, token_bytes)
     elif places is not None:
         logprobs = token_id_logprobs(token_ids, places)
-    choice: GenerateChoice = {
+    return {
         "index": completion.index,
         "token_ids": token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "logprobs": logprobs,
+        **({"text": completion.text} if body.output_mode == "text" else {}),
     }
-    return {**choice, "text": completion.text} if body.output_mode == "text" else choice
