@@ -314,16 +314,7 @@ class ChatRequest(Generation, Rendering):
 
 
 class TokenizeRequest(Rendering):
-    """Of a prompt, or of the messages of a chat."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [  # null is as if left out
-                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
-                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
-            ]
-        }
-    )
+    """Of a prompt, or of the messages of a chat: one of the two is needed."""
 
     prompt: str | None = None
     messages: Messages | None = None
