@@ -6,7 +6,6 @@ import signal
 import sys
 import unicodedata
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType, ModuleType
 
 from quire.system.folders import state_folder
@@ -127,13 +126,12 @@ class Terminal:
         if not self.interactive:
             yield
             return
-        history = _History(self._readline)
         previous = signal.signal(signal.SIGINT, self._interrupt)
         try:
-            yield
+            with _history(self._readline):
+                yield
         finally:
             signal.signal(signal.SIGINT, previous)
-            history.save()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
@@ -171,35 +169,29 @@ class Answer:
         file.flush()
 
 
-class _History:
-    """The lines typed in this session and earlier ones, kept in a file. Errors of the file are ignored."""
-
-    def __init__(self, readline: ModuleType | None) -> None:
-        folder = state_folder()
-        self._file = None if folder is None else folder / "chat_history"
-        self._readline, self._num_loaded = readline, 0
-        if readline is not None and self._file is not None:
-            with contextlib.suppress(OSError):
-                readline.read_history_file(self._file)
-            readline.set_history_length(_HISTORY_LINES)
-            self._num_loaded = readline.get_current_history_length()
-
-    def save(self) -> None:
-        if self._readline is None or self._file is None:
-            return
-        num_new = self._readline.get_current_history_length() - self._num_loaded
+@contextlib.contextmanager
+def _history(readline: ModuleType | None) -> Iterator[None]:
+    """A context whose lines are kept in a file, behind those of earlier sessions. Errors of the file are ignored."""
+    folder = state_folder()
+    if readline is None or folder is None:
+        yield
+        return
+    file = folder / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(_HISTORY_LINES)
+    num_loaded = readline.get_current_history_length()
+    try:
+        yield
+    finally:
+        num_new = max(readline.get_current_history_length() - num_loaded, 0)
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            _append(self._readline, num_new, self._file)
-
-
-def _append(readline: ModuleType, num_lines: int, file: Path) -> None:
-    """Append, because other sessions may have written meanwhile. Only the user may read the file."""
-    os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
-    if hasattr(readline, "append_history_file"):
-        readline.append_history_file(max(num_lines, 0), file)
-    else:  # some versions of libedit cannot append
-        readline.write_history_file(file)
+            folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))  # only the user may read it
+            if hasattr(readline, "append_history_file"):  # other sessions may have written meanwhile
+                readline.append_history_file(num_new, file)
+            else:  # some versions of libedit cannot append
+                readline.write_history_file(file)
 
 
 def _readline() -> ModuleType | None:
