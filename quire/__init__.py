@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from quire._version import __version__
 
 if TYPE_CHECKING:
-    from quire.engine.async_llm import AsyncLLM
-    from quire.engine.llm import LLM
-    from quire.messages.outputs import CompletionOutput, Logprob, RequestOutput
-    from quire.messages.sampling_params import (
-        BeamSearchParams,
-        RepetitionDetectionParams,
-        RequestOutputKind,
-        SamplingParams,
-    )
-    from quire.messages.structured_outputs import StructuredOutputsParams
+    from quire.engine.async_llm import AsyncLLM as AsyncLLM
+    from quire.engine.llm import LLM as LLM
+    from quire.messages.outputs import CompletionOutput as CompletionOutput
+    from quire.messages.outputs import Logprob as Logprob
+    from quire.messages.outputs import RequestOutput as RequestOutput
+    from quire.messages.sampling_params import BeamSearchParams as BeamSearchParams
+    from quire.messages.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from quire.messages.sampling_params import RequestOutputKind as RequestOutputKind
+    from quire.messages.sampling_params import SamplingParams as SamplingParams
+    from quire.messages.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 _HOME = {
     "LLM": "quire.engine.llm",
@@ -34,19 +34,7 @@ _HOME = {
     "CompletionOutput": "quire.messages.outputs",
     "Logprob": "quire.messages.outputs",
 }
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "Logprob",
-    "RepetitionDetectionParams",
-    "RequestOutput",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "__version__",
-]
+__all__ = [*_HOME, "__version__"]
 
 
 # How long torch's OpenMP threads spin when they have nothing to do; the library reads this when torch loads it, and
