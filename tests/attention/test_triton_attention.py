@@ -24,17 +24,20 @@ FLOAT16 = [Kept(torch.float16, cell) for cell in (None, torch.int8, torch.float8
 KINDS = [FLOAT32, BFLOAT16, *FLOAT16, *CELLS]
 MIXED = [(0, 1), (17, 1), (0, 20), (33, 5)]  # (cached, new) tokens
 DECODE = [(0, 1), (15, 1), (16, 1), (70, 1)]
+# For what does not depend on lengths: the interpreter needs milliseconds for each token that is stored.
+SHORT_MIXED = [(0, 1), (15, 6)]
+SHORT_DECODE = [(3, 1), (36, 1)]
 
 
 @pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block"), [(4, 4, 64, 16), (6, 2, 80, 16), (8, 1, 128, 32), (7, 7, 24, 16)]
+    ("heads", "kv_heads", "dim", "block"), [(2, 2, 64, 16), (6, 2, 80, 16), (8, 1, 128, 32), (3, 3, 24, 16)]
 )
 def test_shapes(heads, kv_heads, dim, block, requests):
     World(build(TritonAttention, heads, kv_heads, dim, block, FLOAT32), requests).check()
 
 
-@pytest.mark.parametrize("requests", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kept", KINDS, ids=str)
 def test_types(kept, requests):
     world = World(build(TritonAttention, 4, 2, 64, 16, kept), requests)
@@ -84,8 +87,8 @@ def test_parts_of_the_keys_are_merged(new):
     """Decoding steps, with drafts and without, on a chip with many processors."""
     backend = build(TritonAttention, 4, 2, 32, 16, FLOAT32)
     backend._card = replace(backend._card, processors=6)
-    world = World(backend, [(0, new), (300, new), (511, new)])
-    assert backend.plan(world.layout(world.requests)).splits > 1
+    world = World(backend, [(0, new), (380, new)])
+    assert backend.plan(world.layout(world.requests)).splits == 3
     world.check()
     world.check(window=40, sinks=torch.linspace(-1, 1, 4))
 
@@ -93,7 +96,7 @@ def test_parts_of_the_keys_are_merged(new):
 @pytest.mark.parametrize(("kept", "options"), [(FLOAT32, {}), (BFLOAT16, {"window": 40}), (CELLS[1], {})], ids=str)
 def test_a_result_does_not_depend_on_the_batch_if_that_is_asked_for(kept, options):
     """The last token of a request: as a step of its own, among others that decode, and at the end of its prompt."""
-    backend = build(TritonAttention, 4, 2, 32, 16, kept)
+    backend = build(TritonAttention, 2, 1, 32, 16, kept)
     backend = TritonAttention(replace(backend.shape, batch_invariant=True))
     world = World(backend, [(150, 20), (90, 1), (3, 1), (0, 70)])
 
@@ -119,11 +122,18 @@ def test_a_plan_can_be_overwritten_by_another_step():
     assert torch.equal(made[1], wanted[1])
 
 
-@pytest.mark.parametrize("kept", KINDS, ids=str)
-@pytest.mark.parametrize("rotary", ["halves", "pairs", "part", None])
-@pytest.mark.parametrize("norm", ["model's type", "float32", None])
+NORMS = ["model's type", "float32", None]
+ROTARIES = ["halves", "pairs", "part", None]
+
+
+@pytest.mark.parametrize(
+    ("kept", "rotary", "norm"),
+    # Every pair of two of the three.
+    [(kept, rotary, NORMS[(i + j) % 3]) for i, kept in enumerate(KINDS) for j, rotary in enumerate(ROTARIES)],
+    ids=str,
+)
 def test_preparing_in_one_pass(kept, rotary, norm):
-    world = World(build(TritonAttention, 4, 2, 48, 16, kept), [(3, 10), (0, 1)])
+    world = World(build(TritonAttention, 4, 2, 48, 16, kept), [(14, 3), (0, 1)])
     pinned = dict.fromkeys(("rms_norm", "rotary_embedding"), "reference")
     kernels = Kernels(Target(torch.device("cpu"), kept.dtype), pinned)
     tolerance = 1e-5 if kept.dtype is torch.float32 else ROUNDING

@@ -43,19 +43,14 @@ def test_the_suite_runs_in_small_and_saves_its_results(tmp_path):
     assert (tmp_path / "gpu-suite.png").stat().st_size > 10_000
 
 
-def test_a_section_runs_on_a_stand_in_for_a_card(tmp_path):
+@pytest.mark.slow
+def test_sections_run_on_a_stand_in_for_a_card_and_the_tiles_start_from_the_results_of_an_earlier_run(tmp_path):
     pytest.importorskip("triton")
     results, printed = run(tmp_path, "--stand-in", "sm_90", "--only", "attention")
     assert results["machine"]["device"] == "NVIDIA H100"
     kernels = {kernel["name"] for kernel in results["attention"]["kernels"]["decode attention, 64 x 4096"]}
     assert "attend_kernel" in kernels
     assert "| attend_kernel | 1 |" in printed
-
-
-@pytest.mark.slow
-def test_other_tiles_are_tried_with_the_results_of_an_earlier_run(tmp_path):
-    pytest.importorskip("triton")
-    run(tmp_path, "--stand-in", "sm_90", "--only", "attention")
     results, _ = run(tmp_path, "--stand-in", "sm_90", "--only", "tiles")
     tried = results["tiles"]["tried"]["prefill attention, 2 x 8192: attend_kernel"]["tried_us"]
     kinds = {name.split("=")[0] for name in tried}

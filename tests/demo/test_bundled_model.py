@@ -66,11 +66,11 @@ def test_its_stories_keep_their_character_and_repeat_no_sentence(llm):
 
 
 def test_late_positions_are_predicted_as_well_as_early_ones(llm):
-    """The same tokens are looked at in both places: rows of 2,048 begin 200 tokens apart."""
+    """The same tokens are looked at in both places: the last 200 of a row of 2,000 end the row of 400 beside it."""
     ids = llm.get_tokenizer().encode((EVALUATION / "heldout.txt").read_text(encoding="utf-8"))
-    losses = torch.stack([_losses(llm, ids[start : start + 2048]) for start in range(0, 72 * 200, 200)])
-    early, late = losses[8:, 199:399], losses[:-8, 1799:1999]  # losses[:, i] is that of token i + 1
-    assert early.shape == (64, 200)
+    ends = range(2000, 2000 + 24 * 500, 500)
+    early, late = (torch.stack([_losses(llm, ids[end - n : end])[-200:] for end in ends]) for n in (400, 2000))
+    assert early.shape == late.shape == (24, 200)
     early_perplexity, late_perplexity = math.exp(early.mean()), math.exp(late.mean())
     assert late_perplexity <= early_perplexity, (early_perplexity, late_perplexity)
     print(f"perplexity at positions 200-400: {early_perplexity:.3f}, at 1,800-2,000: {late_perplexity:.3f}")
