@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks; last, so that the installed quire is tested
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads would only wait for each other
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts a background job so, and every process that a test starts and interrupts would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
