@@ -12,7 +12,7 @@ from quire.engine.llm import LLM
 from support.checkpoints import ALL_VARIANTS, FAMILIES
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, teacher_forced_logits, tokens_of
 from support.late_device import run_late
-from support.reference import LENGTHS, NUM_TOKENS, Continuation, greedy, logits
+from support.reference import FEWER_PROMPTS, LENGTHS, NUM_TOKENS, Continuation, greedy, logits
 
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
@@ -44,7 +44,7 @@ def check(llm: LLM, expected: list[Continuation]) -> None:
 
 def alone(make: MakeLLM, expected: list[Continuation]) -> None:
     llm = make()
-    for continuation in expected[: len(LENGTHS)]:
+    for continuation in expected[: len(LENGTHS) : 2]:
         check(llm, [continuation])
 
 
@@ -73,10 +73,10 @@ def with_a_warm_cache(make: MakeLLM, expected: list[Continuation]) -> None:
 
 
 def in_a_tiny_pool(make: MakeLLM, depth: int, **options: int) -> LLM:
-    """An engine with hardly more blocks than one request of full length needs."""
+    """An engine with few more blocks than one request of full length needs."""
     needed = 200
     for blocks in (needed, None):
-        llm = make(num_gpu_blocks_override=blocks or needed + 6, **options)
+        llm = make(num_gpu_blocks_override=blocks or needed + 12, **options)
         if depth > 1:
             run_late(llm, depth)
         needed = llm.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
@@ -98,7 +98,7 @@ def two_steps_deep(make: MakeLLM, expected: list[Continuation]) -> None:
 
 def two_steps_deep_in_chunks_preempted(make: MakeLLM, expected: list[Continuation]) -> None:
     llm = in_a_tiny_pool(make, depth=2, max_num_batched_tokens=24, max_num_seqs=24)
-    check(llm, expected)
+    check(llm, expected[:FEWER_PROMPTS])  # the steps are many and slow
     assert llm.core.executor.most_in_flight == 2
     assert llm.core.scheduler.stats.preemptions > 0
 
@@ -130,7 +130,7 @@ def test_greedy_tokens_equal_transformers_with_the_cpu_kernels(checkpoints, refe
 @each_variant
 @pytest.mark.parametrize("way", [two_steps_deep_in_chunks_preempted], ids=name_of)
 def test_greedy_tokens_equal_transformers_with_the_reference_kernels(checkpoints, references, variant, way):
-    expected = references.continuations(variant)[:14]
+    expected = references.continuations(variant)[: len(LENGTHS)]
     way(lambda **options: make_llm(checkpoints.path(variant), "reference", **options), expected)
 
 
