@@ -16,7 +16,6 @@ import openai
 import psutil
 import pytest
 
-from support.faults import FAULTS
 from support.server_process import Server
 
 COMBINES = ["replay after a crash, seeded sampling"]
@@ -75,7 +74,10 @@ def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, numb
     assert server.get("/health")[0] == 200
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# tests/engine/test_async_llm.py tries all of them without a server.
+@pytest.mark.parametrize(
+    "fault", ["exception", "stop", *(pytest.param(f, marks=pytest.mark.slow) for f in ("memory", "kill"))]
+)
 def test_streams_go_on_after_a_fault_inside_a_step(server, expected, tmp_path: Path, fault):
     extra = {"vllm_xargs": {"fault": fault, "at": 40, "once": str(tmp_path / "done")}}
     assert asyncio.run(all_streams(server.url, **extra)) == expected

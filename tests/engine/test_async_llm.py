@@ -27,7 +27,7 @@ COMBINES = ["replay after a crash × seeded sampling, n > 1"]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=120, ignore_eos=True, n=2)
-PROMPTS = [f"Once upon a time there were {i} little" for i in range(16)]
+PROMPTS = [f"Once upon a time there were {i} little" for i in range(8)]
 FAULTY = {**OPTIONS, "logits_processors": ["support.faults:Faults"]}
 
 

@@ -9,6 +9,7 @@ from quire.engine.llm import LLM
 from support.engines import GREEDY, generate, make_llm
 
 
+@pytest.mark.slow
 def test_a_compiled_model_says_the_same(checkpoints, references):
     llm = make_llm(checkpoints.path("gpt2"), torch_compile=True)  # its layer norms are torch's
     expected = references.continuations("gpt2")[:6]

@@ -22,7 +22,7 @@ from quire.ops import Kernels, Target
 from quire.parallel.mesh import Communicator
 from quire.quantization.config import quantization_method
 from quire.worker.forward import Forward
-from support.checkpoints import ALL_VARIANTS, write_checkpoint
+from support.checkpoints import ALL_VARIANTS
 
 META = torch.device("meta")
 
@@ -52,9 +52,8 @@ class NoAttention(AttentionBackend):
 
 @pytest.mark.parametrize("variant", ALL_VARIANTS)
 @torch.inference_mode()
-def test_a_forward_needs_nothing_of_the_device(tmp_path, variant):
-    kind, config, writing = ALL_VARIANTS[variant]
-    description = hf_config(write_checkpoint(tmp_path, kind, config, **writing), {})
+def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
+    description = hf_config(checkpoints.path(variant), {})
     kernels = Kernels(Target(META, torch.bfloat16))
     # The reference loops over experts; the implementations for GPUs do not.
     kernels.grouped_linear = lambda x, weight, bias, offsets: x.new_empty(len(x), weight.shape[1])  # type: ignore[method-assign]
