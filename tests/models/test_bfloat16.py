@@ -24,7 +24,7 @@ from support.checkpoints import ALL_VARIANTS, build, write_checkpoint
 from support.engines import make_llm, teacher_forced_logits
 from support.reference import LENGTHS, logits
 
-NUM_TEXTS, LENGTH, ALPHABET = 4, 120, 40
+NUM_TEXTS, LENGTH, ALPHABET = 2, 100, 40
 STEPS, LEARNING_RATE = 80, 6e-3
 
 
