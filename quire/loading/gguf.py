@@ -19,18 +19,8 @@ from quire.messages.errors import error_text
 from quire.quantization.gguf_types import TYPES, TensorType
 
 _NUMBERS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
 _STRING, _ARRAY = 8, 9
 _MAX_COUNT = 2**24  # largest number of values of a metadata array: sixty times the largest known vocabulary
 Bytes = npt.NDArray[np.uint8]
