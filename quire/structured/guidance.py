@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire.structured.open_values import narrowed
 from quire.structured.references import Schema
 from quire.structured.schema import rewritten
 from quire.structured.structural_tag import as_lark, structural_tag
@@ -63,9 +64,11 @@ class GuidanceBackend:
         self._executor = LLExecutor(processors())
 
     def compile(self, params: StructuredOutputsParams) -> GuidanceGrammar:
-        matcher = LLMatcher(self._tokenizer, self._source(params), log_level=0, limits=_LIMITS)
-        _try(matcher)
-        return GuidanceGrammar(matcher)
+        """Raises ValueError. A schema that no document matches once it is narrowed is taken as it is."""
+        try:
+            return self._compiled(params, narrowed)
+        except ValueError:
+            return self._compiled(params, lambda schema: schema)
 
     def fill(self, matchers: Sequence[GuidanceMatcher], bits: np.ndarray) -> None:
         count, words = bits.shape
@@ -76,11 +79,18 @@ class GuidanceBackend:
         states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, words * 4, count)
 
-    def _source(self, params: StructuredOutputsParams) -> str:
+    def _compiled(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> GuidanceGrammar:
+        matcher = LLMatcher(self._tokenizer, self._source(params, narrow), log_level=0, limits=_LIMITS)
+        _try(matcher)
+        return GuidanceGrammar(matcher)
+
+    def _source(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> str:
         """The constraint in llguidance's own language. Raises ValueError."""
 
         def schema(source: Schema) -> dict[str, Any]:
-            result = rewritten(source, closed=self._closed or params.disable_additional_properties)
+            result = narrow(rewritten(source, closed=self._closed or params.disable_additional_properties))
+            if isinstance(result, bool):
+                raise ValueError("no document is valid for the schema")
             return {**result, "x-guidance": self._spelling(params)}
 
         if params.json_object:

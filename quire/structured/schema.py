@@ -16,7 +16,7 @@ from typing import Any
 from quire.messages.errors import error_text
 from quire.structured.references import References, Schema, UnsupportedError
 
-_TYPES = ("null", "boolean", "object", "array", "number", "string")
+TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAX_ALTERNATIVES = 64  # of the ways in which properties can be evaluated
 _MAX_CONTAINED = 100
 _MAX_PROPERTIES = 400  # of an object; the parser keeps track of all that may follow
@@ -187,7 +187,7 @@ class _Rewriting:
         contained, least, most = schema["contains"], schema.get("minContains", 1), schema.get("maxContains")
         if most is not None:
             if least > most:
-                return [{"type": [name for name in _TYPES if name != "array"]}]
+                return [{"type": [name for name in TYPES if name != "array"]}]
             return [{"items": contained, "minItems": least, "maxItems": most}]
         if least > _MAX_CONTAINED:
             raise UnsupportedError(f"minContains must be at most {_MAX_CONTAINED}")
@@ -208,12 +208,12 @@ class _Rewriting:
         first, second = self._resolved(first), self._resolved(second)
         if isinstance(first, bool) or isinstance(second, bool) or depth > 5:
             return first is False or second is False
-        if not _types(first) & _types(second):
+        if not types_of(first) & types_of(second):
             return True
         values = [_values(first), _values(second)]
         if None not in values and not any(_equal(a, b) for a, b in product(*filter(None, values))):
             return True
-        if _types(first) != {"object"} or _types(second) != {"object"}:
+        if types_of(first) != {"object"} or types_of(second) != {"object"}:
             return False
         properties = first.get("properties", {}), second.get("properties", {})
         shared = (
@@ -363,9 +363,9 @@ def _without(name: str, hidden: bool = False) -> Schema:
     return {"not": {"not": absent}} if hidden else absent
 
 
-def _types(schema: dict[str, Any]) -> set[str]:
+def types_of(schema: dict[str, Any]) -> set[str]:
     """The types of the documents for which a schema may be valid; an integer is a number."""
-    names = schema.get("type", _TYPES)
+    names = schema.get("type", TYPES)
     found = {"number" if name == "integer" else name for name in ([names] if isinstance(names, str) else names)}
     values = _values(schema)
     return found if values is None else found & {_type(value) for value in values}
@@ -386,7 +386,7 @@ def _failures(schema: dict[str, Any]) -> Iterator[Schema]:
         if keyword == "type":
             names = [value] if isinstance(value, str) else value
             numeric = {"number", "integer"} if {"number", "integer"} & set(names) else set()
-            yield {"type": [name for name in _TYPES if name not in {*names, *numeric}]}
+            yield {"type": [name for name in TYPES if name not in {*names, *numeric}]}
         elif keyword in ("const", "enum"):
             yield from _other_values([value] if keyword == "const" else value)
         elif keyword in _OPPOSITES:
@@ -422,7 +422,7 @@ def _absent_of_object(name: str) -> dict[str, Any]:
 
 def _other_values(values: list[Any]) -> Iterator[Schema]:
     """Documents other than the given ones: of other types, or longer or larger than all of them."""
-    kinds: dict[str, list[Any]] = {name: [] for name in _TYPES}
+    kinds: dict[str, list[Any]] = {name: [] for name in TYPES}
     for value in values:
         kinds[_type(value)].append(value)
     yield {"type": [name for name, found in kinds.items() if not found]}

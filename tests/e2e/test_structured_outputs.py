@@ -153,9 +153,18 @@ def test_each_kind_holds_with_smollm2(large_llm, temperature):
     check_all_kinds(large_llm, temperature)
 
 
+def without_dialect(schema: dict | bool) -> dict | bool:
+    """The schema as applications write it: without the dialect and the comment that each schema of the suite has."""
+    names = {"$schema", "$comment"}
+    return schema if isinstance(schema, bool) else {name: schema[name] for name in schema if name not in names}
+
+
 @pytest.mark.slow
 def test_documents_of_the_official_suite_that_end_are_valid(large_llm, tmp_path):
-    """With SmolLM2, a fifth of them end within 256 tokens: most schemas of the suite allow texts of any length."""
+    """At least 90 % of the documents end within 256 tokens, for every fourth schema.
+
+    The penalty keeps so small a model from repeating itself in numbers and texts that have no limit of length.
+    """
     tokenizer = load_tokenizer(smollm2())
     backend = GuidanceBackend(Vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos_token_id]))
     accepted, messages, params = [], [], []
@@ -165,14 +174,17 @@ def test_documents_of_the_official_suite_that_end_are_valid(large_llm, tmp_path)
             backend.compile(fields)
         except ValueError:
             continue
-        request = f"Write a short JSON document for this JSON schema:\n{json.dumps(case.schema)[:1000]}"
+        schema = json.dumps(without_dialect(case.schema))[:1000]
+        request = f"JSON schema: {schema}\n\nWrite the shortest JSON document that is valid for this schema."
         accepted.append(case)
         messages.append([{"role": "user", "content": request}])
-        params.append(SamplingParams(temperature=1, seed=1, max_tokens=256, structured_outputs=fields))
+        params.append(
+            SamplingParams(temperature=0.7, frequency_penalty=0.5, seed=1, max_tokens=256, structured_outputs=fields)
+        )
     outputs = [output.outputs[0] for output in large_llm.chat(messages, params)]
     ended = [
         (case, output.text) for case, output in zip(accepted, outputs, strict=True) if output.finish_reason == "stop"
     ]
     for case, text in ended:
         assert jsonschema.Draft202012Validator(case.schema).is_valid(json.loads(text)), (case, text)
-    assert len(ended) >= 0.1 * len(accepted)
+    assert len(ended) >= 0.9 * len(accepted)
