@@ -68,6 +68,8 @@ class GuidanceBackend:
         try:
             return self._compiled(params, narrowed)
         except ValueError:
+            if params.json is None and params.structural_tag is None:
+                raise
             return self._compiled(params, lambda schema: schema)
 
     def fill(self, matchers: Sequence[GuidanceMatcher], bits: np.ndarray) -> None:
