@@ -116,7 +116,7 @@ class LLM:
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        if reserved := sorted(RESERVED.intersection(chat_template_kwargs or ())):
+        if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
         prompts: list[Prompt] = [
             self.frontend.render_chat(

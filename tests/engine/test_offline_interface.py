@@ -149,3 +149,12 @@ def test_arguments_that_cannot_be_sent_to_another_process_are_an_error_that_name
 def test_a_priority_must_be_an_integer_that_other_processes_take(llm: LLM, priority):
     with pytest.raises(ValueError, match="priority must be an integer of 64 bits"):
         llm.generate(PROMPTS, FOUR, use_tqdm=False, priority=[0, priority, 0])
+
+
+def test_documents_reach_the_chat_template_and_arguments_of_the_renderer_are_refused(llm: LLM):
+    template = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    messages, options = [{"role": "user", "content": "one"}], {"use_tqdm": False, "chat_template": template}
+    [output] = llm.chat(messages, chat_template_kwargs={"documents": [{"text": "two "}]}, **options)
+    assert output.prompt == "two one"
+    with pytest.raises(ValueError, match="chat_template_kwargs cannot set 'tools'"):
+        llm.chat(messages, chat_template_kwargs={"tools": []}, **options)
