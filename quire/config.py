@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
+from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 
 _MAX_NUM_SEQS = 256
@@ -164,6 +165,13 @@ class SchedulerConfig:
     async_scheduling: bool | None = option(
         None, "schedule the next step while the device runs the current one (default: only on a GPU)"
     )
+    speculative_config: dict[str, Any] = option(
+        {},
+        "how the next tokens are guessed, to be verified by the model: method (ngram, suffix, or custom_class with the "
+        "class's import path as model), num_speculative_tokens, and options of the method; see docs/speculation.md",
+        json=True,
+        flags=("-sc",),
+    )
     stream_interval: int = option(
         1, "number of tokens per streamed output; the first and the last output of a request are never delayed"
     )
@@ -171,9 +179,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "stream_interval")
         at_least(self, 0, "long_prefill_token_threshold")
+        _ = self.speculation  # raises ConfigError
         if self.max_num_seqs is None:
             max_num_seqs = min(_MAX_NUM_SEQS, self.max_num_batched_tokens or _MAX_NUM_SEQS)
             object.__setattr__(self, "max_num_seqs", max_num_seqs)
+
+    @property
+    def speculation(self) -> SpeculativeOptions | None:
+        return SpeculativeOptions.read(self.speculative_config) if self.speculative_config else None
 
     def tokens_of_a_step(self, gpu: bool) -> int:
         """The maximum number of tokens per step, with the device's default if the option is not given."""

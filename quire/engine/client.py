@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quire.config import EngineConfig
+from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.frontend import generation_config
@@ -21,6 +21,9 @@ from quire.loading.metadata import load_tokenizer
 from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.speculation import Speculation
+from quire.speculative.choice import make_proposer
+from quire.speculative.lengths import DraftLengths
 from quire.structured.backends import check_backend, load_backend
 from quire.structured.gate import GrammarGate
 from quire.structured.grammar import Backend
@@ -33,6 +36,10 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     """The scheduler's limits from the options. Raises ConfigError for a device that does not exist."""
     options, gpu = config.scheduler, on_gpu(config.kernels.device)
     is_async = gpu if options.async_scheduling is None else options.async_scheduling
+    if options.speculation and is_async:
+        if options.async_scheduling:
+            raise ConfigError("async_scheduling: proposers on the host need the results of a step before the next one")
+        is_async = False
     tokens = options.tokens_of_a_step(gpu)
     return SchedulerLimits(
         options.max_num_seqs,
@@ -80,9 +87,15 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         return load_backend(config.sampling.structured_outputs_config, vocabulary), eos_token_ids
 
     try:
+        speculation = None
+        if options := config.scheduler.speculation:
+            speculation = Speculation(
+                make_proposer(options), DraftLengths(options.num_speculative_tokens, executor.step_seconds)
+            )
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching,
             cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,
+            speculation=speculation,
         )  # fmt: skip
     except ValueError:
         executor.shutdown()

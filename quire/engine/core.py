@@ -100,6 +100,7 @@ class EngineCore:
             prefix_queries=counts.prefix_queries,
             prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens,
+            speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
         )
 
     def _launch(self) -> bool:

@@ -14,6 +14,7 @@ class Executor(ABC):
     """
 
     kv_cache: KVCacheSize
+    step_seconds: dict[int, float]  # how long steps take, by their tokens; measured at start if the engine speculates
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> None:

@@ -68,6 +68,7 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     """The rank has loaded its part of the model."""
 
     kv_cache: KVCacheSize
+    step_seconds: dict[int, float] = {}
 
 
 class Result(msgspec.Struct, array_like=True, tag=True):

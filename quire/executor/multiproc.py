@@ -33,7 +33,6 @@ from quire.executor.link import (
     Submit,
     encode,
 )
-from quire.kvcache.specs import KVCacheSize
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logging_level
 from quire.parallel.mesh import open_meeting
@@ -71,7 +70,8 @@ class MultiprocExecutor(Executor):
         self._end = weakref.finalize(self, self._ranks.end)  # also runs when the executor is garbage-collected
         try:
             self._ranks.start(start)
-            self.kv_cache, *_ = [ready.result() for ready in self._ranks.ready]
+            first, *_ = [ready.result() for ready in self._ranks.ready]
+            self.kv_cache, self.step_seconds = first.kv_cache, first.step_seconds
         except BaseException:
             self.shutdown()
             raise
@@ -95,7 +95,7 @@ class _Ranks:
     """
 
     def __init__(self, size: int) -> None:
-        self.ready: list[Future[KVCacheSize]] = [Future() for _ in range(size)]
+        self.ready: list[Future[Ready]] = [Future() for _ in range(size)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Link] = {}  # by rank
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -184,7 +184,7 @@ class _Ranks:
                     link.expect_within(silence)
                     with self._lock:
                         if self._problem is None:
-                            self.ready[rank].set_result(reply.kv_cache)
+                            self.ready[rank].set_result(reply)
                 elif isinstance(reply, Broken):
                     time.sleep(0.2)  # if it failed because another rank ended, report the other rank first
                     self._fail(

@@ -86,6 +86,15 @@ class Shutdown(msgspec.Struct, array_like=True, tag=True):
 CoreOrder = AddRequests | AbortRequests | ResetPrefixCache | Shutdown
 
 
+class SpeculationStats(msgspec.Struct, array_like=True):
+    """A core's counts of speculation since it started."""
+
+    drafts: int = 0  # how often the drafts of a request were verified
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: list[int] = []  # by place: how often the first, the second ... draft was accepted
+
+
 class CoreStats(msgspec.Struct, array_like=True):
     """A core's state after a step, and its counts since it started."""
 
@@ -96,6 +105,7 @@ class CoreStats(msgspec.Struct, array_like=True):
     prefix_queries: int = 0  # tokens that were looked up in the prefix cache
     prefix_hits: int = 0  # tokens of these that were found, and so were not computed
     computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
+    speculation: SpeculationStats | None = None
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):

@@ -45,8 +45,8 @@ class BlockTableEdits(msgspec.Struct, array_like=True):
 
 
 class TokenEdits(msgspec.Struct, array_like=True):
-    """Assignments token_ids[row, position] = token_id, as three parallel lists. The last position of a row is that of
-    its last known token."""
+    """Assignments token_ids[row, position] = token_id, as three parallel lists. The positions of a row are in their
+    order."""
 
     rows: list[int] = msgspec.field(default_factory=list)
     positions: list[int] = msgspec.field(default_factory=list)
@@ -62,6 +62,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     epoch: once a request of a step has been refused, the worker skips all later steps of the same epoch.
     num_draft_tokens: how many of the last tokens of rows[i] are drafts; an empty list if no row has any.
+    draft_tokens: the drafts that a proposer on the host gave. Those of a proposer on the device are there already.
     known_tokens: tokens of rows of this step that were not sampled: those that a grammar forces. No earlier step of
         such a row is in flight.
     """
@@ -74,6 +75,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     epoch: int = 0
     num_draft_tokens: list[int] = msgspec.field(default_factory=list)
     known_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
+    draft_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
 
 
 class TokenMasks(msgspec.Struct, array_like=True):
@@ -101,8 +103,8 @@ class Logprobs(msgspec.Struct, array_like=True):
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """The results of a step. The dicts are keyed by i, the index of a row in the step's `rows`.
 
-    sampled_token_ids: for each row, in the step's order, one token for each of its places in the order of the text. The
-        list of a row that did not sample is empty.
+    sampled_token_ids: for each row, in the step's order, the tokens that follow its text: one without drafts, else the
+        drafts that were accepted and one more. The list of a row that did not sample is empty.
     logprobs: of the sampled tokens, for the rows that asked for them.
     prompt_logprobs: of a whole prompt except its first token, when its row samples for the first time.
     refusals: why a request cannot be run. A step with refusals was not run at all.

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason, SpeculationStats
 from quire.metrics.requests import RequestLog
 from quire.metrics.throughput import ThroughputLog
 
@@ -94,6 +96,12 @@ class EngineMetrics:
         self.finished = counters(
             "request_success", "Sequences that ended, by reason", "finished_reason", [r.value for r in FinishReason]
         )
+        self.drafts = counter("spec_decode_num_drafts", "Times that drafts of a sequence were verified")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were drafted")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by place"
+        accepted_at = Counter(f"{prefix}:{name}", text, [*labels, "position"], registry=self.registry)
+        self.accepted_at = partial(accepted_at.labels, **labels)
         self.iteration = histogram(
             "iteration_tokens_total", "Tokens of a step: prompt tokens computed, and tokens generated", _STEP_TOKENS
         )
@@ -238,6 +246,8 @@ class EngineMetrics:
         if step_tokens:
             self.iteration.observe(step_tokens)
             self.generated.inc(generated)
+        if stats.speculation is not None:
+            self._count_drafts(stats.speculation, before.speculation or SpeculationStats())
         self.preemptions.inc(stats.preemptions - before.preemptions)
         self.queries.inc(queries)
         self.hits.inc(hits)
@@ -247,3 +257,10 @@ class EngineMetrics:
         self.kv_usage.set(stats.kv_cache_usage)
         self._before = stats
         self._throughput.step(stats, max(0, step_tokens - generated), generated, queries, hits)
+
+    def _count_drafts(self, stats: SpeculationStats, before: SpeculationStats) -> None:
+        self.drafts.inc(stats.drafts - before.drafts)
+        self.draft_tokens.inc(stats.draft_tokens - before.draft_tokens)
+        self.accepted_tokens.inc(stats.accepted_tokens - before.accepted_tokens)
+        for place, (after, earlier) in enumerate(zip_longest(stats.accepted_at, before.accepted_at, fillvalue=0)):
+            self.accepted_at(position=str(place)).inc(after - earlier)

@@ -10,6 +10,7 @@ import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
+import quire.ops.reference.drafts
 from quire.metrics.logging import logger
 from quire.ops import launchers
 from quire.ops.registry import OPS, Kernels, Op, Target, declare

@@ -12,10 +12,10 @@ class BatchState:
     A device may work late. Then the host cannot know these values without waiting, but the kernels that it launches
     read and write them in the order of the launches. In that order, for the rows of a step:
 
-    - When the step samples, `token_ids[row, :num_tokens[row]]` are the prompt, all tokens that earlier steps sampled,
-      and the row's drafts, if any. `num_computed[row]` already includes the step's own tokens.
-    - Then the token that was sampled at a place is written behind the token of that place, and
-      `token_ids[row, num_tokens[row] - 1]` is the token that was sampled at the row's last place.
+    - When the step samples, `token_ids[row, :num_tokens[row]]` are the prompt and what earlier steps sampled. The
+      row's drafts follow, if it has any. `num_computed[row]` already includes the step's own tokens.
+    - Then the tokens that were sampled are written behind the tokens of their places, and `num_tokens[row]` includes
+      those that are kept. `num_computed[row]` no longer includes drafts that were not accepted.
     - Cells past `num_tokens[row]`, and all cells of a row without a request, are arbitrary.
 
     Only the worker writes these tensors. On a CPU they are views of the arrays of InputBatch.

@@ -117,6 +117,22 @@ class ConstrainedRequests:
             edits.positions.extend(range(start, start + len(token_ids)))
             edits.token_ids.extend(token_ids)
 
+    # ---- drafts
+
+    @staticmethod
+    def check_drafts(request: Request) -> None:
+        """Cut off the drafts that the request's constraint does not allow, and follow it along those that it does."""
+        constraint = request.constraint
+        assert constraint is not None
+        request.constraints_ahead = ahead = []
+        for token in request.drafts:
+            constraint = constraint.fork()
+            constraint.advance(token)
+            if constraint.error is not None:
+                break
+            ahead.append(constraint)
+        request.drafts = request.drafts[: len(ahead)]
+
     # ---- masks
 
     @staticmethod
@@ -127,11 +143,17 @@ class ConstrainedRequests:
     def begin_masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> None:
         """Start to fill the masks of a step of these requests, when the results of all earlier steps are known."""
         places, constraints = [], []
-        sampling = [request for request in requests if request.num_in_flight_samples]
-        for place, request in enumerate(sampling):  # each has one place
-            if request.constraint is not None and request.constraint.is_active:
-                places.append(place)
-                constraints.append(request.constraint)
+        place = 0
+        for index, request in enumerate(requests):
+            if not request.num_in_flight_samples:
+                continue
+            num_drafts = step.num_draft_tokens[index] if step.num_draft_tokens else 0
+            if request.constraint is not None:
+                for offset, constraint in enumerate((request.constraint, *request.constraints_ahead[:num_drafts])):
+                    if constraint.is_active:
+                        places.append(place + offset)
+                        constraints.append(constraint)
+            place += 1 + num_drafts
         self._masks = step, self._thread.submit(self._fill, places, constraints)
 
     def masks(self, step: SchedulerOutput, requests: Sequence[Request]) -> TokenMasks | None:

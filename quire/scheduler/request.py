@@ -21,16 +21,18 @@ class Request:
 
         token_ids     |---- prompt ----|---- sampled ----|
         in flight                                        |- num_in_flight_samples: submitted, not known yet
+        drafts                                           |- drafts: guesses for the next step, if nothing is in flight
         computed      |--------------- num_computed_tokens ---|   submitted steps included
         retired       |------- num_retired_tokens ------|         retired steps only
 
     Steps hand out tokens until num_computed_tokens has caught up with the tokens that are known or in flight.
     """
 
-    __slots__ = """block_hashes block_tables capacity constraint extra_keys key max_total_tokens min_total_tokens
-        next_hash_at holds num_cached_tokens num_computed_tokens num_hashed_blocks num_in_flight_samples num_preemptions
-        num_prompt_tokens num_reported_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row
-        source status stop_token_ids takes_ahead token_ids""".split()
+    __slots__ = """block_hashes block_tables cache_salt capacity constraint constraints_ahead drafts
+        extra_keys holds key max_total_tokens min_total_tokens next_hash_at num_cached_tokens
+        num_computed_tokens num_hashed_blocks num_in_flight_samples num_preemptions num_prompt_tokens
+        num_reported_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source
+        status stop_token_ids takes_ahead token_ids""".split()
 
     def __init__(self, source: EngineCoreRequest, key: tuple[int, float, int], extra_keys: dict[int, bytes]) -> None:
         self.source = source
@@ -40,6 +42,7 @@ class Request:
         self.row = -1
         self.token_ids = [*source.prompt_token_ids, *source.output_token_ids]
         self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.cache_salt = source.cache_salt
         self.max_total_tokens = self.num_prompt_tokens + source.max_tokens
         sampling = source.sampling_params
         self.min_total_tokens = self.num_prompt_tokens + (0 if sampling is None else sampling.min_tokens)
@@ -53,7 +56,9 @@ class Request:
         self.num_reported_tokens = len(self.token_ids)  # of a request with a constraint
         self.num_computed_tokens = 0
         self.num_retired_tokens = 0
-        self.num_in_flight_samples = 0
+        self.num_in_flight_samples = 0  # the most tokens that submitted steps may give: one, and one for each draft
+        self.drafts: list[int] = []
+        self.constraints_ahead: list[Constraint] = []  # the constraint behind each draft
         self.holds = 0  # number of submitted steps that name it; its row and blocks stay until this is 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0

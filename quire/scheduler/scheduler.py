@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 
 from quire.kvcache.hashing import extra_keys
@@ -17,6 +18,7 @@ from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.gate import Gate
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
+from quire.scheduler.speculation import Speculation
 from quire.structured.gate import GrammarGate
 
 _by_key = attrgetter("key")
@@ -81,9 +83,11 @@ class Scheduler:
         gates: Sequence[Gate] = (),
         grammars: GrammarGate | None = None,
         vocab_size: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request has to pass all of them, and `grammars`.
-        vocab_size: the number of logits; not needed without `grammars`."""
+        vocab_size: the number of logits; not needed without `grammars`. speculation: what drafts are made of, if any
+        are to be made."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -99,6 +103,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.gates = gates if grammars is None else [*gates, grammars]
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
+        self.speculation = speculation
         self._gated: dict[str, Request] = {}  # requests that wait at a gate
         self._gates_may_open = False  # whether to ask the gates again
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
@@ -194,6 +199,8 @@ class Scheduler:
         `withdraw` takes it back."""
         self._num_steps += 1
         self.kv.begin_step()
+        if self.speculation is not None:
+            self.speculation.propose(self.running)
         step = SchedulerOutput(self._num_steps, epoch=self.epoch)
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.max_num_batched_tokens)
@@ -202,6 +209,8 @@ class Scheduler:
             self._submitted.append((step, requests))
         if self._constrained is not None:
             self._constrained.send_known_tokens(step)
+        if step.num_draft_tokens:
+            step.num_draft_tokens += [0] * (len(step.rows) - len(step.num_draft_tokens))
         self._is_exhausted = not requests
         return step
 
@@ -266,6 +275,7 @@ class Scheduler:
         if not request.num_retired_tokens:  # a preempted request finds its own blocks, which are not cache hits
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = request.num_retired_tokens = num_cached
+        request.drafts = []  # it may have been preempted before they were sent
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
@@ -308,15 +318,29 @@ class Scheduler:
         end = computed + count
         if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
             return None
+        num_drafts = 0
+        if request.drafts and end == known:
+            num_drafts = self._add_drafts(request, min(budget, self._longest_chunk) - count, step)
+            count, end, known = count + num_drafts, end + num_drafts, known + num_drafts
         step.rows.append(request.row)
         step.num_tokens.append(count)
         requests.append(request)
         request.num_computed_tokens = end
         request.holds += 1
         if end == known:
-            request.num_in_flight_samples = in_flight + 1
+            request.num_in_flight_samples = in_flight + 1 + num_drafts
         if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
+        return count
+
+    def _add_drafts(self, request: Request, room: int, step: SchedulerOutput) -> int:
+        """Add drafts of a request to the step, when nothing else is in flight for it. Returns how many: at most `room`,
+        and no more than free blocks and max_tokens allow."""
+        known = len(request.token_ids)
+        count = min(len(request.drafts), room, request.max_total_tokens - known - 1)
+        if count <= 0 or not self.kv.allocate(request, known + count, step.block_table_edits):
+            return 0
+        Speculation.send(request, count, step)
         return count
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -335,12 +359,16 @@ class Scheduler:
         self._is_exhausted = False
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
-        for request, count, sampled in zip(requests, step.num_tokens, output.sampled_token_ids, strict=True):
+        drafts = step.num_draft_tokens or repeat(0, len(requests))
+        columns = zip(requests, step.num_tokens, drafts, output.sampled_token_ids, strict=True)
+        for request, count, num_drafts, sampled in columns:
             status = request.status
             request.holds -= 1
             request.num_retired_tokens += count
             if sampled:
-                request.num_in_flight_samples -= 1
+                request.num_in_flight_samples -= 1 + num_drafts
+                if num_drafts:
+                    self._roll_back(request, num_drafts, len(sampled) - 1)
                 if status is not Status.FINISHED:
                     outputs.append(self._advance(request, sampled))
             if status is not Status.RUNNING and not request.holds:  # it was leaving already
@@ -352,6 +380,15 @@ class Scheduler:
                     by_id[request.request_id].logprobs = output.logprobs.get(index)
                     by_id[request.request_id].prompt_logprobs = output.prompt_logprobs.get(index)
         return outputs
+
+    def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Take the drafts that were not accepted off the computed tokens."""
+        num_rejected = num_drafts - num_accepted
+        request.num_computed_tokens -= num_rejected
+        request.num_retired_tokens -= num_rejected
+        self.stats.computed_tokens -= num_rejected
+        assert self.speculation is not None
+        self.speculation.verified(request, num_drafts, num_accepted)
 
     def _advance(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
         """Append the sampled tokens, and those that a constraint forces behind them, up to the first one that ends the
@@ -402,10 +439,11 @@ class Scheduler:
         """
         last, requests = self._submitted.pop()
         assert last is step, "only the last step can be withdrawn"
-        for request, count in zip(requests, step.num_tokens, strict=True):
+        drafts = step.num_draft_tokens or repeat(0, len(requests))
+        for request, count, num_drafts in zip(requests, step.num_tokens, drafts, strict=True):
             start = request.num_computed_tokens - count
             if request.num_computed_tokens >= len(request.token_ids):  # the step would have sampled
-                request.num_in_flight_samples -= 1
+                request.num_in_flight_samples -= 1 + num_drafts
             request.holds -= 1
             self.kv.withdraw_hashes(request, start)
             request.num_computed_tokens = start
@@ -426,6 +464,8 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         del self.requests[request.request_id]
+        if self.speculation is not None:
+            self.speculation.finish(request)
         if request.constraint is not None and self._constrained is not None:
             self._constrained.count -= 1
         self._leave(request, Status.FINISHED)

@@ -1,6 +1,7 @@
 """The constraint of one request: thinking first, where there is any, and then a grammar."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from quire.messages.errors import error_text
 from quire.messages.structured_outputs import ThinkingLimits
@@ -34,6 +35,12 @@ class Constraint:
         self._forced: list[int] = []
         self._next = 0  # the first of the forced tokens that is not in the output
         self._find_forced()
+
+    def fork(self) -> "Constraint":
+        """A copy, to follow a text that may turn out otherwise."""
+        other = copy(self)  # its lists are never changed in place
+        other.matcher = None if self.matcher is None else self.matcher.fork()
+        return other
 
     def advance(self, token_id: int) -> None:
         """Add a token to the output: one that was drawn, forced, or is replayed."""

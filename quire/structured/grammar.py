@@ -18,6 +18,9 @@ class Matcher(Protocol):
     def forced(self) -> list[int]:
         """The tokens that follow in any case, as the tokenizer would write their text; [] in most states."""
 
+    def fork(self) -> "Matcher":
+        """A copy, to follow a text that may turn out otherwise."""
+
     @property
     def is_finished(self) -> bool:
         """Whether the text is complete, so that only end-of-sequence may follow."""

@@ -37,6 +37,9 @@ class GuidanceMatcher:
     def forced(self) -> list[int]:
         return self.state.compute_ff_tokens()
 
+    def fork(self) -> "GuidanceMatcher":
+        return GuidanceMatcher(self.state.deep_copy())
+
     @property
     def is_finished(self) -> bool:
         return self.state.is_stopped() and not self.state.is_error()

@@ -29,17 +29,24 @@ class OutlinesMatcher:
     error: str | None = None
     is_finished = False  # the automaton does not tell whether a complete text may go on
 
-    def __init__(self, index: outlines_core.Index) -> None:
+    def __init__(self, index: outlines_core.Index, token_ids: Sequence[int] = ()) -> None:
+        self._index, self._token_ids = index, list(token_ids)
         self.state = outlines_core.Guide(index)
+        for token_id in token_ids:
+            self.state.advance(token_id, return_tokens=False)
 
     def accept(self, token_id: int) -> bool:
         if not self.state.accepts_tokens([token_id]):
             return False
         self.state.advance(token_id, return_tokens=False)
+        self._token_ids.append(token_id)
         return True
 
     def forced(self) -> list[int]:
         return []
+
+    def fork(self) -> "OutlinesMatcher":
+        return OutlinesMatcher(self._index, self._token_ids)
 
 
 class OutlinesGrammar:

@@ -30,9 +30,8 @@ class XgrammarMatcher:
 
     error: str | None = None
 
-    def __init__(self, grammar: Any, vocabulary: Vocabulary) -> None:
-        self.state = xgrammar.GrammarMatcher(grammar, override_stop_tokens=vocabulary.eos_token_ids)
-        self._vocabulary = vocabulary
+    def __init__(self, state: Any, vocabulary: Vocabulary) -> None:
+        self.state, self._vocabulary = state, vocabulary
 
     def accept(self, token_id: int) -> bool:
         return bool(self.state.accept_token(token_id))
@@ -45,6 +44,9 @@ class XgrammarMatcher:
             return []
         return self._vocabulary(text)[:-1] if text else []
 
+    def fork(self) -> "XgrammarMatcher":
+        return XgrammarMatcher(self.state.fork(), self._vocabulary)
+
     @property
     def is_finished(self) -> bool:
         return bool(self.state.is_terminated())
@@ -55,7 +57,8 @@ class XgrammarGrammar:
         self._grammar, self._vocabulary = grammar, vocabulary
 
     def matcher(self) -> XgrammarMatcher:
-        return XgrammarMatcher(self._grammar, self._vocabulary)
+        state = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._vocabulary.eos_token_ids)
+        return XgrammarMatcher(state, self._vocabulary)
 
 
 class XgrammarBackend:

@@ -28,11 +28,13 @@ class FlatBatch:
     positions: Ints  # [tokens]
     query_start_loc: npt.NDArray[np.int32]  # [requests + 1]
     seq_lens: npt.NDArray[np.int32]  # [requests]
+    num_places: Ints  # [requests]
     place_start_loc: Ints  # [requests + 1]: request i samples at places place_start_loc[i] up to place_start_loc[i + 1]
     place_rows: Ints  # [places]
     place_tokens: Ints  # [places]: index in the flat batch of the token after which the place samples
     place_positions: Ints  # [places]: position of that token in its sequence
     tokens_per_request: int = 0  # see StepSize
+    has_drafts: bool = False  # whether a request may sample at several places
     extra_inputs: dict[str, Array] = field(default_factory=dict)  # further inputs that StepInputs declares, by name
 
     @property
@@ -69,6 +71,7 @@ class InputBatch:
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
         self.block_tables = np.zeros((len(kv_specs), rows, -(-max_model_len // block_size)), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
+        self.num_unread = np.zeros(rows, np.int64)  # tokens among them that are being sampled
         self.num_computed = np.zeros(rows, np.int64)
         self.num_prompt = np.zeros(rows, np.int64)
         self.temperature = np.zeros(rows, np.float32)
@@ -93,6 +96,7 @@ class InputBatch:
             raise ValueError(f"token id {worst} is out of vocabulary; the model has {self.vocab_size} tokens")
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
+        self.num_unread[row] = 0
         self.num_computed[row] = new.num_computed_tokens
         self.num_prompt[row] = new.num_prompt_tokens
         self.temperature[row] = 0.0 if params.greedy else params.temperature
@@ -115,10 +119,12 @@ class InputBatch:
         return self.vocab_size if logprobs == -1 else min(logprobs, self.vocab_size)
 
     def add_known_tokens(self, step: SchedulerOutput) -> None:
-        edits = step.known_tokens
+        edits, drafts = step.known_tokens, step.draft_tokens
         if edits.rows:
             self.token_ids[edits.rows, edits.positions] = edits.token_ids
             self.num_tokens[edits.rows] = np.asarray(edits.positions) + 1  # the last position of a row wins
+        if drafts.rows:
+            self.token_ids[drafts.rows, drafts.positions] = drafts.token_ids
 
     def edit_block_tables(self, step: SchedulerOutput) -> None:
         edits = step.block_table_edits
@@ -137,12 +143,13 @@ class InputBatch:
         offset = np.repeat(query_start_loc[:-1] - start, counts)
         positions = np.arange(query_start_loc[-1]) - offset
         self.num_computed[rows] = seq_lens
-        num_places: npt.NDArray[Any] = seq_lens == self.num_tokens[rows]
+        drafts: npt.NDArray[Any] | int = 0
         tokens_per_request = 1
         if step.num_draft_tokens:
-            num_places = num_places * (1 + np.asarray(step.num_draft_tokens, np.int64))
+            drafts = np.asarray(step.num_draft_tokens, np.int64)
             most, fewest = max(step.num_draft_tokens), min(step.num_draft_tokens)
             tokens_per_request = 1 + most if most == fewest else 0
+        num_places = (seq_lens == self.num_tokens[rows] + drafts) * (1 + drafts)
         place_start_loc = np.zeros(len(rows) + 1, np.int64)
         place_start_loc[1:] = num_places.cumsum()
         # A request samples after its last tokens.
@@ -153,11 +160,13 @@ class InputBatch:
             positions=positions,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
+            num_places=num_places,
             place_start_loc=place_start_loc,
             place_rows=token_rows[place_tokens],
             place_tokens=place_tokens,
             place_positions=positions[place_tokens],
             tokens_per_request=tokens_per_request if (counts == tokens_per_request).all() else 0,
+            has_drafts=bool(step.num_draft_tokens),
         )
 
     def gather(self, flat: FlatBatch) -> dict[str, Array]:
@@ -197,9 +206,18 @@ class InputBatch:
         return SamplingPlaces(*columns, self.token_ids, state, positions + 1)
 
     def expect(self, flat: FlatBatch) -> None:
-        """Count the tokens that are being sampled at the step's places; `fill` stores them later."""
-        self.num_tokens[flat.place_rows] = flat.place_positions + 2  # where a row has several places, the last one wins
+        """Count the tokens that are being sampled at the step's places: at most one at each. `fill` stores them."""
+        self.num_tokens[flat.rows] += flat.num_places
+        self.num_unread[flat.rows] += flat.num_places
 
-    def fill(self, flat: FlatBatch, tokens: Ints) -> None:
-        """Store the tokens [places] that were sampled at the step's places."""
-        self.token_ids[flat.place_rows, flat.place_positions + 1] = tokens
+    def fill(self, flat: FlatBatch, tokens: Ints, kept: Ints | None = None) -> None:
+        """Store the tokens [places] that were sampled at the step's places. kept: [requests], how many of each
+        request's tokens become part of its text, as the op count_kept says; None for all."""
+        rows, places = flat.rows, flat.num_places
+        start = self.num_tokens[rows] - self.num_unread[rows]
+        self.num_unread[rows] -= places
+        if kept is not None:
+            self.num_tokens[rows] -= places - kept
+            self.num_computed[rows] -= places - kept
+        offsets = np.repeat(start - flat.place_start_loc[:-1], places) + np.arange(len(tokens))
+        self.token_ids[flat.place_rows, offsets] = tokens

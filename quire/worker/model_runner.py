@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import add
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class _Launched:
     sampling: SamplingBatch
     place_rows: Tensor  # [places], int64
     place_positions: Tensor  # [places], int64
+    requests: dict[str, Tensor] | None = None  # if some have drafts, see Staging.sampled
 
 
 @dataclass
@@ -42,9 +43,11 @@ class _Sampled:
 
     output: ModelRunnerOutput
     flat: FlatBatch
-    read_tokens: Callable[[], list[Tensor]]  # waits; returns one tensor [places], or none if the step has no places
-    # By request: its start and end in the logprobs of the step, and the width it asked for.
-    logprobs: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    # Waits. Returns the sampled tokens [places], none if the step has no places; and if some requests have drafts, how
+    # many tokens of each request are kept, [requests].
+    read_tokens: Callable[[], list[Tensor]]
+    # By request: its start in the logprobs of the step, and the width it asked for.
+    logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)
     read_logprobs: Callable[[], list[Tensor]] | None = None
     read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # prompt logprobs by request
 
@@ -131,6 +134,8 @@ class ModelRunner:
     def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
         sampling = self._sampling(flat)
         extra = {"place_rows": flat.place_rows, "place_tokens": flat.place_tokens, **sampling}
+        if flat.has_drafts:
+            extra |= {"draft_rows": flat.rows, "num_places": flat.num_places, "place_start_loc": flat.place_start_loc}
         inputs, on_device = self.staging.stage(flat, self.forward.fit(flat.size), step, extra)
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
         num_places = len(flat.place_tokens)
@@ -144,7 +149,12 @@ class ModelRunner:
         positions = torch.from_numpy(flat.place_positions)
         if self.device.is_async:  # the host's positions are upper bounds there
             positions = inputs.positions[on_device["place_tokens"]]
-        return _Launched(step, flat, logits, batch, on_device["place_rows"], positions)
+            if batch.output_positions is not None and any(sampled.flat.has_drafts for sampled in self._unread):
+                places = pick(torch.stack((positions, on_device["place_rows"]), 1), batch.random)
+                batch.output_positions = places[:, 0] + 1 - self.staging.state.num_prompt[places[:, 1]]
+        return _Launched(
+            step, flat, logits, batch, on_device["place_rows"], positions, on_device if flat.has_drafts else None
+        )
 
     def _sampling(self, flat: FlatBatch) -> dict[str, Array]:
         """The sampling parameters of a step's places, by their names in SamplingBatch. Parameters that no request uses
@@ -181,13 +191,12 @@ class ModelRunner:
             launched.sampling.named_tokens = batch.named_tokens(rows[asks])
         tokens, logprobs = self.sampler(launched.logits, launched.sampling)
         batch.expect(flat)
-        sampled = _Sampled(output, flat, self.device.download(tokens))
-        self.staging.sampled(launched.place_rows, launched.place_positions, tokens)
+        kept = self.staging.sampled(launched.place_rows, launched.place_positions, tokens, launched.requests)
+        sampled = _Sampled(output, flat, self.device.download(tokens, *([] if kept is None else [kept])))
         if logprobs is not None:
             bounds = np.concatenate(([0], asks.cumsum()))[flat.place_start_loc]  # [requests + 1]
             for request in np.diff(bounds).nonzero()[0].tolist():
-                start, end = bounds[request : request + 2].tolist()
-                sampled.logprobs[request] = start, end, 1 + int(batch.num_logprobs[flat.rows[request]])
+                sampled.logprobs[request] = int(bounds[request]), 1 + int(batch.num_logprobs[flat.rows[request]])
             sampled.read_logprobs = self.device.download(*logprobs.columns)
         if self._prompt_logprobs:
             self._report_prompts(sampled)
@@ -215,13 +224,16 @@ class ModelRunner:
         while self._unread and (last is None or any(step is last for step in self._unread)):
             sampled = self._unread[0]  # removed when it is complete, since Ctrl-C may interrupt this at any time
             output = sampled.output
-            for tokens in sampled.read_tokens():
-                self.batch.fill(sampled.flat, tokens.numpy())
+            if results := sampled.read_tokens():
+                tokens, kept = results[0], results[1] if len(results) > 1 else None
+                self.batch.fill(sampled.flat, tokens.numpy(), None if kept is None else kept.numpy())
                 drawn, bounds = tokens.tolist(), sampled.flat.place_start_loc.tolist()
-                output.sampled_token_ids = [drawn[start:end] for start, end in pairwise(bounds)]
+                ends = bounds[1:] if kept is None else map(add, bounds, kept.tolist())
+                output.sampled_token_ids = [drawn[start:end] for start, end in zip(bounds, ends, strict=False)]
             if sampled.read_logprobs is not None:
                 logprobs = TopLogprobs(*sampled.read_logprobs())
-                for request, (start, end, width) in sampled.logprobs.items():
+                for request, (start, width) in sampled.logprobs.items():
+                    end = start + len(output.sampled_token_ids[request])
                     output.logprobs[request] = logprobs.slice(start, end, width).pack()
             for request, read in sampled.read_prompts.items():
                 output.prompt_logprobs[request] = TopLogprobs(*read()).pack()

@@ -92,12 +92,24 @@ class Staging:
             getattr(inputs, name).copy_(tensor)
         return inputs
 
-    def sampled(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Store the tokens that were sampled at a step's places (see FlatBatch): all [places], int64. Does nothing on a
-        CPU, where `InputBatch.fill` stores them."""
-        if isinstance(self.state, DeviceState):
-            state = self.state
-            self.kernels.append_tokens(state.token_ids, state.num_tokens, rows, positions, token_ids)
+    def sampled(
+        self, rows: Tensor, positions: Tensor, token_ids: Tensor, requests: Mapping[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """Store the tokens that were sampled at a step's places (see FlatBatch): all [places], int64. On a CPU, that is
+        left to `InputBatch.fill`.
+
+        requests: if some have drafts, draft_rows, num_places [requests] and place_start_loc [requests + 1]. Returns
+        how many tokens of each request are kept, see the op count_kept; None if all are.
+        """
+        state, kept = self.state, None
+        if requests is not None:
+            kept = self.kernels.count_kept(state.token_ids, rows, positions, token_ids, requests["place_start_loc"])
+        if isinstance(state, DeviceState):
+            if kept is None or requests is None:
+                self.kernels.append_tokens(state.token_ids, state.num_tokens, rows, positions, token_ids)
+            else:
+                state.keep(rows, positions, token_ids, requests, kept)
+        return kept
 
     def _dimensions(self, size: StepSize) -> dict[str, int]:
         groups, _, blocks = self.batch.block_tables.shape

@@ -52,6 +52,10 @@ class DeviceState(BatchState):
             arrays["known_rows"], arrays["known_counts"] = np.asarray(known.rows), batch.num_tokens[known.rows]
             arrays["known_cells"] = arrays["known_rows"] * batch.token_ids.shape[1] + known.positions
             arrays["known_ids"] = batch.token_ids[known.rows, known.positions]
+        drafts = step.draft_tokens
+        if drafts.rows:
+            arrays["draft_cells"] = np.asarray(drafts.rows) * batch.token_ids.shape[1] + drafts.positions
+            arrays["draft_ids"] = batch.token_ids[drafts.rows, drafts.positions]
         edits = step.block_table_edits
         if edits.rows:
             cells = edits.groups, edits.rows, edits.indices
@@ -70,5 +74,16 @@ class DeviceState(BatchState):
         if "known_rows" in arrays:
             self.num_tokens.index_copy_(0, arrays["known_rows"], arrays["known_counts"])
             self.token_ids.view(-1).index_copy_(0, arrays["known_cells"], arrays["known_ids"])
+        if "draft_cells" in arrays:
+            self.token_ids.view(-1).index_copy_(0, arrays["draft_cells"], arrays["draft_ids"])
         if "edit_cells" in arrays:
             self.block_tables.view(-1).index_copy_(0, arrays["edit_cells"], arrays["edit_ids"])
+
+    def keep(
+        self, rows: Tensor, positions: Tensor, token_ids: Tensor, requests: Mapping[str, Tensor], kept: Tensor
+    ) -> None:
+        """Append the sampled tokens that are kept, and take the drafts that were not accepted off the computed tokens.
+        The arguments are those of `Staging.sampled` and its result."""
+        self.token_ids.index_put_((rows, positions + 1), token_ids.int())  # those that are not kept do no harm
+        self.num_tokens.index_add_(0, requests["draft_rows"], kept)
+        self.num_computed.index_add_(0, requests["draft_rows"], kept - requests["num_places"])

@@ -26,6 +26,7 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
+from quire.worker.step_seconds import step_seconds
 from quire.worker.warm_up import warm_up
 
 
@@ -96,6 +97,9 @@ class Worker:
             torch.cuda.empty_cache()  # frees the memory of the eager runs that came before each capture
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
+        speculation = config.scheduler.speculation
+        is_adaptive = speculation is not None and speculation.adaptive
+        self.step_seconds = step_seconds(self.runner, most_tokens, group) if is_adaptive else {}
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
         kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)

@@ -52,6 +52,7 @@ FEATURES = [
     "tensor parallelism",
     "structured outputs",
     "thinking budgets",
+    "speculation",
 ]
 
 

@@ -55,6 +55,8 @@ STARTS = [
     "--enable-auto-tool-choice --tool-call-parser hermes",
     "--reasoning-parser deepseek_r1",
     "--no-enable-lora --no-enable-expert-parallel --cpu-offload-gb 0 --api-server-count 1",
+    '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
+    "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
 ]
 NOT_YET = [
     "--tensor-parallel-size 4 --pipeline-parallel-size 2",
@@ -62,8 +64,6 @@ NOT_YET = [
     "-dp 8 -ep",
     "--data-parallel-size 4 --tensor-parallel-size 2",
     "--enable-lora --lora-modules sql-lora=/adapters/sql --max-loras 4 --max-lora-rank 64",
-    '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
-    "--speculative-config.method eagle3 --speculative-config.num_speculative_tokens 3",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",

@@ -30,6 +30,9 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.speculation import Speculation
+from quire.speculative.lengths import DraftLengths
+from quire.speculative.proposer import Text
 from support.kv_specs import HeadBudgetSpec, StateSpec
 
 COMBINES = [
@@ -263,6 +266,12 @@ class WorkerModel:
         edits = step.block_table_edits
         for group, number, index, block in zip(edits.groups, edits.rows, edits.indices, edits.block_ids, strict=True):
             self.tables[group, number, index] = block
+        drafts = step.draft_tokens
+        for number, position, token in zip(drafts.rows, drafts.positions, drafts.token_ids, strict=True):
+            row = self.rows[number]
+            assert position == len(row.tokens), f"a draft of {row} is out of place"
+            row.tokens.append(token)
+            row.nodes.append(self.histories.child(row.nodes[-1], token))
         accesses = [Access(self.rows[number].request_id) for number in step.rows]
         work = [(number, self.rows[number], count) for number, count in zip(step.rows, step.num_tokens, strict=True)]
         for (number, row, count), access in zip(work, accesses, strict=True):
@@ -281,17 +290,30 @@ class WorkerModel:
                     self.memory[block, offset] = (group, row.nodes[position])
                     access.written.add(block)
         sampled: list[list[int]] = []
-        for (number, row, count), access in zip(work, accesses, strict=True):
+        num_drafts = step.num_draft_tokens or [0] * len(step.rows)
+        for (number, row, count), access, places in zip(work, accesses, num_drafts, strict=True):
             for group, model in enumerate(self.groups):
                 access.read |= self.read(step, group, number, model.reads(row.computed, row.computed + count))
             row.computed += count
             sampled.append([])
             if row.computed == len(row.tokens):
-                token = self.sample(row.nodes[-1], int(row.request_id.partition("/")[2]))
-                row.tokens.append(token)
-                row.nodes.append(self.histories.child(row.nodes[-1], token))
-                sampled[-1].append(token)
+                known = len(row.tokens) - places
+                sampled[-1] = self.verified(row, known)
+                del row.tokens[known:], row.nodes[known:]
+                for token in sampled[-1]:
+                    row.tokens.append(token)
+                    row.nodes.append(self.histories.child(row.nodes[-1], token))
+                row.computed = len(row.tokens) - 1
         return sampled, accesses
+
+    def verified(self, row: Row, known: int) -> list[int]:
+        """The drafts behind the first `known` tokens that the model would say, and the token after them."""
+        tokens: list[int] = []
+        for node, draft in zip(row.nodes[known - 1 :], [*row.tokens[known:], -1], strict=True):
+            tokens.append(self.sample(node, int(row.request_id.partition("/")[2])))
+            if tokens[-1] != draft:
+                break
+        return tokens
 
 
 @dataclass
@@ -301,6 +323,10 @@ class InFlight:
     accesses: list[Access]
     refusals: dict[int, str] = field(default_factory=dict)
     was_skipped: bool = False
+
+    @property
+    def num_drafts(self) -> list[int]:
+        return self.step.num_draft_tokens or [0] * len(self.step.rows)
 
     @property
     def output(self) -> ModelRunnerOutput:
@@ -319,6 +345,33 @@ class Setting:
     spare_blocks: int  # beyond what one request of max_model_len needs
     seed: int = 0
     threshold: int = 0  # long_prefill_token_threshold
+    drafts: int = 0  # the most drafts of a request in a step
+    skill: float = 0.5  # the share of drafts that are right
+
+
+class Guesses:
+    """Proposes tokens of which a part is right."""
+
+    def __init__(self, house: House, skill: float) -> None:
+        self.house, self.dice = house, random.Random(skill)
+        self.skill = skill
+
+    def propose(self, texts: Sequence[Text], most: Sequence[int]) -> list[list[int]]:
+        return [self.guess(text, self.dice.randint(0, count)) for text, count in zip(texts, most, strict=True)]
+
+    def guess(self, text: Text, count: int) -> list[int]:
+        node = self.house.histories.root(text.cache_salt)
+        for token in text.token_ids:
+            node = self.house.histories.child(node, token)
+        drafts: list[int] = []
+        for _ in range(count):
+            token = self.house.worker.sample(node, int(text.request_id.partition("/")[2]))
+            drafts.append(token if self.dice.random() < self.skill else self.dice.randrange(9))
+            node = self.house.histories.child(node, drafts[-1])
+        return drafts
+
+    def finish(self, text: Text) -> None:
+        pass
 
 
 class Doors:
@@ -360,7 +413,13 @@ class House:
         least = sum(spec.max_blocks(MAX_MODEL_LEN, budget * setting.depth, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
         doors = Doors()
-        self.scheduler = Scheduler(limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors])
+        can_roll_back = not {"state", "heads"} & set(KV_GROUPS[setting.groups])
+        speculation = None
+        if setting.drafts and can_roll_back:
+            speculation = Speculation(Guesses(self, setting.skill), DraftLengths(setting.drafts))
+        self.scheduler = Scheduler(
+            limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors], speculation=speculation
+        )
         self.doors = doors
         self.pool = self.scheduler.kv.pool
         self.listener = Listener()
@@ -442,11 +501,11 @@ class House:
         leaving = flying_ids - set(names.values())
         for request in scheduler.running:
             truth = self.truths[request.request_id]
-            flying = sum(
-                len(sampled)
+            flying = sum(  # at most
+                1 + num_drafts
                 for other in self.flying
-                for access, sampled in zip(other.accesses, other.sampled, strict=True)
-                if access.request_id == request.request_id
+                for access, sampled, num_drafts in zip(other.accesses, other.sampled, other.num_drafts, strict=True)
+                if access.request_id == request.request_id and sampled
             )
             last = len(truth.tokens) + flying >= len(truth.source.prompt_token_ids) + truth.source.max_tokens
             if request.request_id not in scheduled and not last:
@@ -648,6 +707,8 @@ SETTINGS = st.builds(
     spare_blocks=st.integers(0, 8),
     seed=st.integers(0, 3),
     threshold=st.sampled_from([0, 0, 1, 3, 7, 30]),
+    drafts=st.sampled_from([0, 1, 3, 6]),
+    skill=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
 )
 LENGTHS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 20, 27])
 
@@ -758,6 +819,8 @@ def walk(groups: str, depth: int, seed: int, moves: int = 300) -> House:
             max_num_seqs=dice.randint(2, 6),
             budget=dice.choice([6, 8, 13, 24]),
             spare_blocks=dice.randint(0, 10),
+            drafts=dice.choice([0, 2, 5]),
+            skill=dice.choice([0.3, 0.9]),
             seed=seed,
         )
     )

@@ -238,6 +238,9 @@ class LateKernels(_Late):
 
         return self.stream.launch(run, *logits.shape, dtype=logits.dtype)
 
+    def count_kept(self, *arguments: Any) -> Tensor:
+        return self.stream.launch(lambda: self.real.count_kept(*arguments), len(arguments[-1]) - 1, dtype=torch.int64)
+
     def flat_batch(self, *arguments: Any) -> None:
         """Fills memory that the caller provides."""
         self.stream.queue.append(lambda: self.real.flat_batch(*arguments))
@@ -342,6 +345,7 @@ def watched_scheduler(llm: LLM, depth: int, grammars: GrammarGate | None = None)
     return WatchedScheduler(
         limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching,
         grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
+        speculation=llm.core.scheduler.speculation,
     )  # fmt: skip
 
 

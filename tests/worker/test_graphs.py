@@ -14,7 +14,7 @@ from quire.engine.llm import LLM
 from quire.layers.step_inputs import StepSize
 from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
+from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput, TokenEdits
 from quire.ops.cpu.build import library
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import generate, make_llm, tokens_of
@@ -98,14 +98,17 @@ def test_steps_with_equally_many_drafts_a_row_are_recorded_too(checkpoints):
 
     def run(step_id: int, counts: list[int], drafts: list[int]) -> list[list[int]]:
         """The last tokens of both rows; those before are computed in a step of their own, which has no drafts."""
-        new = [
-            NewRequest(str(row), row, tokens, len(tokens), 0, SamplingParams(temperature=0), 0)
-            for row, tokens in enumerate(text)
-        ]
+        new, guesses = [], TokenEdits()
+        for row, (tokens, count) in enumerate(zip(text, drafts or [0, 0], strict=True)):
+            known = len(tokens) - count
+            new.append(NewRequest(str(row), row, tokens[:known], known, 0, SamplingParams(temperature=0), 0))
+            guesses.rows += [row] * count
+            guesses.positions += range(known, len(tokens))
+            guesses.token_ids += tokens[known:]
         before = [len(tokens) - count for tokens, count in zip(text, counts, strict=True)]
         executor.submit(SchedulerOutput(step_id, new, [0, 1], before, edits))
         executor.sample(step_id).result()
-        executor.submit(SchedulerOutput(step_id + 1, [], [0, 1], counts, num_draft_tokens=drafts))
+        executor.submit(SchedulerOutput(step_id + 1, [], [0, 1], counts, num_draft_tokens=drafts, draft_tokens=guesses))
         return executor.sample(step_id + 1).result().sampled_token_ids
 
     made = [run(step_id, [3, 3], [2, 2]) for step_id in (0, 10, 20)]

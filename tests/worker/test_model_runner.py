@@ -12,8 +12,16 @@ import pytest
 from quire.engine.llm import LLM
 from quire.executor.base import Executor
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import BlockTableEdits, Logprobs, ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from support.engines import make_llm
+from quire.messages.step import (
+    BlockTableEdits,
+    Logprobs,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    TokenEdits,
+    TokenMasks,
+)
+from support.engines import make_llm, runner_of
 from support.late_device import run_late
 
 VOCAB, NEAR = 320, 2e-4
@@ -36,7 +44,10 @@ BAD_WORDS = [[word, other] for word in WORDS for other in WORDS if (word + other
 
 @pytest.fixture(scope="module", params=["raw_logprobs", "processed_logprobs"])
 def llm(request: pytest.FixtureRequest, checkpoints: Any) -> LLM:
-    return make_llm(checkpoints.path("qwen3-mixed-windows-biases"), logprobs_mode=request.param)
+    """Its steps report what was sampled at each place, whatever the draft behind it is."""
+    llm = make_llm(checkpoints.path("qwen3-mixed-windows-biases"), logprobs_mode=request.param)
+    runner_of(llm).staging.kernels.count_kept = lambda *arguments: arguments[-1].diff()
+    return llm
 
 
 def new_request(row: int, tokens: list[int], num_prompt: int, params: SamplingParams) -> NewRequest:
@@ -52,6 +63,7 @@ class Driver:
     def __init__(self, llm: LLM, executor: Executor) -> None:
         runner: Any = executor.runner
         self.executor, self.steps = executor, 0
+        self.known: dict[int, int] = {}  # tokens by row
         groups, _, blocks = runner.batch.block_tables.shape
         self.blocks = [(group, index) for group in range(groups) for index in range(-(-48 // runner.batch.block_size))]
         assert blocks >= 3
@@ -61,10 +73,15 @@ class Driver:
         rows: list[int],
         num_tokens: list[int],
         new: list[NewRequest],
-        drafts: list[int] | None = None,
+        drafts: list[list[int]] | None = None,
         masks: TokenMasks | None = None,
     ) -> ModelRunnerOutput:
-        edits = BlockTableEdits()
+        edits, guesses = BlockTableEdits(), TokenEdits()
+        self.known |= {request.row: len(request.token_ids) for request in new}
+        for row, tokens in zip(rows, drafts or [], strict=False):
+            guesses.rows += [row] * len(tokens)
+            guesses.positions += range(self.known[row], self.known[row] + len(tokens))
+            guesses.token_ids += tokens
         for request in new:
             for number, (group, index) in enumerate(self.blocks):
                 edits.groups.append(group)
@@ -72,9 +89,15 @@ class Driver:
                 edits.indices.append(index)
                 edits.block_ids.append(1 + request.row * len(self.blocks) + number)
         self.steps += 1
-        step = SchedulerOutput(10_000 + self.steps, new, rows, num_tokens, edits, num_draft_tokens=drafts or [])
+        step = SchedulerOutput(
+            10_000 + self.steps, new, rows, num_tokens, edits, draft_tokens=guesses,
+            num_draft_tokens=[len(tokens) for tokens in drafts or []],
+        )  # fmt: skip
         self.executor.submit(step)
-        return self.executor.sample(step.step_id, masks).result()
+        output = self.executor.sample(step.step_id, masks).result()
+        for row, sampled in zip(rows, output.sampled_token_ids, strict=True):
+            self.known[row] += len(sampled)
+        return output
 
 
 def executors(llm: LLM) -> list[Executor]:
@@ -108,7 +131,8 @@ def test_each_place_of_a_row_says_what_its_text_says_alone(llm):
         for drafts in ([3] * len(KINDS), [row % 4 for row in rows], [0, 5, 0, 5, 0, 5, 4, 0, 1]):
             known = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
             chunk = new_request(len(KINDS), [draw.choice(WORDS) for _ in range(30)], 30, GREEDY)
-            new = [new_request(row, known[row], len(prompts[row]), KINDS[row]) for row in rows]
+            ends = [len(known[row]) - drafts[row] for row in rows]
+            new = [new_request(row, known[row][: ends[row]], len(prompts[row]), KINDS[row]) for row in rows]
             # What comes before the places is computed in a step of its own, where there is anything.
             before = [len(known[row]) - drafts[row] - 1 if row % 2 else 0 for row in rows]
             first = [row for row in rows if before[row]]
@@ -116,7 +140,8 @@ def test_each_place_of_a_row_says_what_its_text_says_alone(llm):
             step = [*rows[:4], chunk.row, *rows[4:]]
             counts = [5 if row == chunk.row else len(known[row]) - before[row] for row in step]
             late = [request for request in new if request.row not in first]
-            output = driver.run(step, counts, late, [0 if row == chunk.row else drafts[row] for row in step])
+            guesses = [[] if row == chunk.row else known[row][ends[row] :] for row in step]
+            output = driver.run(step, counts, late, guesses)
             assert output.sampled_token_ids[4] == []
             for index, row in enumerate(step):
                 if row == chunk.row:
@@ -141,7 +166,7 @@ def test_the_places_are_not_all_alike(llm):
     text = [5, 6, 7, 8, 5, 6, 5, 9, 10, 6]
     made = []
     for row, params in enumerate(KINDS):
-        output = driver.run([row], [len(text)], [new_request(row, text, 3, params)], [6])
+        output = driver.run([row], [len(text)], [new_request(row, text[:-6], 3, params)], [text[-6:]])
         made.append(output.sampled_token_ids[0])
     assert len({tuple(sampled) for sampled in made}) >= 6
     assert not {11, 12} & set(made[5][:3]), "min_tokens holds them down"
@@ -149,11 +174,12 @@ def test_the_places_are_not_all_alike(llm):
 
 
 def test_a_row_with_drafts_goes_on_behind_them(llm):
-    """As long as nothing decides which drafts are accepted, all are: what is sampled behind the last one comes next."""
+    """If all drafts are kept, what is sampled behind the last one comes next."""
     text = list(accumulate([7, *([1] * 20)]))
     for executor in executors(llm):
         driver = Driver(llm, executor)
-        [drafted] = driver.run([0], [len(text)], [new_request(0, text, 9, GREEDY)], [3]).sampled_token_ids
+        new = [new_request(0, text[:-3], 9, GREEDY)]
+        [drafted] = driver.run([0], [len(text)], new, [text[-3:]]).sampled_token_ids
         [after] = driver.run([0], [1], []).sampled_token_ids
         [plain] = driver.run([1], [len(text)], [new_request(1, text, 9, GREEDY)]).sampled_token_ids
         assert plain == drafted[-1:]
@@ -167,8 +193,9 @@ def test_a_mask_holds_at_its_own_place_of_a_row(llm):
         driver = Driver(llm, executor)
 
         def run(driver: Driver = driver, masks: TokenMasks | None = None) -> list[int]:
-            new = [new_request(row, text, 3, KINDS[[3, 1, 4][row]]) for row in rows]
-            output = driver.run(rows, [len(text)] * 3, new, [2, 0, 3], masks)
+            ends = [8, 10, 7]
+            new = [new_request(row, text[: ends[row]], 3, KINDS[[3, 1, 4][row]]) for row in rows]
+            output = driver.run(rows, [len(text)] * 3, new, [text[end:] for end in ends], masks)
             return [token for sampled in output.sampled_token_ids for token in sampled]
 
         free = run()

@@ -1,0 +1,1 @@
+"""Speculation: guesses of the tokens that follow a text, which the model then verifies."""

@@ -1,0 +1,53 @@
+"""A server that speculates says what an engine without speculation says, also when its core is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+
+from quire import LLM, SamplingParams
+from support.server_process import Server
+
+COMBINES = ["speculation × replay after a crash, seeded sampling"]
+
+PROMPTS = [f"Tom has a {name}. The {name} likes Tom. Tom likes the" for name in ("cat", "dog", "bird", "fish")]
+SPECULATION = '{"method": "suffix", "num_speculative_tokens": 6, "adaptive": false}'
+OPTIONS = ["--dtype", "float32", "--speculative-config", SPECULATION, "--served-model-name", "small"]
+
+
+def drawing(number: int) -> dict[str, float | int]:
+    return {"temperature": 0} if number % 2 else {"temperature": 0.7, "seed": number}
+
+
+async def streams(server: Server, lose_the_core: bool) -> list[str]:
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    begun = asyncio.Semaphore(0)
+
+    async def stream(number: int) -> str:
+        text = ""
+        async for chunk in await client.completions.create(
+            model="small", prompt=PROMPTS[number], stream=True, max_tokens=120, extra_body={"ignore_eos": True},
+            **drawing(number),
+        ):  # fmt: skip
+            begun.release()
+            text += chunk.choices[0].text
+        return text
+
+    tasks = [asyncio.create_task(stream(number)) for number in range(len(PROMPTS))]
+    if lose_the_core:
+        await begun.acquire()
+        server.core.kill()
+    return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+
+def test_streams_say_the_same_with_speculation_and_after_a_lost_core():
+    params = [SamplingParams(max_tokens=120, ignore_eos=True, **drawing(number)) for number in range(len(PROMPTS))]
+    expected = [output.outputs[0].text for output in LLM(dtype="float32").generate(PROMPTS, params, use_tqdm=False)]
+    with Server(*OPTIONS) as server:
+        assert asyncio.run(streams(server, lose_the_core=False)) == expected
+        drafted = server.metric("spec_decode_num_draft_tokens_total")
+        accepted = server.metric("spec_decode_num_accepted_tokens_total")
+        assert 0 < accepted <= drafted
+        assert asyncio.run(streams(server, lose_the_core=True)) == expected
+        server.wait_until_idle()

@@ -1,0 +1,143 @@
+"""Speculation never changes an answer: whatever is proposed, requests say what they say without it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import SamplingParams
+from quire.messages.structured_outputs import StructuredOutputsParams
+from support.checkpoints import Checkpoints
+from support.engines import GREEDY, generate, make_llm, tokens_of
+from support.late_device import run_late
+from support.proposers import PROPOSERS, Perfect, speculate
+from support.reference import References
+
+COMBINES = [
+    "speculation × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, logprobs,"
+    " stop strings, n > 1, structured outputs, penalties and token rules"
+]
+
+VARIANTS = ["llama", "qwen3-mixed-windows-biases"]
+TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
+
+each_proposer = pytest.mark.parametrize("proposer", PROPOSERS)
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def said(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (c.token_ids, c.text, c.finish_reason, c.stop_reason, _rounded(c.logprobs))
+        for output in outputs
+        for c in output.outputs
+    ]
+
+
+def _rounded(logprobs: Any) -> Any:
+    """Likely tokens by place. Values are compared to three digits, since sums of other lengths round differently."""
+    return logprobs and [{token: round(lp.logprob, 3) for token, lp in place.items()} for place in logprobs]
+
+
+def requests(count: int) -> list[SamplingParams]:
+    """Requests of many kinds. Those that are random have a seed."""
+    draw = random.Random(5)
+    temperatures = [draw.choice([0, 0, 0.6, 1.2]) for _ in range(count)]
+    return [
+        SamplingParams(
+            temperature=temperatures[i], top_p=draw.choice([1, 0.9]), top_k=draw.choice([0, 20]),
+            min_p=draw.choice([0, 0.05]), seed=i, max_tokens=draw.randint(1, 60), min_tokens=draw.choice([0, 1]),
+            stop_token_ids=draw.sample(range(4, 300), draw.choice([0, 3])), ignore_eos=draw.random() < 0.5,
+            logprobs=draw.choice([None, 2]), repetition_penalty=draw.choice([1, 1.3]),
+            n=draw.choice([1, 2]) if temperatures[i] else 1,
+            presence_penalty=draw.choice([0, 0.5]), logit_bias=draw.choice([None, {7: 3.0}]),
+            bad_words=draw.choice([[], ["the"]]),
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def plain(request: pytest.FixtureRequest, checkpoints: Checkpoints, references: References) -> tuple[Any, ...]:
+    """A variant, prompts, parameters, and what is said without speculation. Perfect proposers know it."""
+    prompts = [continuation.prompt for continuation in references.continuations(request.param)[:20]]
+    params = requests(len(prompts))
+    return request.param, prompts, params, generate(make_llm(checkpoints.path(request.param)), prompts, params)
+
+
+@each_proposer
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+def test_requests_of_all_kinds_say_the_same(checkpoints: Checkpoints, plain, proposer, options):
+    variant, prompts, params, expected = plain
+    Perfect.learn(expected)
+    llm = make_llm(checkpoints.path(variant), speculative_config=speculate(proposer), **options)
+    assert said(generate(llm, prompts, params)) == said(expected)
+    stats = llm.core.stats.speculation
+    assert stats is not None
+    assert stats.draft_tokens > 0
+    if proposer == "Perfect":
+        assert stats.accepted_tokens > 0.8 * stats.draft_tokens
+    assert sum(stats.accepted_at) == stats.accepted_tokens
+
+
+@each_proposer
+@each_variant
+def test_a_device_that_works_late_says_the_same(checkpoints: Checkpoints, references, variant, proposer):
+    prompts = [continuation.prompt for continuation in references.continuations(variant)[:8]]
+    expected = generate(make_llm(checkpoints.path(variant)), prompts)
+    Perfect.learn(expected)
+    llm = make_llm(checkpoints.path(variant), speculative_config=speculate(proposer))
+    run_late(llm, 1)
+    assert tokens_of(generate(llm, prompts)) == tokens_of(expected)
+    assert llm.core.stats.speculation.draft_tokens
+
+
+@each_proposer
+def test_stop_strings_within_accepted_drafts_end_the_answer(checkpoints: Checkpoints, references, proposer):
+    prompts = [continuation.prompt for continuation in references.continuations("llama")[:8]]
+    expected = generate(make_llm(checkpoints.path("llama")), prompts)
+    Perfect.learn(expected)
+    stops = [output.outputs[0].text[9 + i : 12 + i] for i, output in enumerate(expected)]
+    params = [GREEDY.clone(stop=stop) for stop in stops]
+    llm = make_llm(checkpoints.path("llama"), speculative_config=speculate(proposer))
+    for output, before, stop in zip(generate(llm, prompts, params), expected, stops, strict=True):
+        assert output.outputs[0].text == before.outputs[0].text[: before.outputs[0].text.index(stop)]
+        assert output.outputs[0].stop_reason == stop
+
+
+@each_proposer
+def test_drafts_keep_to_the_grammar(checkpoints: Checkpoints, proposer):
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "colours": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 5},
+        },
+        "required": ["name", "colours"],
+        "additionalProperties": False,
+    }
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 2), seed=i, max_tokens=60, logprobs=2 if i == 3 else None,
+            structured_outputs=StructuredOutputsParams(json=schema) if i % 3 else None,
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    prompts = [[5 + i, 9, 40, 7] for i in range(8)]
+    expected = generate(make_llm(checkpoints.path("llama")), prompts, params)
+    Perfect.learn(expected)
+    llm = make_llm(checkpoints.path("llama"), speculative_config=speculate(proposer))
+    assert said(generate(llm, prompts, params)) == said(expected)
+
+
+def test_a_single_stream_takes_fewer_steps(checkpoints: Checkpoints):
+    expected = generate(make_llm(checkpoints.path("llama")), [[5, 6, 7]])
+    Perfect.learn(expected)
+    llm = make_llm(checkpoints.path("llama"), speculative_config=speculate("Perfect", 7))
+    generate(llm, [[5, 6, 7]])
+    stats = llm.core.stats.speculation
+    assert stats is not None
+    assert stats.accepted_tokens == stats.draft_tokens
+    assert stats.accepted_at[0] == stats.drafts

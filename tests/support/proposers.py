@@ -1,0 +1,85 @@
+"""Proposers for tests: what they propose is right, random, or as harmful as it can be.
+
+make_llm(path, speculative_config=speculate("Perfect"))
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from quire.messages.outputs import RequestOutput
+from quire.options.speculative import SpeculativeOptions
+from quire.speculative.proposer import Text
+
+PROPOSERS = ("Perfect", "Random", "Adversarial", "Mixed", "ngram", "suffix")
+
+
+def speculate(name: str, most: int = 4) -> dict[str, Any]:
+    """The option speculative_config, for one of PROPOSERS. It is not adaptive: these models are too small to gain."""
+    options = {"num_speculative_tokens": most, "adaptive": False}
+    if name == "ngram":
+        return {"method": "ngram", **options, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if name == "suffix":
+        return {"method": "suffix", **options}
+    return {"method": "custom_class", **options, "model": f"support.proposers.{name}"}
+
+
+class Perfect:
+    """Proposes what was said without speculation, once `learn` has been told of it."""
+
+    answers: ClassVar[dict[tuple[int, ...], list[list[int]]]] = {}  # by prompt
+
+    @classmethod
+    def learn(cls, outputs: Sequence[RequestOutput]) -> None:
+        cls.answers.clear()
+        for output in outputs:
+            said = cls.answers.setdefault(tuple(output.prompt_token_ids or []), [])
+            said.extend(list(completion.token_ids) for completion in output.outputs)
+
+    def __init__(self, options: SpeculativeOptions) -> None:
+        self.dice = random.Random(options.num_speculative_tokens)
+
+    def propose(self, texts: Sequence[Text], most: Sequence[int]) -> list[list[int]]:
+        return [self.guess(text, count) for text, count in zip(texts, most, strict=True)]
+
+    def guess(self, text: Text, count: int) -> list[int]:
+        prompt, output = text.token_ids[: text.num_prompt_tokens], text.token_ids[text.num_prompt_tokens :]
+        for answer in self.answers.get(tuple(prompt), []):
+            if answer[: len(output)] == output:
+                return answer[len(output) : len(output) + count]
+        return []
+
+    def finish(self, text: Text) -> None:
+        pass
+
+
+class Random(Perfect):
+    """Proposes any tokens."""
+
+    def guess(self, text: Text, count: int) -> list[int]:
+        return [self.dice.randrange(256) for _ in range(self.dice.randint(0, count))]
+
+
+class Adversarial(Perfect):
+    """Proposes ends of the text, tokens that are right in the wrong place, and a wrong one after right ones."""
+
+    def guess(self, text: Text, count: int) -> list[int]:
+        right = super().guess(text, count) or [3] * count
+        kind = self.dice.randrange(4)
+        if kind == 0:
+            return [0, 1, 2, 3, 4, 5, 6, 7][:count]  # among them end-of-sequence
+        if kind == 1:
+            return right[1:] + right[:1]
+        if kind == 2:
+            return [*right[:-1], (right[-1] + 1) % 256]
+        return [text.token_ids[-1]] * count
+
+
+class Mixed(Perfect):
+    """Right tokens, with a wrong one here and there."""
+
+    def guess(self, text: Text, count: int) -> list[int]:
+        right = super().guess(text, count)
+        return [token if self.dice.random() < 0.8 else self.dice.randrange(256) for token in right]
