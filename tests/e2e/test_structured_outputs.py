@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from decimal import Decimal
 
 import jsonschema
 import pytest
@@ -159,6 +160,14 @@ def without_dialect(schema: dict | bool) -> dict | bool:
     return schema if isinstance(schema, bool) else {name: schema[name] for name in schema if name not in names}
 
 
+def is_valid(schema: dict | bool, text: str) -> bool:
+    """Numbers are also read as decimals, since jsonschema divides floats to check multipleOf, which rounds."""
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)) or (
+        jsonschema.Draft202012Validator(exact).is_valid(json.loads(text, parse_float=Decimal))
+    )
+
+
 @pytest.mark.slow
 def test_documents_of_the_official_suite_that_end_are_valid(large_llm, tmp_path):
     """At least 90 % of the documents end within 256 tokens, for every fourth schema.
@@ -186,5 +195,5 @@ def test_documents_of_the_official_suite_that_end_are_valid(large_llm, tmp_path)
         (case, output.text) for case, output in zip(accepted, outputs, strict=True) if output.finish_reason == "stop"
     ]
     for case, text in ended:
-        assert jsonschema.Draft202012Validator(case.schema).is_valid(json.loads(text)), (case, text)
+        assert is_valid(case.schema, text), (case, text)
     assert len(ended) >= 0.9 * len(accepted)
