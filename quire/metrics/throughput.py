@@ -2,7 +2,7 @@
 
 import time
 
-from quire.messages.engine import CoreStats
+from quire.messages.engine import CoreStats, SpeculationStats
 from quire.metrics.logging import logger
 
 LOG_SECONDS = 10.0
@@ -16,6 +16,7 @@ class ThroughputLog:
 
     def __init__(self) -> None:
         self._working_since: float | None = None
+        self._logged = SpeculationStats()  # up to the last line
         self._reset(0.0)
 
     def _reset(self, now: float) -> None:
@@ -48,10 +49,20 @@ class ThroughputLog:
         found = f"{100 * self._hits / self._queries:.1f} %" if self._queries else "none looked up"
         logger.info(
             "Running %d, waiting %d; computed %.1f prompt tokens/s, generated %.1f tokens/s in %.1f s of work; "
-            "KV cache %.1f %% in use, prefix cache hits %s",
+            "KV cache %.1f %% in use, prefix cache hits %s%s",
             stats.num_running, stats.num_waiting, self._prompt_tokens / seconds, self._generated / seconds, seconds,
-            100 * stats.kv_cache_usage, found,
+            100 * stats.kv_cache_usage, found, self._speculation(stats),
         )  # fmt: skip
         self._reset(now)
         if self._working_since is not None:
             self._working_since = now
+
+    def _speculation(self, stats: CoreStats) -> str:
+        """What the line says of drafts; nothing if there were none."""
+        now, before = stats.speculation or SpeculationStats(), self._logged
+        self._logged = now
+        drafts, drafted = now.drafts - before.drafts, now.draft_tokens - before.draft_tokens
+        if drafts <= 0:  # a new core counts from zero
+            return ""
+        accepted = now.accepted_tokens - before.accepted_tokens
+        return f"; drafts accepted {100 * accepted / drafted:.0f} %, {1 + accepted / drafts:.1f} tokens a verification"

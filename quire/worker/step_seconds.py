@@ -9,7 +9,7 @@ from quire.parallel.mesh import Communicator
 from quire.worker.model_runner import ModelRunner
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_RUNS = 3
+_RUNS = 4
 _SATURATED = 0.9  # a step of twice as many tokens takes at least this share of twice the time
 _SECONDS = 3.0  # measure no larger sizes after this time
 
@@ -17,13 +17,14 @@ _SECONDS = 3.0  # measure no larger sizes after this time
 @torch.inference_mode()
 def step_seconds(runner: ModelRunner, most_tokens: int, group: Communicator) -> dict[int, float]:
     """The time of dummy steps, forward and logits, in seconds. Larger steps take as long in proportion to the last."""
-    began, measured = time.perf_counter(), {}
+    began, measured, longest = time.perf_counter(), {}, 0.0
     most_requests = len(runner.batch.num_tokens)
     for tokens in _SIZES:
         if tokens > most_tokens:
             break
         size = StepSize(tokens, tokens, 1) if tokens <= most_requests else StepSize(tokens, most_requests)
-        measured[tokens] = min(_seconds(runner, size, tokens) for _ in range(_RUNS))
+        # What takes less time than fewer tokens was disturbed less.
+        longest = measured[tokens] = max(longest, min(_seconds(runner, size, tokens) for _ in range(_RUNS)))
         half = measured.get(tokens // 2)
         is_saturated = half is not None and measured[tokens] >= 2 * _SATURATED * half
         if group.minimum(int(not is_saturated and time.perf_counter() - began < _SECONDS)) == 0:

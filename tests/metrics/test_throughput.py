@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from quire.messages.engine import CoreStats
+from quire.messages.engine import CoreStats, SpeculationStats
 from quire.metrics import throughput
 from quire.metrics.throughput import LOG_SECONDS, ThroughputLog
 from support.clock import Clock
@@ -65,3 +65,15 @@ def test_idle_time_before_the_first_request_does_not_count(clock: Clock, lines: 
     clock.now += LOG_SECONDS
     log.step(CoreStats(), 0, 10, 0, 0)
     assert "generated 1.0 tokens/s in 11.0 s" in lines[0]
+
+
+def test_a_line_says_how_many_drafts_were_accepted_since_the_one_before(clock: Clock, lines: list[str]):
+    log = ThroughputLog()
+    log.begin_work()
+    for stats in (SpeculationStats(100, 400, 300), SpeculationStats(110, 420, 305), None, SpeculationStats(5, 10, 10)):
+        clock.now += LOG_SECONDS
+        log.step(CoreStats(speculation=stats), 0, 50, 0, 0)
+    assert lines[0].endswith("; drafts accepted 75 %, 4.0 tokens a verification")
+    assert lines[1].endswith("; drafts accepted 25 %, 1.5 tokens a verification")
+    assert lines[2].endswith("none looked up")
+    assert lines[3].endswith("; drafts accepted 100 %, 3.0 tokens a verification")

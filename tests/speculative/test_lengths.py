@@ -43,8 +43,3 @@ def test_requests_whose_drafts_fail_get_fewer_and_later_another_chance():
     for _ in range(200):
         request.recover()
     assert lengths(1, request) > 0
-
-
-def test_a_measurement_that_is_too_short_is_not_believed():
-    noisy = DraftLengths(3, {1: 1.0, 2: 3.0, 4: 0.5, 8: 4.0})
-    assert noisy.seconds(4) == 3.0
