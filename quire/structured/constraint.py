@@ -39,14 +39,19 @@ class Constraint:
     def fork(self) -> "Constraint":
         """A copy, to follow a text that may turn out otherwise."""
         other = copy(self)  # its lists are never changed in place
-        other.matcher = None if self.matcher is None else self.matcher.fork()
+        try:
+            other.matcher = None if self.matcher is None else self.matcher.fork()
+        except Exception as reason:
+            other.fail(error_text(reason))
         return other
 
     def advance(self, token_id: int) -> None:
         """Add a token to the output: one that was drawn, forced, or is replayed."""
         try:
             self._advance(token_id)
-        except Exception as reason:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as reason:  # a library's panic is no Exception
             self.fail(error_text(reason))
 
     def _advance(self, token_id: int) -> None:

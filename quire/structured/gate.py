@@ -69,14 +69,25 @@ class GrammarGate:
         return compilation.grammar is not None
 
     def constraint(self, request: EngineCoreRequest) -> Constraint | None:
-        """The constraint of a request that has passed the gate, at the beginning of its output. None if it has none."""
+        """The constraint of a request that has passed the gate, at the beginning of its output. None if it has none.
+
+        If the back end raises an exception, the constraint has failed, which ends the request.
+        """
         params = request.sampling_params
         if params is None or params.structured_outputs is None:
             return None if request.thinking is None else Constraint(None, request.thinking)
-        backend, eos_token_ids = self._load()
-        # It may have left the cache in the meantime.
-        grammar = self._compilation(params.structured_outputs).grammar or backend.compile(params.structured_outputs)
-        return Constraint(grammar.matcher(), request.thinking, eos_token_ids)
+        try:
+            backend, eos_token_ids = self._load()
+            # It may have left the cache in the meantime.
+            grammar = self._compilation(params.structured_outputs).grammar or backend.compile(params.structured_outputs)
+            return Constraint(grammar.matcher(), request.thinking, eos_token_ids)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as reason:  # a library's panic is no Exception
+            logger.exception("The constraint of request %s could not be made", request.request_id)
+            constraint = Constraint(None, request.thinking)
+            constraint.fail(f"the constraint could not be made: {error_text(reason)}")
+            return constraint
 
     def fill(self, constraints: Sequence[Constraint], bits: "np.ndarray") -> None:
         """Write which tokens may follow, for each active constraint one row of bits.

@@ -21,6 +21,8 @@ class Word:
         self.word = word
 
     def matcher(self) -> "Word":
+        if self.word == "fragile":
+            raise BaseException("the library is broken")
         return Word(self.word)
 
     def accept(self, token_id: int) -> bool:
@@ -151,3 +153,12 @@ def test_masks_are_filled_by_the_back_end_or_have_the_forced_token_alone(subject
         subject.fill(constraints, bits)
         allowed = [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() for row in bits]
         assert allowed == [[ord("w")] if constraint is open_ else [2] for constraint in constraints]
+
+
+def test_a_constraint_that_cannot_be_made_has_failed(subject):
+    assert not subject.ready(request("fragile"))
+    assert subject.woken.acquire(timeout=30)
+    assert subject.ready(request("fragile"))
+    constraint = subject.constraint(request("fragile"))
+    assert constraint.error == "the constraint could not be made: BaseException: the library is broken"
+    assert not constraint.is_active
