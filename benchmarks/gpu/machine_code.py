@@ -12,7 +12,10 @@ same lines of source. For AMD's cards the assembler text is read.
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import math
+import os
 import re
 import subprocess
 import tempfile
@@ -22,6 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import platformdirs
 
 from quire.gpu.cards import Card
 
@@ -173,6 +178,20 @@ def _program(name: str) -> str:
 
 
 def _disassembled(cubin: bytes) -> str:
+    """The assembler text of a kernel. It is kept in a cache folder, since many cases share kernels."""
+    folder = platformdirs.user_cache_path("quire") / "benchmarks" / "disassembled"
+    kept = folder / f"{hashlib.sha256(cubin).hexdigest()}.gz"
+    if kept.exists():
+        return gzip.decompress(kept.read_bytes()).decode()
+    text = _disassemble(cubin)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = kept.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(gzip.compress(text.encode(), 1))
+    temporary.replace(kept)
+    return text
+
+
+def _disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

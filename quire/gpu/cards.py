@@ -43,10 +43,10 @@ class Card:
 
     def most_registers(self, warps: int, programs: int) -> dict[str, int]:
         """The option of a launch of a Triton kernel that limits the registers of a thread, so that so many programs of
-        so many warps run on a processor at once. Empty if that is no limit, and on AMD's cards, whose compiler has no
-        such option."""
+        so many warps run on a processor at once. Without it, ptxas may take fewer, so that more programs run, although
+        values do not fit then. Empty on AMD's cards, whose compiler has no such option."""
         most = self.registers // (self.warp_size * warps * programs) // 8 * 8
-        return {"maxnreg": most} if self.backend == "cuda" and most < 248 else {}
+        return {"maxnreg": min(most, 255)} if self.backend == "cuda" else {}
 
 
 _KIB, _GIB = 2**10, 2**30

@@ -466,6 +466,7 @@ def _launch(
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins % per_word == 0,
         is_native, has_ptx and dtype is not torch.float32, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        **(card.most_registers(tile.warps, programs=1) if offsets is not None else {}),
     )  # fmt: skip
     if splits > 1:
         _total[(triton.cdiv(out.numel(), 512),)](
