@@ -98,6 +98,13 @@ class TritonAttention(PreparingBackend):
         good = (n for n in range(fewest, min(fewest + 8, most + 1)) if shares[n - 1] >= _BUSY)
         return next(good, fewest)
 
+    def _registers(self, tile: Tile) -> dict[str, int]:
+        """The option that limits registers. Prompts get it only where products leave their results in tensor memory:
+        elsewhere, ptxas spills if it may take all registers."""
+        if tile.rows < 32:
+            return self._card.most_registers(tile.warps, self._tiles.programs)
+        return self._card.most_registers(tile.warps, 1) if self._card.capability == 100 else {}
+
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         s, slots = self.shape, plan.layout.slot_mapping
         k, v = _dense(k), k if v is None else _dense(v)
@@ -154,7 +161,7 @@ class TritonAttention(PreparingBackend):
             self._cell, self._card.has_float8, sinks is not None, soft_cap is not None, window is not None, tile.rows,
             plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), num_warps=tile.warps,
             num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant,
-            **self._card.most_registers(tile.warps, self._tiles.programs if tile.rows < 32 else 1),
+            **self._registers(tile),
         )  # fmt: skip
         if plan.splits > 1:
             merge_kernel[(tokens * heads,)](
