@@ -213,11 +213,15 @@ class InputBatch:
     def fill(self, flat: FlatBatch, tokens: Ints, kept: Ints | None = None) -> None:
         """Store the tokens [places] that were sampled at the step's places. kept: [requests], how many of each
         request's tokens become part of its text, as the op count_kept says; None for all."""
+        if kept is None:  # then a row has at most one place
+            rows = flat.place_rows
+            self.token_ids[rows, self.num_tokens[rows] - self.num_unread[rows]] = tokens
+            self.num_unread[rows] -= 1
+            return
         rows, places = flat.rows, flat.num_places
         start = self.num_tokens[rows] - self.num_unread[rows]
         self.num_unread[rows] -= places
-        if kept is not None:
-            self.num_tokens[rows] -= places - kept
-            self.num_computed[rows] -= places - kept
+        self.num_tokens[rows] -= places - kept
+        self.num_computed[rows] -= places - kept
         offsets = np.repeat(start - flat.place_start_loc[:-1], places) + np.arange(len(tokens))
         self.token_ids[flat.place_rows, offsets] = tokens
