@@ -19,6 +19,7 @@ from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
 from quire.attention.reference import ReferenceAttention
 from quire.attention.selection import BACKENDS
 from quire.ops import OPS, Target
+from quire.ops.reference.drafts import draft_seeds
 from quire.ops.reference.quantized import QuantizedMatrix, quantize
 from quire.worker.kv_memory import KVMemory
 
@@ -138,6 +139,21 @@ def _draws(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tupl
             yield torch.randn(rows, vocab, device=device), seeds, torch.randint(0, 5000, (rows,), device=device)
 
 
+def _verified(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    for p, seeds, positions in _draws(device, torch.float32, big):
+        q = (p + torch.randn_like(p)).to(dtype)
+        yield p, q, OPS["sample_gumbel"].reference(q.float(), draft_seeds(seeds), positions), seeds, positions
+
+
+def _counted(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
+    token_ids = torch.randint(0, 2, (300, 500), dtype=torch.int32, device=device)
+    for requests, places in ((1, 9), (7, 2), (256, 4)):
+        rows = torch.arange(requests, device=device).repeat_interleave(places)
+        positions = torch.arange(requests * places, device=device) % places + 20
+        sampled = torch.randint(0, 2, (len(rows),), device=device)
+        yield token_ids, rows, positions, sampled, torch.arange(requests + 1, device=device) * places
+
+
 def _kept(device: torch.device, dtype: torch.dtype, big: bool) -> Iterator[tuple[Any, ...]]:
     if dtype is torch.float32:
         for rows, vocab in ((5, 100), (9, 5001)) + ((64, VOCAB),) * big:
@@ -159,6 +175,8 @@ CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[tuple[Any,
     "grouped_quantized_linear": _quantized_experts,
     "sample_gumbel": _draws,
     "keep_top_k_top_p": _kept,
+    "accept_or_resample": _verified,
+    "count_kept": _counted,
 }
 
 

@@ -167,10 +167,15 @@ class SchedulerConfig:
     )
     speculative_config: dict[str, Any] = option(
         {},
-        "how the next tokens are guessed, to be verified by the model: method (ngram, suffix, or custom_class with the "
-        "class's import path as model), num_speculative_tokens, and options of the method; see docs/speculation.md",
+        "how the next tokens are guessed, to be verified by the model: method (such as ngram, suffix, draft_model, "
+        "eagle3 or mtp), model (of the drafter), num_speculative_tokens, and more; see docs/speculation.md",
         json=True,
         flags=("-sc",),
+    )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = option(
+        "none",
+        "what each answer of the server says about its drafts: nothing unless the request asks, a summary, or each "
+        "verification too",
     )
     stream_interval: int = option(
         1, "number of tokens per streamed output; the first and the last output of a request are never delayed"

@@ -21,6 +21,7 @@ import torch
 import support.triton_kernels  # first: it says how triton is imported
 from support.checkpoints import ALL_VARIANTS, Checkpoints
 from support.reference import References
+from support.speculation import CHOICES, Everywhere
 
 torch.set_num_threads(1)
 interpreter = support.triton_kernels.interpreter
@@ -28,10 +29,15 @@ interpreter = support.triton_kernels.interpreter
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write the documents that tests produce, don't compare them")
+    parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "family(name): tests of a family of models")
+    config.addinivalue_line("markers", "texts: compares what engines say; runs with drafts, too, by --speculate")
+    config.addinivalue_line("markers", "plain(reason): though marked texts, it cannot run with drafts")
+    if name := config.getoption("--speculate"):
+        config.pluginmanager.register(Everywhere(name))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -47,12 +53,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_handlers() -> Iterator[None]:
-    """A command that a test runs sends the log to standard error as it is then; it would be closed in later tests."""
-    logger = logging.getLogger("quire")
-    before, propagate = list(logger.handlers), logger.propagate
+def _log_unconfigured() -> Iterator[None]:
+    """A command that a test or a fixture runs configures the log for its process. Every test starts and ends without.
+
+    Its handler would write to a standard error that is closed in later tests, and its level would hide their records.
+    """
+    _forget_log()
     yield
-    logger.handlers[:], logger.propagate = before, propagate
+    _forget_log()
+
+
+def _forget_log() -> None:
+    logger = logging.getLogger("quire")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

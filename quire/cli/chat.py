@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.config import EngineConfig
     from quire.engine.frontend import Frontend
     from quire.engine.llm import LLM  # imports torch
-    from quire.loading.hub import model_directory
+    from quire.models.heads.resolve import with_files
 
     config = EngineConfig.create(model=arguments.model, **options)
-    frontend = Frontend(config, model_directory(config.model), in_process=True)
+    frontend = Frontend(*with_files(config), in_process=True)
     if not frontend.has_chat_template:
         raise ValueError(
             "this model has no chat template, so it cannot hold a conversation; give it one with --chat-template FILE, "

@@ -125,14 +125,13 @@ def compile_for_gpu(
             "of the machine with the GPU, for example with: pip install triton==3.6.0"
         ) from error
     from quire.gpu.stand_in import stand_in
-    from quire.loading.hub import model_directory
     from quire.models.description import describe
+    from quire.models.heads.resolve import with_files
     from quire.parallel.mesh import Communicator, Mesh
 
     started, card = time.perf_counter(), _card(target)
     chosen = {**options, "device": "cuda", "load_format": "dummy", "cpu_isa": "native"}
-    config = EngineConfig.create(model=model, **chosen)
-    directory = model_directory(config.model)
+    config, directory = with_files(EngineConfig.create(model=model, **chosen))
     max_model_len = describe(directory, config.model).max_model_len
     logger.info("Compiling for %s (%s) with Triton %s", target, card.name, triton.__version__)
     with stand_in(card) as device:

@@ -71,14 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, source: Path, target: Path) -> None:
     from quire.engine.core_client import CoreClient
-    from quire.loading.hub import model_directory
+    from quire.models.heads.resolve import with_files
     from quire.server.batch_files import BatchFiles
 
     files = BatchFiles(source, target, config.max_body_bytes)
     try:
         if files.num_unanswered:
             engine_config = EngineConfig.create(model=model, **options)
-            core = CoreClient(engine_config, model_directory(engine_config.model))
+            core = CoreClient(*with_files(engine_config))
             try:
                 # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
                 from quire.server.batch import run

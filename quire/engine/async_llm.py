@@ -12,13 +12,13 @@ from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
-from quire.loading.hub import model_directory
 from quire.messages.engine import CoreStats, EngineCoreOutput
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.logging import logger
 from quire.metrics.requests import RequestLog
+from quire.models.heads.resolve import with_files
 from quire.text.tokenizer import Tokenizer
 
 SLICE = 32  # outputs of a step that are detokenized before other callers get a turn
@@ -61,7 +61,7 @@ class AsyncLLM:
     ) -> None:
         if core is None:
             config = EngineConfig.create(model=None if model is None else str(model), **options)
-            core = CoreClient(config, model_directory(config.model))
+            core = CoreClient(*with_files(config))
         self.client, self.config = core, core.config
         try:
             self.frontend = Frontend(self.config, core.directory, in_process=False)
@@ -69,7 +69,7 @@ class AsyncLLM:
             core.kill()
             raise
         self.processor = self.frontend.processor
-        self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
+        self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         self.request_log = request_log or RequestLog(enabled=False)
         name = served_name or self.config.model.model or "quire"
         self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats)

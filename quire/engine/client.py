@@ -36,7 +36,7 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     """The scheduler's limits from the options. Raises ConfigError for a device that does not exist."""
     options, gpu = config.scheduler, on_gpu(config.kernels.device)
     is_async = gpu if options.async_scheduling is None else options.async_scheduling
-    if options.speculation and is_async:
+    if options.speculation and not options.speculation.on_device and is_async:
         if options.async_scheduling:
             raise ConfigError("async_scheduling: proposers on the host need the results of a step before the next one")
         is_async = False
@@ -48,12 +48,13 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
         options.scheduling_policy,
         2 if is_async else 1,
         options.long_prefill_token_threshold,
+        options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
     )
 
 
 def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> SchedulerLimits:
     """Limits with max_model_len reduced, if need be, so that one request of that length fits into the KV cache."""
-    chunk = limits.max_num_batched_tokens * limits.depth
+    chunk = limits.most_in_flight
 
     def blocks(num_tokens: int) -> int:
         return sum(spec.max_blocks(num_tokens, chunk, block_size) for spec in kv.specs)
@@ -89,9 +90,9 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     try:
         speculation = None
         if options := config.scheduler.speculation:
-            speculation = Speculation(
-                make_proposer(options), DraftLengths(options.num_speculative_tokens, executor.step_seconds)
-            )
+            proposer = None if options.on_device else make_proposer(options)
+            lengths = DraftLengths(options.num_speculative_tokens, executor.step_costs)
+            speculation = Speculation(proposer, lengths, drafts_stay=limits.depth > 1)
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching,
             cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,

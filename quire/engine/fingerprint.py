@@ -24,6 +24,9 @@ def cache_fingerprint(config: EngineConfig, directory: Path, layout: str) -> str
         "block_size": config.cache.block_size,
         "layout": [LAYOUT_VERSION, layout],
     }
+    drafter = config.scheduler.speculation
+    if drafter is not None and drafter.on_device:  # its entries lie in the blocks, too
+        fields["drafter"] = [drafter.method, _weights(Path(drafter.model)) if drafter.model else None]
     return msgspec.json.encode(fields, order="deterministic").decode()
 
 

@@ -14,10 +14,10 @@ from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.processor import ProcessedRequest, Prompt
-from quire.loading.hub import model_directory
 from quire.messages.engine import FinishReason
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.models.heads.resolve import with_files
 from quire.text.chat_template import RESERVED
 from quire.text.hf_tokenizer import HFTokenizer
 
@@ -47,7 +47,7 @@ class LLM:
 
             self._metrics = EngineMetrics(metrics_prefix, str(model or "quire-demo"))
         config = EngineConfig.create(model=None if model is None else str(model), **options)
-        self._start(Frontend(config, model_directory(config.model), in_process=True))
+        self._start(Frontend(*with_files(config), in_process=True))
 
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> "LLM":
@@ -60,7 +60,7 @@ class LLM:
         self.config, self.frontend = frontend.config, frontend
         self.processor = self.frontend.processor
         self.dtype = self.config.model.dtype_name
-        self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler.stream_interval)
+        self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that changed and were not yielded since

@@ -3,10 +3,11 @@
 import time
 from dataclasses import dataclass
 
+from quire.config import SchedulerConfig
 from quire.engine.logprobs import LogprobUnpacker
 from quire.engine.processor import ProcessedRequest
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.messages.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from quire.messages.outputs import CompletionOutput, RequestOutput, RequestStateStats, SpecDecodeMetrics
 from quire.messages.sampling_params import RequestOutputKind
 from quire.messages.step import Logprobs
 from quire.text.detokenizer import IncrementalDetokenizer
@@ -29,8 +30,10 @@ class _Sequence:
 class OutputProcessor:
     """Keeps the unfinished completions. `process` changes the RequestOutputs that `add` returned, in place."""
 
-    def __init__(self, tokenizer: Tokenizer, stream_interval: int = 1) -> None:
-        self.tokenizer, self.stream_interval = tokenizer, stream_interval
+    def __init__(self, tokenizer: Tokenizer, options: SchedulerConfig) -> None:
+        self.tokenizer, self.stream_interval = tokenizer, options.stream_interval
+        self._num_spec_tokens = options.speculation.num_speculative_tokens if options.speculation else 0
+        self._each_verification = options.per_request_spec_decode_metrics == "detailed"
         self._sequences: dict[str, _Sequence] = {}  # by core request id
 
     def add(self, request: ProcessedRequest) -> RequestOutput:
@@ -57,6 +60,9 @@ class OutputProcessor:
             completion = CompletionOutput(index, "", [])
             if params.num_logprobs is not None:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
+            if self._num_spec_tokens:
+                per_step: list[tuple[int, int]] | None = [] if self._each_verification else None
+                completion.spec_decode_metrics = SpecDecodeMetrics(self._num_spec_tokens, per_step=per_step)
             output.outputs.append(completion)
             unpacker = LogprobUnpacker(token_bytes, partial, likeliest=params.logprob_token_ids is None)
             interval = max(self.stream_interval, params.stream_interval or 1)
@@ -81,6 +87,8 @@ class OutputProcessor:
             if not completion.token_ids and completion.index == 0:
                 request.num_cached_tokens = output.num_cached_tokens
             completion.token_ids += new_token_ids
+            if output.num_draft_tokens and completion.spec_decode_metrics is not None:
+                completion.spec_decode_metrics.verified(output.num_draft_tokens, output.num_accepted_tokens)
             if new_token_ids:
                 self._update_metrics(request.metrics, output, now)
             if output.logprobs is not None:
@@ -199,7 +207,7 @@ class DeltaReader:
                 news.append(
                     CompletionOutput(
                         completion.index, text, token_ids, completion.cumulative_logprob, logprobs,
-                        completion.finish_reason, completion.stop_reason,
+                        completion.finish_reason, completion.stop_reason, completion.spec_decode_metrics,
                     )
                 )  # fmt: skip
         # dataclasses.replace would take a tenth of the time that a streamed token takes.

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 
 
 class Executor(ABC):
@@ -14,7 +14,7 @@ class Executor(ABC):
     """
 
     kv_cache: KVCacheSize
-    step_seconds: dict[int, float]  # how long steps take, by their tokens; measured at start if the engine speculates
+    step_costs: StepCosts
 
     @abstractmethod
     def submit(self, step: SchedulerOutput) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.parallel.sizes import MeshSizes
 
 BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions
@@ -68,7 +68,7 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     """The rank has loaded its part of the model."""
 
     kv_cache: KVCacheSize
-    step_seconds: dict[int, float] = {}
+    step_costs: StepCosts = StepCosts()
 
 
 class Result(msgspec.Struct, array_like=True, tag=True):

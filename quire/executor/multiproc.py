@@ -71,7 +71,7 @@ class MultiprocExecutor(Executor):
         try:
             self._ranks.start(start)
             first, *_ = [ready.result() for ready in self._ranks.ready]
-            self.kv_cache, self.step_seconds = first.kv_cache, first.step_seconds
+            self.kv_cache, self.step_costs = first.kv_cache, first.step_costs
         except BaseException:
             self.shutdown()
             raise

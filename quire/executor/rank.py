@@ -69,7 +69,7 @@ def _work(link: Link, start: Start, rank: int) -> None:
     torch.set_num_threads(start.num_threads)
     mesh = join(start.sizes, rank, *start.meeting, kind="cuda" if on_gpu(start.config.kernels.device) else "cpu")
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
-    link.send(encoded(Ready(worker.kv_cache, worker.step_seconds)))
+    link.send(encoded(Ready(worker.kv_cache, worker.step_costs)))
     while True:
         try:
             order = _orders.decode(link.receive())

@@ -29,7 +29,7 @@ class UniprocExecutor(Executor):
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         worker = Worker(config, directory, max_model_len, Mesh())
-        self.runner, self.kv_cache, self.step_seconds = worker.runner, worker.kv_cache, worker.step_seconds
+        self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
 
     def submit(self, step: SchedulerOutput) -> None:
         self.runner.submit(step)

@@ -33,9 +33,11 @@ class Attention(CachedAttention):
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
         self.kernels = builder.kernels
         hidden, transposed = spec.hidden_size, spec.transposed
-        self.qkv = ColumnParallelLinear(builder, hidden, share.parts(spec, names), spec.qkv_bias, transposed)
-        inputs = spec.num_heads * dim
-        self.out = RowParallelLinear(builder, names["o"], inputs, hidden, spec.output_bias, dim, transposed)
+        inputs, parts = spec.input_size or hidden, share.parts(spec, names)
+        self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
+        self.out = RowParallelLinear(
+            builder, names["o"], spec.num_heads * dim, hidden, spec.output_bias, dim, transposed
+        )
         self.q_norm = self.k_norm = None
         if (norm := spec.qk_norm) is not None:
             over = spec.qk_norm_over
@@ -59,7 +61,7 @@ class Attention(CachedAttention):
             self.preparing = backend
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens or len(wanted), hidden]. The keys and values of all tokens are stored."""
+        """x: [tokens, inputs] -> [tokens or len(wanted), hidden]. The keys and values of all tokens are stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         tokens, heads, kv_heads, place = x.shape[0], self.num_heads, self.num_kv_heads, self.place

@@ -32,7 +32,8 @@ class AttentionSpec:
     are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"). qk_norm: of queries and keys.
     qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with a weight
     of its own ("heads"), or over all heads as one vector ("all"). sinks: each head has a learned logit that takes part
-    in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out].
+    in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors
+    from which q, k and v are computed, None for hidden_size.
     """
 
     hidden_size: int
@@ -50,6 +51,7 @@ class AttentionSpec:
     sinks: bool = False
     alibi: bool = False
     transposed: bool = False
+    input_size: int | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)

@@ -15,6 +15,7 @@ from quire.messages.errors import error_text
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
 # Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders.
 _LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
+_BUNDLED = "quire-demo/"
 
 
 def bundled_model() -> Path:
@@ -28,13 +29,17 @@ _Name = str | None
 def resolve(
     model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
 ) -> Path:
-    """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached.
+    """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached. The
+    drafters of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft.
 
     weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
     ModelNotFoundError.
     """
     if model is None:
         return bundled_model()
+    bundled = bundled_model().parent / "speculators" / model.removeprefix(_BUNDLED)
+    if model.startswith(_BUNDLED) and bundled.is_dir():
+        return bundled
     path = Path(os.path.expanduser(model))  # for a user without a home, Path.expanduser would raise an error
     if path.is_dir():
         return _gguf_in(path) or path
@@ -57,7 +62,7 @@ def resolve(
     try:
         found = fetch([*_PATTERNS, "*.safetensors"] if weights else _PATTERNS)
         if weights and not any(found.glob("*.safetensors")):
-            fetch(["pytorch_model*.bin"])  # only if the repository has no safetensors
+            fetch(["pytorch_model*.bin", "medusa_lm_head.pt"])  # only if the repository has no safetensors
         return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         reason = error_text(error).split("\n")[0]

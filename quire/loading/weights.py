@@ -59,6 +59,10 @@ _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
 def _checked(slot: WeightSlot, shape: Sequence[int]) -> None:
+    """Dimensions of size 1 before the others do not matter."""
+    outer = len(shape) - len(slot.shape)
+    if outer > 0 and slot.shape and set(shape[:outer]) == {1}:
+        shape = shape[outer:]
     if tuple(shape) != slot.shape and not (slot.shape == () and math.prod(shape) == 1):
         raise WeightError(f"tensor {slot.name} has shape {tuple(shape)}, but the model's config asks for {slot.shape}")
 
@@ -139,11 +143,11 @@ def _places(file: Path) -> Iterator[tuple[str, int]]:
 
 
 class TorchCheckpoint(Checkpoint):
-    """The tensors of a directory's pytorch_model*.bin, memory-mapped. Only torch's restricted unpickler reads them."""
+    """The tensors of a directory's torch files, memory-mapped. Only torch's restricted unpickler reads them."""
 
     def __init__(self, directory: Path) -> None:
         self.names: dict[str, Tensor] = {}
-        for file in _files(directory, "pytorch_model.bin", "pytorch_model*.bin"):
+        for file in _torch_files(directory):
             try:
                 tensors = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:  # a pickle can fail in any way
@@ -170,14 +174,17 @@ def _files(directory: Path, single: str, pattern: str) -> list[Path]:
     return sorted(directory.glob(pattern))
 
 
+def _torch_files(directory: Path) -> list[Path]:
+    found = _files(directory, "pytorch_model.bin", "pytorch_model*.bin")
+    return found or list(directory.glob("medusa_lm_head.pt"))  # the heads of FasterDecoding/medusa-*
+
+
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Open the *.safetensors files or, if there are none, torch's files. Raises ModelNotFoundError or WeightError."""
-    for kind, single, pattern in (
-        (SafetensorsCheckpoint, "model.safetensors", "*.safetensors"),
-        (TorchCheckpoint, "pytorch_model.bin", "pytorch_model*.bin"),
-    ):
-        if _files(directory, single, pattern):
-            return kind(directory)
+    if _files(directory, "model.safetensors", "*.safetensors"):
+        return SafetensorsCheckpoint(directory)
+    if _torch_files(directory):
+        return TorchCheckpoint(directory)
     raise ModelNotFoundError(f"{directory} has no *.safetensors and no pytorch_model*.bin file")
 
 

@@ -62,6 +62,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prompt_logprobs: Logprobs | None = None  # of all prompt tokens but the first; sent once
     scheduled_at: float = 0.0  # time.monotonic() when the request first got a row; set in its first output
     num_preemptions: int = 0  # how often the request has been preempted so far
+    num_draft_tokens: int = 0  # drafts of the request that the step verified
+    num_accepted_tokens: int = 0  # of these, those that the model has accepted
 
 
 # ---- between processes: the orders of a client, and the reports of a core

@@ -1,6 +1,7 @@
 """The results of LLM.generate: vLLM's RequestOutput and CompletionOutput."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -10,6 +11,57 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class SpecDecodeMetrics:
+    """What became of the drafts of one completion: vLLM's metrics.speculative_decoding.
+
+    num_spec_tokens: the most drafts of a verification. counts: number of drafts of a verification -> by the number of
+    those that were accepted, from 0: how many verifications there were. per_step: (drafts, accepted) of each
+    verification, None if it was not asked for.
+    """
+
+    num_spec_tokens: int
+    counts: dict[int, list[int]] = field(default_factory=dict)
+    per_step: list[tuple[int, int]] | None = None
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        self.counts.setdefault(num_drafts, [0] * (num_drafts + 1))[num_accepted] += 1
+        if self.per_step is not None:
+            self.per_step.append((num_drafts, num_accepted))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(length * sum(row) for length, row in self.counts.items())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(accepted * times for row in self.counts.values() for accepted, times in enumerate(row))
+
+    def to_dict(self) -> dict[str, Any]:
+        histogram = [0] * (self.num_spec_tokens + 1)
+        for row in self.counts.values():
+            for accepted, times in enumerate(row):
+                histogram[accepted] += times
+        steps, drafted, accepted = sum(histogram), self.num_draft_tokens, self.num_accepted_tokens
+        fields = {
+            "mean_acceptance_length": 1 + accepted / max(steps, 1),
+            "draft_acceptance_rate": accepted / max(drafted, 1),
+            "acceptance_histogram": histogram,
+            "acceptance_histogram_by_draft_length": {str(length): row for length, row in sorted(self.counts.items())},
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": self.num_spec_tokens,
+        }
+        if self.per_step is None:
+            return fields
+        return {
+            **fields,
+            "per_step_accepted": [step_accepted for _, step_accepted in self.per_step],
+            "per_step_drafted": [step_drafted for step_drafted, _ in self.per_step],
+        }
 
 
 @dataclass
@@ -22,6 +74,8 @@ class CompletionOutput:
     finish_reason: "stop", "length", "repetition", "abort", "error", "bad_request", or None while it runs. stop_reason:
     the stop string or the stop token id that ended the completion, None for end-of-sequence; with "error" and
     "bad_request", the reason. A bad request is one that only the engine finds wrong, such as an impossible grammar.
+
+    spec_decode_metrics: what became of drafts, so far; None without speculation.
     """
 
     index: int
@@ -31,6 +85,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -62,7 +62,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     epoch: once a request of a step has been refused, the worker skips all later steps of the same epoch.
     num_draft_tokens: how many of the last tokens of rows[i] are drafts; an empty list if no row has any.
-    draft_tokens: the drafts that a proposer on the host gave. Those of a proposer on the device are there already.
+    draft_tokens: these drafts.
+    num_next_drafts: how many drafts the drafter on the device makes for rows[i] behind this step; an empty list if none
+        for any row. The row has cache slots for so many tokens behind those of the step.
     known_tokens: tokens of rows of this step that were not sampled: those that a grammar forces. No earlier step of
         such a row is in flight.
     """
@@ -76,6 +78,19 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     num_draft_tokens: list[int] = msgspec.field(default_factory=list)
     known_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
     draft_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
+    num_next_drafts: list[int] = msgspec.field(default_factory=list)
+
+
+class StepCosts(msgspec.Struct, array_like=True, frozen=True):
+    """How many seconds steps and drafts take, measured at start if the number of drafts depends on it.
+
+    steps: by the number of tokens. first_draft, next_draft: by the number of requests: for the first draft of each
+    request, and for each further one.
+    """
+
+    steps: dict[int, float] = {}
+    first_draft: dict[int, float] = {}
+    next_draft: dict[int, float] = {}
 
 
 class TokenMasks(msgspec.Struct, array_like=True):
@@ -109,6 +124,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     prompt_logprobs: of a whole prompt except its first token, when its row samples for the first time.
     refusals: why a request cannot be run. A step with refusals was not run at all.
     was_skipped: the step was not run, because of its own refusals or those of an earlier step of its epoch.
+    draft_token_ids: for each row, the drafts behind its sampled tokens; an empty list if the step asked for none.
     """
 
     step_id: int
@@ -117,3 +133,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, Logprobs] = msgspec.field(default_factory=dict)
     refusals: dict[int, str] = msgspec.field(default_factory=dict)
     was_skipped: bool = False
+    draft_token_ids: list[list[int]] = msgspec.field(default_factory=list)

@@ -1,6 +1,7 @@
 """The periodic log line: an engine's throughput while it has work."""
 
 import time
+from itertools import zip_longest
 
 from quire.messages.engine import CoreStats, SpeculationStats
 from quire.metrics.logging import logger
@@ -65,4 +66,8 @@ class ThroughputLog:
         if drafts <= 0:  # a new core counts from zero
             return ""
         accepted = now.accepted_tokens - before.accepted_tokens
-        return f"; drafts accepted {100 * accepted / drafted:.0f} %, {1 + accepted / drafts:.1f} tokens a verification"
+        places = zip_longest(now.accepted_at, before.accepted_at, fillvalue=0)
+        rates = [f"{(after - earlier) / drafts:.2f}" for after, earlier in places if after > earlier]
+        by_place = f" (by position {' '.join(rates)})" if rates else ""
+        length = 1 + accepted / drafts
+        return f"; mean acceptance length {length:.2f}, drafts accepted {100 * accepted / drafted:.0f} %{by_place}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import AttentionKVSpec, group_entries
 from quire.layers.attention import Attention
-from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec, LayerPlace
+from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
@@ -89,20 +89,64 @@ class PostNormLayer(DecoderLayer):
 LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer}
 
 
-class Decoder(Model):
-    """A decoder-only language model over a paged KV cache."""
+class LayerStack:
+    """The layers of a decoder, over a paged KV cache: what a whole model and the head of a drafter share."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
-        self.spec, self.kernels, self.vocab_size = spec, builder.kernels, spec.vocab_size
+        self.spec, self.kernels = spec, builder.kernels
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
         shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
-        self.kv_specs: list[AttentionKVSpec] = group_entries(layer_specs, max_model_len, shapes)
-        self.cache_shapes = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
+        self.kv_specs: Sequence[AttentionKVSpec] = group_entries(layer_specs, max_model_len, shapes)
+        self.cache_shapes: Sequence[CacheShape] = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
-        self.rotary = [RotaryEmbedding(r, max_model_len, builder.device) for r in variants]
+        self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
+            RotaryEmbedding(r, max_model_len, builder.device) for r in variants
+        ]
+        layer = LAYERS[spec.residual]
+        self.layers = []
+        for i, rotary in enumerate(spec.rotary):
+            table = None if rotary is None else variants.index(rotary)
+            scale = spec.score_scales[i] if spec.score_scales else 1.0
+            self.layers.append(layer(builder, spec, i, LayerPlace(group_of[i], windows[i], table, scale)))
 
+    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
+        for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
+            for index, entry in enumerate(kv_spec.entries):
+                self.layers[entry.layer].mixer.bind(backend, backend.view(blocks, index))
+
+    def run(
+        self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result of the last branch, and the residual stream to which it is still to be added. The arguments are
+        those of Model.forward. For tokens that are not `wanted`, the last layer computes only keys and values."""
+        residual: Tensor | None = None
+        start, last = 0, len(self.layers) - 1
+        for tapped in sorted(taps):
+            for layer in self.layers[start : tapped + 1]:
+                x, residual = layer(x, residual, state)
+            self._copy_stream(x, residual, taps[tapped])
+            start = tapped + 1
+        for layer in self.layers[start:last]:
+            x, residual = layer(x, residual, state)
+        if start <= last:
+            return self.layers[last](x, residual, state, wanted)
+        return pick(x, wanted), None if residual is None else pick(residual, wanted)
+
+    def _copy_stream(self, x: Tensor, residual: Tensor | None, tap: Tensor) -> None:
+        """Write the residual stream, including x, the result of the last branch, to the first len(x) rows of `tap`."""
+        if residual is None:
+            tap[: len(x)].copy_(x)
+        else:
+            self.kernels.add(x, residual, tap[: len(x)])
+
+
+class Decoder(LayerStack, Model):
+    """A decoder-only language model over a paged KV cache."""
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
+        self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         names = {key: name for key, name in spec.names.items() if name is not None}
         embedding_size = spec.embedding_size or spec.hidden_size
         self.embedding = VocabParallelEmbedding(
@@ -119,47 +163,16 @@ class Decoder(Model):
         if embedding_size != spec.hidden_size:
             self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
             self.project_out = ReplicatedLinear(builder, names["project_out"], spec.hidden_size, embedding_size)
-        layer = LAYERS[spec.residual]
-        self.layers = []
-        for i, rotary in enumerate(spec.rotary):
-            table = None if rotary is None else variants.index(rotary)
-            scale = spec.score_scales[i] if spec.score_scales else 1.0
-            self.layers.append(layer(builder, spec, i, LayerPlace(group_of[i], windows[i], table, scale)))
+        super().__init__(builder, spec, max_model_len)
         self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
         tied = self.embedding if spec.tie_embeddings else None
         self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
         self.num_parameters = builder.num_parameters
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
-        for kv_spec, backend in zip(self.kv_specs, backends, strict=True):
-            for index, entry in enumerate(kv_spec.entries):
-                self.layers[entry.layer].mixer.bind(backend, backend.view(memory, index))
-
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """See Model.forward. For tokens that are not `wanted`, the last layer computes only keys and values."""
-        residual: Tensor | None = None
-        start, last = 0, len(self.layers) - 1
-        for tapped in sorted(taps):
-            for layer in self.layers[start : tapped + 1]:
-                x, residual = layer(x, residual, state)
-            self._copy_stream(x, residual, taps[tapped])
-            start = tapped + 1
-        for layer in self.layers[start:last]:
-            x, residual = layer(x, residual, state)
-        if start <= last:
-            x, residual = self.layers[last](x, residual, state, wanted)
-        else:
-            x, residual = pick(x, wanted), None if residual is None else pick(residual, wanted)
-        return self.final_norm.add(x, residual)[0]
-
-    def _copy_stream(self, x: Tensor, residual: Tensor | None, tap: Tensor) -> None:
-        """Write the residual stream, including x, the result of the last branch, to the first len(x) rows of `tap`."""
-        if residual is None:
-            tap[: len(x)].copy_(x)
-        else:
-            self.kernels.add(x, residual, tap[: len(x)])
+        return self.final_norm.add(*self.run(x, state, wanted, taps))[0]
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embedding(ids)

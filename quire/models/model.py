@@ -15,22 +15,24 @@ from quire.ops import Kernels
 class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
-    vocab_size: size of the logits. num_parameters: of all ranks together. rotary: functions from positions to the
-    tables (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token; empty for a model without
-    a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
+    vocab_size: size of the logits. hidden_size: of the residual stream. num_parameters: of all ranks together. rotary:
+    functions from positions to the tables (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a
+    token; empty for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one
+    layer.
     """
 
     kernels: Kernels
     vocab_size: int
+    hidden_size: int
     num_parameters: int
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
     kv_specs: Sequence[AttentionKVSpec]
     cache_shapes: Sequence[CacheShape]
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Tensor) -> None:
+    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.
 
-        memory: uint8 [blocks, block_bytes]
+        memory: for each group, uint8 [blocks, bytes]: the part of all blocks in which its entries lie, from the start
         """
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from quire.models.architectures.cohere import cohere, cohere2
 from quire.models.architectures.deepseek import deepseek
 from quire.models.architectures.falcon import falcon
 from quire.models.architectures.gemma import gemma, gemma2, gemma3, gemma3_multimodal
-from quire.models.architectures.glm import glm, glm4
+from quire.models.architectures.glm import glm, glm4, glm4_moe
 from quire.models.architectures.gpt import gpt2, gpt_neox
 from quire.models.architectures.gpt_oss import gpt_oss
 from quire.models.architectures.llama import granite, internlm2, llama, minicpm, mistral, smollm3
@@ -14,7 +14,7 @@ from quire.models.architectures.mixtral import mixtral
 from quire.models.architectures.olmo import olmo2, olmo3
 from quire.models.architectures.opt import opt
 from quire.models.architectures.phi import phi, phi3
-from quire.models.architectures.qwen import qwen2, qwen2_moe, qwen3, qwen3_moe
+from quire.models.architectures.qwen import mimo, qwen2, qwen2_moe, qwen3, qwen3_moe
 from quire.models.architectures.stablelm import stablelm
 from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
@@ -31,11 +31,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForConditionalGeneration": gemma3_multimodal,
     "GemmaForCausalLM": gemma,
     "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
     "InternLM2ForCausalLM": internlm2,
     "LlamaForCausalLM": llama,
+    "MiMoForCausalLM": mimo,
     "MiniCPMForCausalLM": minicpm,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,

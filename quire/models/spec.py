@@ -71,7 +71,7 @@ class DecoderSpec:
     logit_soft_cap: float | None = None
     score_scales: tuple[float, ...] | None = None
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of checkpoint tensors that are not parameters
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
 
 
 Architecture = Callable[[HfConfig], DecoderSpec]

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import torch
 
+import quire.ops.cpu.drafts
 import quire.ops.cpu.elementwise
 import quire.ops.cpu.linear
 import quire.ops.cpu.masks
@@ -34,6 +35,7 @@ HAS_TRITON = triton_works()
 if HAS_TRITON:
     import quire.ops.triton.batch
     import quire.ops.triton.dense
+    import quire.ops.triton.drafts
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
     import quire.ops.triton.masks

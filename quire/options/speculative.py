@@ -1,36 +1,65 @@
 """The fields of the option speculative_config, with vLLM's names."""
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from quire.options.declaration import ConfigError
 
-METHODS = ("ngram", "suffix", "custom_class")
+HOST_METHODS = "ngram", "suffix", "custom_class"
+DEVICE_METHODS = "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "replay"
+METHODS = (*HOST_METHODS, *DEVICE_METHODS)
+_OTHER_NAMES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "mimo_mtp": "mtp", "ngram_gpu": "ngram"}  # vLLM's
+_MODELS = defaultdict(lambda: "the directory or name of the drafter", custom_class="the import path of the class")
+_IMPORT_PATH = re.compile(r"[a-zA-Z_]\w*(\.[a-zA-Z_]\w*)+")
 _MOST_DRAFTS = 32
-_KINDS: dict[Any, tuple[type, ...]] = {float: (float, int), int: (int,), bool: (bool,)}  # of values
+_KINDS: dict[Any, tuple[type, ...]] = {  # of values
+    float: (float, int), int: (int,), int | None: (int,), bool: (bool,), tuple[float, ...]: (list, tuple),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """method: who proposes drafts. model: what the method needs, such as the import path of a class.
-    num_speculative_tokens: the most drafts of a request in a step. adaptive: whether it gets fewer when they are not
-    worth their cost; else it always gets as many as the method finds.
+    """method: who proposes drafts, None if the config of `model` is to say it. model: what the method needs: the import
+    path of a class, or the directory or name of a draft model or of a drafter's head, at `revision`.
+    num_speculative_tokens: the most drafts of a request in a step, 0 if the config of `model` is to say it. adaptive:
+    whether it gets fewer when they are not worth their cost; else it always gets as many as the method finds.
 
+    parallel_drafting, quantization, draft_tensor_parallel_size: of a draft model: whether it guesses all drafts in one
+    forward, how its weights are quantized, and whether its ranks share it (like the model's) or have it whole (1).
     prompt_lookup_min, prompt_lookup_max: of ngram, how many of a text's last tokens must and may be found earlier in
     the text. suffix_decoding_...: of suffix, see docs/speculation.md.
+
+    acceptance_rates, draft_method: of replay, which is for benchmarks. The drafts of `draft_method` are accepted with
+    given probabilities, whatever they are: the draft at place i with the probability acceptance_rates[i], if those
+    before it were accepted; the last rate is that of all further places. So the head of `model`, whose weights may be
+    dummies, costs what it costs, and the texts mean nothing. Once read, the method is that of the drafts; it remains
+    replay if there is neither draft_method nor model, where drafts are arbitrary tokens that cost nothing.
     """
 
-    method: str
+    method: str | None = None
     num_speculative_tokens: int = 0
     model: str | None = None
     adaptive: bool = True
+    revision: str | None = None
+    parallel_drafting: bool = False
+    quantization: str | None = None
+    draft_tensor_parallel_size: int | None = None
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     suffix_decoding_max_tree_depth: int = 24
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+    acceptance_rates: tuple[float, ...] = ()
+    draft_method: str | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a drafter makes the drafts, next to the model."""
+        return self.method not in HOST_METHODS
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -43,22 +72,37 @@ class SpeculativeOptions:
             if type(value) not in kind:
                 raise ConfigError(f"speculative_config: {name} has the wrong type: {value!r}")
         values = dict(given)
-        if "method" not in values and "." in values.get("model", "").replace("/", ""):
-            values["method"] = "custom_class"
-        if values.get("method") not in METHODS:
-            raise ConfigError(
-                f"speculative_config: method must be one of {', '.join(METHODS)}, got {values.get('method')!r}"
-            )
+        if values.get("method") == "replay":
+            if not values.get("acceptance_rates"):
+                raise ConfigError("speculative_config: replay needs acceptance_rates, one for each place of a draft")
+            if values.get("model") or values.get("draft_method"):
+                values["method"] = values.pop("draft_method", None)
+        method, model = values.get("method"), values.get("model", "")
+        if model in ("ngram", "[ngram]"):
+            method = "ngram"
+        if method is None and _IMPORT_PATH.fullmatch(model):
+            method = "custom_class"
+        values["method"] = _OTHER_NAMES.get(str(method), method)
+        if method is not None and values["method"] not in METHODS:
+            raise ConfigError(f"speculative_config: method must be one of {', '.join(METHODS)}, got {method!r}")
         if values["method"] == "ngram":
             longest = values.get("prompt_lookup_max") or values.get("prompt_lookup_min") or 5
             values["prompt_lookup_max"] = longest
             values["prompt_lookup_min"] = values.get("prompt_lookup_min") or longest
         if values["method"] == "suffix":
             values.setdefault("num_speculative_tokens", values.get("suffix_decoding_max_tree_depth", 24))
-        if values["method"] == "custom_class" and not values.get("model"):
-            raise ConfigError("speculative_config: custom_class needs model, the import path of the class")
+        if values["method"] not in (None, "ngram", "suffix", "mtp", "replay") and not model:
+            raise ConfigError(f"speculative_config: {values['method']} needs model, {_MODELS[values['method']]}")
         options = cls(**values)
-        if not 1 <= options.num_speculative_tokens <= _MOST_DRAFTS:
+        rates = options.acceptance_rates
+        if not all(type(rate) in (float, int) and 0 <= rate <= 1 for rate in rates) or (
+            rates and not options.on_device
+        ):
+            raise ConfigError(
+                "speculative_config: acceptance_rates must be numbers from 0 to 1, and not for host methods"
+            )
+        fewest = int(not options.on_device)  # 0 leaves it to the head's config
+        if not fewest <= options.num_speculative_tokens <= _MOST_DRAFTS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
                 f"{options.num_speculative_tokens}"

@@ -30,7 +30,7 @@ def _foreign(groups: Iterable[Mapping[str, Any]]) -> dict[str, Foreign]:
     options: dict[str, Foreign] = {}
     for group in groups:
         accepted = tuple(group["accepted"]) if "accepted" in group else None
-        for kind in ("options", "switches"):
+        for kind in ("options", "switches", "fields"):
             foreign = Foreign(accepted, group.get("reason", ""), switch=kind == "switches")
             options |= dict.fromkeys(group.get(kind, "").split(), foreign)
     return options
@@ -41,7 +41,15 @@ NOT_SUPPORTED: Mapping[str, Foreign] = _foreign(_TABLES["not_supported"])
 NO_EFFECT: Mapping[str, Foreign] = _foreign(_TABLES["no_effect"])
 # Options of earlier versions: name → (the option that replaced it, or ""; the explanation in the warning).
 RETIRED: Mapping[str, tuple[str, str]] = {name: (*entry,) for name, entry in _TABLES["retired"].items()}
-FOREIGN: Mapping[str, Foreign] = {**NOT_SUPPORTED, **NO_EFFECT, **{name: Foreign(None) for name in RETIRED}}
+SPECULATIVE_FLAGS: Mapping[str, str] = _TABLES["speculative_flags"]  # option -> the field of speculative_config
+FOREIGN: Mapping[str, Foreign] = {
+    **NOT_SUPPORTED,
+    **NO_EFFECT,
+    **{name: Foreign(None) for name in (*RETIRED, *SPECULATIVE_FLAGS)},
+}
+# Fields of speculative_config, likewise. The reason of one that is not supported says what to do instead.
+SPECULATIVE_NO_EFFECT = _foreign(_TABLES["speculative_no_effect"])
+SPECULATIVE_NOT_SUPPORTED = _foreign(_TABLES["speculative_not_supported"])
 
 # Options whose flags take several values on the command line.
 LISTS = frozenset(
@@ -74,6 +82,7 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
     known = frozenset(known)
     result: dict[str, Any] = {}
     overrides: dict[str, Any] = {}  # of config.json
+    speculative = _object("speculative_config", options.get("speculative_config"))
     for name, value in options.items():
         if value is None:
             if name not in known and name not in FOREIGN:
@@ -90,15 +99,35 @@ def translate(options: Mapping[str, Any], known: Iterable[str], others: Iterable
                 overrides[name] = read_json(name, value) if isinstance(value, str) else value
             else:
                 result.setdefault(successor, value)
+        elif name in SPECULATIVE_FLAGS:
+            field = SPECULATIVE_FLAGS[name]
+            if speculative.setdefault(field, value) != value:
+                raise ConfigError(f"{name}={value!r} contradicts another option: {field}={speculative[field]!r}")
         else:
             _check(name, value, [*known, *others])
     if overrides:
-        given = result.get("hf_overrides", {})
-        result["hf_overrides"] = {
-            **overrides,
-            **(read_json("hf_overrides", given) if isinstance(given, str) else given),
-        }
+        result["hf_overrides"] = {**overrides, **_object("hf_overrides", result.get("hf_overrides"))}
+    if speculative:
+        result["speculative_config"] = {n: v for n, v in speculative.items() if _is_read(n, v)}
     return result
+
+
+def _object(name: str, value: Any) -> Any:
+    """A copy of the option's JSON object, which may be given as text."""
+    value = read_json(name, value) if isinstance(value, str) else value or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a JSON object, got {value!r}")
+    return dict(value)
+
+
+def _is_read(field: str, value: Any) -> bool:
+    """Whether Quire reads a field of speculative_config. Raises ConfigError for one of vLLM that is not supported."""
+    refused = SPECULATIVE_NOT_SUPPORTED.get(field)
+    if refused is not None and value not in (None, False, *(refused.accepted or ())):
+        raise ConfigError(f"speculative_config: {field}={value!r} is not supported by Quire: {refused.reason}")
+    if field in SPECULATIVE_NO_EFFECT and value not in (None, False):
+        _logger.warning("speculative_config: %s has no effect: %s", field, SPECULATIVE_NO_EFFECT[field].reason)
+    return value is not None and refused is None and field not in SPECULATIVE_NO_EFFECT
 
 
 def _check(name: str, value: Any, known: Iterable[str]) -> None:

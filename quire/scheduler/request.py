@@ -30,7 +30,7 @@ class Request:
 
     __slots__ = """block_hashes block_tables cache_salt capacity constraint constraints_ahead drafts
         extra_keys holds key max_total_tokens min_total_tokens next_hash_at num_cached_tokens
-        num_computed_tokens num_hashed_blocks num_in_flight_samples num_preemptions num_prompt_tokens
+        num_computed_tokens num_device_drafts num_hashed_blocks num_in_flight_samples num_preemptions num_prompt_tokens
         num_reported_tokens num_retired_tokens num_tokens_at_last_free repetition request_id row source
         status stop_token_ids takes_ahead token_ids""".split()
 
@@ -58,6 +58,7 @@ class Request:
         self.num_retired_tokens = 0
         self.num_in_flight_samples = 0  # the most tokens that submitted steps may give: one, and one for each draft
         self.drafts: list[int] = []
+        self.num_device_drafts = 0  # drafts that only the device knows, behind the tokens known or in flight
         self.constraints_ahead: list[Constraint] = []  # the constraint behind each draft
         self.holds = 0  # number of submitted steps that name it; its row and blocks stay until this is 0
         self.num_cached_tokens = 0

@@ -29,7 +29,8 @@ class SchedulerLimits:
     """The limits of a step.
 
     depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
-    in a step; 0 for no limit besides max_num_batched_tokens.
+    in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
+    makes behind a step.
     """
 
     max_num_seqs: int
@@ -38,6 +39,12 @@ class SchedulerLimits:
     policy: str = "fcfs"
     depth: int = 1
     long_prefill_token_threshold: int = 0
+    lookahead: int = 0
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most tokens of one request that have slots and are not computed for sure."""
+        return self.max_num_batched_tokens * self.depth + self.lookahead
 
     @property
     def longest_chunk(self) -> int:
@@ -91,7 +98,7 @@ class Scheduler:
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
-        chunk = limits.max_num_batched_tokens * limits.depth
+        chunk = limits.most_in_flight
         self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching, fingerprint)
         if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
             raise ValueError(
@@ -209,8 +216,9 @@ class Scheduler:
             self._submitted.append((step, requests))
         if self._constrained is not None:
             self._constrained.send_known_tokens(step)
-        if step.num_draft_tokens:
-            step.num_draft_tokens += [0] * (len(step.rows) - len(step.num_draft_tokens))
+        for counts in (step.num_draft_tokens, step.num_next_drafts):
+            if counts:
+                counts += [0] * (len(step.rows) - len(counts))
         self._is_exhausted = not requests
         return step
 
@@ -275,7 +283,7 @@ class Scheduler:
         if not request.num_retired_tokens:  # a preempted request finds its own blocks, which are not cache hits
             request.num_cached_tokens = num_cached
         request.num_computed_tokens = request.num_retired_tokens = num_cached
-        request.drafts = []  # it may have been preempted before they were sent
+        request.drafts, request.num_device_drafts = [], 0  # it may have been preempted before they were sent
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
@@ -318,10 +326,11 @@ class Scheduler:
         end = computed + count
         if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
             return None
-        num_drafts = 0
-        if request.drafts and end == known:
-            num_drafts = self._add_drafts(request, min(budget, self._longest_chunk) - count, step)
+        num_drafts, speculation = 0, self.speculation
+        if speculation is not None and end == known:
+            num_drafts = speculation.add_drafts(request, min(budget, self._longest_chunk) - count, step, self.kv)
             count, end, known = count + num_drafts, end + num_drafts, known + num_drafts
+            speculation.ask(request, end, len(self.running), step, self.kv)
         step.rows.append(request.row)
         step.num_tokens.append(count)
         requests.append(request)
@@ -331,16 +340,6 @@ class Scheduler:
             request.num_in_flight_samples = in_flight + 1 + num_drafts
         if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
-        return count
-
-    def _add_drafts(self, request: Request, room: int, step: SchedulerOutput) -> int:
-        """Add drafts of a request to the step, when nothing else is in flight for it. Returns how many: at most `room`,
-        and no more than free blocks and max_tokens allow."""
-        known = len(request.token_ids)
-        count = min(len(request.drafts), room, request.max_total_tokens - known - 1)
-        if count <= 0 or not self.kv.allocate(request, known + count, step.block_table_edits):
-            return 0
-        Speculation.send(request, count, step)
         return count
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -370,9 +369,11 @@ class Scheduler:
                 if num_drafts:
                     self._roll_back(request, num_drafts, len(sampled) - 1)
                 if status is not Status.FINISHED:
-                    outputs.append(self._advance(request, sampled))
+                    outputs.append(self._advance(request, sampled, num_drafts))
             if status is not Status.RUNNING and not request.holds:  # it was leaving already
                 self._release(request)
+        if output.draft_token_ids and self.speculation is not None:
+            self.speculation.receive(requests, output.draft_token_ids)
         if output.logprobs or output.prompt_logprobs:
             by_id = {request_output.request_id: request_output for request_output in outputs}
             for index, request in enumerate(requests):
@@ -390,12 +391,12 @@ class Scheduler:
         assert self.speculation is not None
         self.speculation.verified(request, num_drafts, num_accepted)
 
-    def _advance(self, request: Request, sampled: list[int]) -> EngineCoreOutput:
-        """Append the sampled tokens, and those that a constraint forces behind them, up to the first one that ends the
-        request."""
+    def _advance(self, request: Request, sampled: list[int], num_drafts: int) -> EngineCoreOutput:
+        """Append the sampled tokens, and those that a constraint forces, up to the first one that ends the request."""
         token_ids = request.token_ids
         output = EngineCoreOutput(request.request_id, sampled, None, None, request.num_cached_tokens)
         output.num_preemptions = request.num_preemptions
+        output.num_draft_tokens, output.num_accepted_tokens = num_drafts, len(sampled) - 1
         before, constrained = len(token_ids), self._constrained if request.constraint is not None else None
         for token in sampled if constrained is None else constrained.new_tokens(request, sampled):
             token_ids.append(token)

@@ -4,51 +4,89 @@ from collections.abc import Sequence
 
 import msgspec
 
+from quire.kvcache.manager import KVCacheManager
 from quire.messages.engine import SpeculationStats
 from quire.messages.step import SchedulerOutput
 from quire.scheduler.constraints import ConstrainedRequests
-from quire.scheduler.request import Request
+from quire.scheduler.request import Request, Status
 from quire.speculative.lengths import Acceptance, DraftLengths
 from quire.speculative.proposer import Proposer
 
 
 class Speculation:
-    """Asks the proposer for drafts, and counts those that are accepted."""
+    """Asks a proposer or a drafter for drafts, adds them to steps, and counts those that are accepted."""
 
-    def __init__(self, proposer: Proposer, lengths: DraftLengths) -> None:
-        self.proposer, self.lengths = proposer, lengths
+    def __init__(self, proposer: Proposer | None, lengths: DraftLengths, drafts_stay: bool = False) -> None:
+        """proposer: None if a drafter on the device makes the drafts. They come with the results of a step then, unless
+        drafts_stay: then only their number is known here, which is enough to schedule the next step before the results
+        have come. A grammar cannot check such drafts, so requests with a constraint get none."""
+        self.proposer, self.lengths, self.drafts_stay = proposer, lengths, drafts_stay
         self.stats = SpeculationStats(accepted_at=[0] * lengths.most)  # up to now
         self._acceptance: dict[str, Acceptance] = {}  # by request id
 
     def propose(self, running: Sequence[Request]) -> None:
-        """Set the drafts of the requests whose next step computes one token."""
+        """Let the proposer, if there is one, set the drafts of the requests whose next step computes one token."""
+        if self.proposer is None:
+            return
         texts, most = [], []
         for request in running:
             request.drafts = []
             if request.num_computed_tokens + 1 != len(request.token_ids) or request.num_in_flight_samples:
                 continue
-            acceptance = self._acceptance.setdefault(request.request_id, Acceptance())
-            count = self.lengths(len(running), acceptance)
-            if count:
+            if count := self._length(request, len(running)):
                 texts.append(request)
                 most.append(count)
-            else:
-                acceptance.recover()
         if texts:
             for request, drafts in zip(texts, self.proposer.propose(texts, most), strict=True):
-                request.drafts = drafts
-                if drafts and request.constraint is not None:
-                    ConstrainedRequests.check_drafts(request)
+                self._set(request, drafts)
+
+    def receive(self, requests: Sequence[Request], drafts: Sequence[list[int]]) -> None:
+        """The drafter has made these drafts behind the sampled tokens of these requests."""
+        for request, made in zip(requests, drafts, strict=True):
+            forced = request.token_ids[request.num_computed_tokens + 1 :]  # by a constraint, behind the sampled tokens
+            if made and request.status is Status.RUNNING and made[: len(forced)] == forced:
+                self._set(request, made[len(forced) :])
+
+    def _set(self, request: Request, drafts: list[int]) -> None:
+        request.drafts = drafts
+        if drafts and request.constraint is not None:
+            ConstrainedRequests.check_drafts(request)
+
+    def _length(self, request: Request, num_requests: int) -> int:
+        """How many drafts are worth it for a request, in a step of so many requests."""
+        acceptance = self._acceptance.setdefault(request.request_id, Acceptance())
+        count = self.lengths(num_requests, acceptance)
+        if not count:
+            acceptance.recover()
+        return count
 
     @staticmethod
-    def send(request: Request, count: int, step: SchedulerOutput) -> None:
-        """Send the first drafts of a request with a step, whose next row is to be that of the request."""
-        known, edits = len(request.token_ids), step.draft_tokens
+    def add_drafts(request: Request, room: int, step: SchedulerOutput, kv: KVCacheManager) -> int:
+        """Add drafts of a request to the step, whose next row is to be that of the request. Returns how many: at most
+        `room`, and no more than free blocks and max_tokens allow."""
+        known, edits = len(request.token_ids) + request.num_in_flight_samples, step.draft_tokens
+        count = min(len(request.drafts) or request.num_device_drafts, room, request.max_total_tokens - known - 1)
+        drafts, request.drafts, request.num_device_drafts = request.drafts, [], 0
+        if count <= 0 or not kv.allocate(request, known + count, step.block_table_edits):
+            return 0
         step.num_draft_tokens += [0] * (len(step.rows) - len(step.num_draft_tokens))
         step.num_draft_tokens.append(count)
-        edits.rows.extend([request.row] * count)
-        edits.positions.extend(range(known, known + count))
-        edits.token_ids.extend(request.drafts[:count])
+        if drafts:
+            edits.rows.extend([request.row] * count)
+            edits.positions.extend(range(known, known + count))
+            edits.token_ids.extend(drafts[:count])
+        return count
+
+    def ask(self, request: Request, end: int, num_requests: int, step: SchedulerOutput, kv: KVCacheManager) -> None:
+        """Ask the drafter, if there is one, for drafts behind a step that computes the request's tokens up to `end`.
+        The step's next row is to be that of the request."""
+        if self.proposer is not None or (self.drafts_stay and request.constraint is not None):
+            return
+        count = min(self._length(request, num_requests), request.max_total_tokens - end - 1)
+        if count > 0 and kv.allocate(request, end + count, step.block_table_edits):
+            request.num_device_drafts = count if self.drafts_stay else 0
+            step.num_next_drafts += [0] * (len(step.rows) - len(step.num_next_drafts))
+            step.num_next_drafts.append(count)
 
     def verified(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The model has accepted the first `num_accepted` drafts of a request."""
@@ -65,5 +103,5 @@ class Speculation:
         return msgspec.structs.replace(self.stats, accepted_at=list(self.stats.accepted_at))
 
     def finish(self, request: Request) -> None:
-        if self._acceptance.pop(request.request_id, None) is not None:
+        if self._acceptance.pop(request.request_id, None) is not None and self.proposer is not None:
             self.proposer.finish(request)

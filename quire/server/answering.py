@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError
-from quire.server.generation import Call, Meter, Server
+from quire.server.generation import Call, Server
 from quire.server.logprobs import chat_logprobs
 from quire.server.protocol import ChatRequest
 from quire.server.responses import ChatLogprobs
@@ -110,7 +110,7 @@ class Answering:
 
     def __init__(self, call: Call, body: ChatRequest, parsers: Sequence[Parser] = ()) -> None:
         """parsers: of each of n answers; none if their texts are content as they are."""
-        self.call, self.body, self.meter = call, body, Meter()
+        self.call, self.body, self.meter = call, body, call.meter()
         self.answers = [Answer(index) for index in range(body.n or 1)]
         self.output: RequestOutput | None = None
         self._parsers = parsers

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.engine.processor import ProcessedRequest
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import json_response
-from quire.server.generation import Call, Chunks, EventStream, Meter
+from quire.server.generation import Call, Chunks, EventStream
 from quire.server.logprobs import completion_logprobs, prompt_logprobs
 from quire.server.protocol import CompletionRequest
 from quire.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
@@ -40,7 +40,7 @@ class _Choices:
         self.call, self.body, self.n = call, body, body.n or 1
         self.tokenizer = call.server.llm.get_tokenizer()
         self.requests = {request.request_id: (place, request) for place, request in enumerate(requests)}
-        self.meter = Meter()
+        self.meter = call.meter()
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens that were told of, by index
 
     async def collect(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import ProcessedRequest, PromptFields
-from quire.messages.outputs import CompletionOutput, RequestOutput
+from quire.messages.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
 from quire.server.bodies import HeldBody
@@ -144,6 +144,10 @@ class Call:
         """Whether logprobs name tokens by their ids."""
         asked = self.body.return_tokens_as_token_ids
         return self.server.config.return_tokens_as_token_ids if asked is None else asked
+
+    def meter(self) -> "Meter":
+        option = self.server.llm.config.scheduler.per_request_spec_decode_metrics
+        return Meter(bool(self.body.return_spec_decode_metrics) or option != "none")
 
     async def process(
         self,
@@ -311,14 +315,16 @@ class Call:
             **extra,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": meter.metrics,
         }
 
 
 class Meter:
-    """Counts a request's tokens."""
+    """Counts a request's tokens, and with `with_drafts`, what became of its drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_drafts: bool) -> None:
+        self._with_drafts = with_drafts
+        self._drafts: dict[tuple[str, int], SpecDecodeMetrics] = {}  # by request id and index of the completion
         self._prompts: dict[str, tuple[int, int]] = {}  # request id -> (tokens, of those cached)
         self.completion_tokens = 0
         self.reasoning_tokens = 0  # of these, as the text of the thinking is tokenized
@@ -327,6 +333,16 @@ class Meter:
         """Count an output, or the new part of one."""
         self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if self._with_drafts:
+            for completion in output.outputs:
+                if completion.spec_decode_metrics is not None:
+                    self._drafts[output.request_id, completion.index] = completion.spec_decode_metrics
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """vLLM's object `metrics`, which only an answer of one completion has."""
+        drafts = list(self._drafts.values())
+        return {"speculative_decoding": drafts[0].to_dict()} if len(drafts) == 1 else None
 
     @property
     def usage(self) -> Usage:
@@ -337,10 +353,15 @@ class Meter:
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
         }
+        details: dict[str, int] = {}
         if self.reasoning_tokens:
-            usage["completion_tokens_details"] = {
-                "reasoning_tokens": min(self.reasoning_tokens, self.completion_tokens)
-            }
+            details["reasoning_tokens"] = min(self.reasoning_tokens, self.completion_tokens)
+        if self._drafts:
+            accepted = sum(drafts.num_accepted_tokens for drafts in self._drafts.values())
+            drafted = sum(drafts.num_draft_tokens for drafts in self._drafts.values())
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 
@@ -365,7 +386,9 @@ class Chunks:
         """The event with the total usage, or nothing if the request did not ask for it."""
         if not self._with_usage:
             return b""
-        return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(meter.usage), b"}\n\n"))
+        values = meter.metrics
+        metrics = b"" if values is None else b',"metrics":' + msgspec.json.encode(values)
+        return b"".join((self._head, b',"choices":[],"usage":', msgspec.json.encode(meter.usage), metrics, b"}\n\n"))
 
 
 class EventStream(Response):

@@ -141,6 +141,7 @@ class Generation(Body):
         None, description="Tokens of an event of a stream; it counts if it is above the server's --stream-interval."
     )
     return_token_ids: bool | None = Field(None, description="Of the prompt and of the output.")
+    return_spec_decode_metrics: bool | None = Field(None, description="What became of drafts, if there were any.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs name tokens 'token_id:42'.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
     response_format: ResponseFormat | None = Field(None, description="Make the answer JSON.")

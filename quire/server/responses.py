@@ -33,7 +33,7 @@ class _Answer(TypedDict):
     usage: Usage
     kv_transfer_params: None
     ec_transfer_params: None
-    metrics: None
+    metrics: dict[str, Any] | None
 
 
 class CompletionLogprobs(TypedDict):

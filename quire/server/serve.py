@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient
-from quire.loading.hub import model_directory
+from quire.models.heads.resolve import with_files
 from quire.server.listening import listening_socket, raise_descriptor_limit
 
 
@@ -18,7 +18,7 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
     with contextlib.closing(listening_socket(config)) as listening:
         engine_config = EngineConfig.create(model=model, **options)
         raise_descriptor_limit(engine_config.scheduler.max_num_seqs)
-        core = CoreClient(engine_config, model_directory(engine_config.model))
+        core = CoreClient(*with_files(engine_config))
         try:
             # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
             from quire.server.http_server import run

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.messages.outputs import CompletionOutput, RequestOutput
 from quire.server.errors import ApiError, json_response
 from quire.server.fields import MAX_INT, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
-from quire.server.generation import Call, Chunks, EventStream, Meter
+from quire.server.generation import Call, Chunks, EventStream
 from quire.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
 from quire.server.protocol import NOT_YET, UNSUPPORTED, Body, Generation
 from quire.server.routing import StrictRoute, stream_answers
@@ -45,6 +45,7 @@ class GenerateRequest(Body):
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
     return_token_ids: bool | None = Field(None, description="Of the prompt.")
+    return_spec_decode_metrics: bool | None = Field(None, description="What became of drafts, if there were any.")
     cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
     priority: int | None = Field(None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
@@ -59,7 +60,7 @@ class GenerateRequest(Body):
 
 
 # Keys of what Quire lacks, in a whole answer and in its choices.
-_NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders metrics kv_transfer_params ec_transfer_params".split())
+_NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders kv_transfer_params ec_transfer_params".split())
 _CHOICE_NULLS = dict.fromkeys("routed_experts sampling_mask weight_versions".split())
 
 
@@ -79,7 +80,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         return await EventStream.begin(_stream(call, body))
     async with aclosing(call.run()) as outputs:
         output = await anext(outputs)
-    meter = Meter()
+    meter = call.meter()
     meter.add(output)
     answer = {
         "request_id": call.id,
@@ -87,7 +88,8 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         "created": call.created,
         "output_mode": body.output_mode,
         "choices": [{**_choice(call, body, completion), **_CHOICE_NULLS} for completion in output.outputs],
-        "usage": {**meter.usage, "completion_tokens_details": None},
+        "usage": {"completion_tokens_details": None, **meter.usage},
+        "metrics": meter.metrics,
         **_prompt_keys(body, output),
         **_NULLS,
     }
@@ -96,7 +98,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 
 async def _stream(call: Call, body: GenerateRequest) -> AsyncGenerator[bytes]:
     head = {"request_id": call.id, "output_mode": body.output_mode}
-    chunks, meter, extra = Chunks(call, head), Meter(), None
+    chunks, meter, extra = Chunks(call, head), call.meter(), None
     async with aclosing(call.run()) as outputs:
         async for output in outputs:
             meter.add(output)

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
 
+from quire.messages.step import StepCosts
+
+_UNKNOWN = StepCosts()
 _PRIOR = 0.7  # the acceptance of a request about which nothing is known
 _WEIGHT = 0.15  # of the newest verification, in a request's acceptance
 _RECOVERY = 0.03  # how far the acceptance goes back to the prior in a step without drafts, so that they are tried again
@@ -31,16 +34,14 @@ class Acceptance:
 class DraftLengths:
     """The best number of drafts for a request, given the number of requests in the step."""
 
-    def __init__(self, most: int, step_seconds: Mapping[int, float] = {}) -> None:
-        """most: of drafts. step_seconds: by number of tokens, how long a step takes. If it is empty, a request always
-        gets the most drafts."""
-        self.most = most
-        self._tokens = sorted(step_seconds)
-        self._seconds = [step_seconds[count] for count in self._tokens]
+    def __init__(self, most: int, costs: StepCosts = _UNKNOWN) -> None:
+        """most: of drafts. If the costs of steps are not known, a request always gets the most drafts."""
+        self.most, self._knows_costs = most, bool(costs.steps)
+        self._step, self._first, self._next = map(_Seconds, (costs.steps, costs.first_draft, costs.next_draft))
         self.best = cache(self._best)
 
     def __call__(self, num_requests: int, acceptance: Acceptance) -> int:
-        if not self._tokens:
+        if not self._knows_costs:
             return self.most
         return self.best(num_requests, round(acceptance.value * _LEVELS))
 
@@ -50,16 +51,31 @@ class DraftLengths:
         With the acceptance p, k drafts give 1 + p + ... + p^k tokens on average.
         """
         powers = [(level / _LEVELS) ** count for count in range(self.most + 1)]
-        speeds = [tokens / self.seconds(num_requests * (1 + count)) for count, tokens in enumerate(accumulate(powers))]
+        speeds = [tokens / self._seconds(num_requests, count) for count, tokens in enumerate(accumulate(powers))]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         return best if speeds[best] >= _GAIN * speeds[0] else 0
 
-    def seconds(self, tokens: int) -> float:
-        """How long a step of so many tokens takes. Beyond the largest measured one, in proportion to it."""
-        above = bisect_left(self._tokens, tokens)
-        if above == len(self._tokens):
-            return self._seconds[-1] * tokens / self._tokens[-1]
+    def _seconds(self, num_requests: int, count: int) -> float:
+        """How long it takes to make and to verify `count` drafts for each request."""
+        making = self._first(num_requests) + (count - 1) * self._next(num_requests) if count else 0.0
+        return self._step(num_requests * (1 + count)) + making
+
+
+class _Seconds:
+    """Measured times, by a size. Times between two sizes are interpolated; beyond the largest size, they grow in
+    proportion to it."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self.sizes = sorted(measured)
+        self.seconds = [measured[size] for size in self.sizes]
+
+    def __call__(self, size: int) -> float:
+        if not self.sizes:
+            return 0.0
+        above = bisect_left(self.sizes, size)
+        if above == len(self.sizes):
+            return self.seconds[-1] * size / self.sizes[-1]
         if above == 0:
-            return self._seconds[0]
-        (left, right), (start, end) = self._tokens[above - 1 : above + 1], self._seconds[above - 1 : above + 1]
-        return start + (end - start) * (tokens - left) / (right - left)
+            return self.seconds[0]
+        (left, right), (start, end) = self.sizes[above - 1 : above + 1], self.seconds[above - 1 : above + 1]
+        return start + (end - start) * (size - left) / (right - left)

@@ -58,7 +58,8 @@ class CudaDevice(Device):
         self._pool: Any = None  # memory that all captured graphs share, since only one runs at a time
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._turn = 0
-        self._buffers = [_Pinned() for _ in range(steps_in_flight + 1)]
+        # A step uploads its inputs, and then what masks and drafts need. An unused buffer has no memory.
+        self._buffers = [_Pinned() for _ in range(4 * steps_in_flight)]
 
     def upload(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         ends = layout(arrays)

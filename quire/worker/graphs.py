@@ -74,6 +74,8 @@ class RecordedForward(Forward):
 
 
 DECODE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 1025, 16))  # requests, each with one token
+DRAFT_SIZES = (1, 2, 4, 8, 16, 32, 64)  # requests, each with one token and equally many drafts
+MOST_DRAFTS = 7  # of such a request; requests with more drafts take graphs of mixed sizes
 MIXED_SIZES = (32, 64, 128, 192, 256, 320, 384, 512, 768, 1024)  # tokens
 
 
@@ -100,22 +102,26 @@ class CapturedForward(Forward):
         backends: Sequence[AttentionBackend],
         staging: Staging,
         most_tokens: int,
-        tokens_per_request: Sequence[int] = (1,),
+        most_per_request: int = 1,
         is_only_rank: bool = True,
     ) -> None:
-        """is_only_rank: if False, a capture that fails is an error, since the other ranks' graphs wait for this rank's
-        part of each all-reduce."""
+        """most_per_request: steps of 1, 2, ... up to so many tokens of each request are captured. is_only_rank: if
+        False, a capture that fails is an error, since the other ranks' graphs wait for this rank's part of each
+        all-reduce."""
         super().__init__(model, backends)
         self.is_only_rank = is_only_rank
         self.staging, most_requests = staging, len(staging.batch.num_tokens)
-        requests = [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
-        self._sizes = {count: [StepSize(n * count, n, count) for n in requests] for count in tokens_per_request}
+        decoding = [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
+        self._sizes = {1: [StepSize(n, n, 1) for n in decoding]}
+        for count in range(2, most_per_request + 1):
+            self._sizes[count] = [StepSize(n * count, n, count) for n in DRAFT_SIZES if n <= most_requests]
         self._sizes[0] = [StepSize(n, most_requests) for n in MIXED_SIZES if n <= most_tokens]
         self._graphs: dict[StepSize, _Graph] = {}
 
     def fit(self, size: StepSize) -> StepSize:
         count = size.tokens_per_request if size.tokens_per_request in self._sizes else 0
-        return next((larger for larger in self._sizes[count] if larger.tokens >= size.tokens), size)
+        sizes = chain(self._sizes[count], self._sizes[0])
+        return next((larger for larger in sizes if larger.tokens >= size.tokens), size)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,25 @@ from quire.layers.step_inputs import Array, StepSize
 from quire.messages.step import NewRequest, SchedulerOutput
 from quire.sampling.batch_state import BatchState
 from quire.sampling.logits_processors import Ints, SamplingPlaces
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Consecutive tokens of several rows, one row after the other."""
+
+    rows: Ints  # [rows]
+    token_rows: Ints  # [tokens]
+    positions: Ints  # [tokens]
+    query_start_loc: npt.NDArray[np.int32]  # [rows + 1]
+    seq_lens: Ints  # [rows]: where they end
+
+    @classmethod
+    def of(cls, rows: Ints, starts: Ints, counts: Ints) -> Self:
+        """counts[i] tokens of rows[i] from the position starts[i] on."""
+        query_start_loc = np.zeros(len(rows) + 1, np.int32)
+        query_start_loc[1:] = counts.cumsum()
+        positions = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1] - starts, counts)
+        return cls(rows, np.repeat(rows, counts), positions, query_start_loc, starts + counts)
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,7 @@ class InputBatch:
         self.top_k = np.zeros(rows, np.int64)
         self.min_p = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
+        self.has_seed = np.zeros(rows, bool)  # whether the request itself gave it
         self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
         self.logprob_token_ids: dict[int, list[int]] = {}  # by row, for requests that name the tokens
         self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for, or once reported
@@ -103,7 +123,7 @@ class InputBatch:
         self.top_p[row] = params.top_p
         self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab_size
         self.min_p[row] = params.min_p
-        self.seed[row] = new.seed
+        self.seed[row], self.has_seed[row] = new.seed, params.seed is not None
         self.num_logprobs[row] = self._count(params.logprobs)
         self.logprob_token_ids.pop(row, None)
         if params.logprob_token_ids is not None:
@@ -135,13 +155,8 @@ class InputBatch:
         """Concatenate the step's tokens, by whole-array operations, and advance `num_computed` of its rows."""
         rows = np.asarray(step.rows, np.int64)
         counts = np.asarray(step.num_tokens, np.int64)
-        start = self.num_computed[rows]
-        seq_lens = start + counts
-        query_start_loc = np.zeros(len(rows) + 1, np.int32)
-        query_start_loc[1:] = counts.cumsum()
-        token_rows = np.repeat(rows, counts)
-        offset = np.repeat(query_start_loc[:-1] - start, counts)
-        positions = np.arange(query_start_loc[-1]) - offset
+        spans = Spans.of(rows, self.num_computed[rows], counts)
+        query_start_loc, seq_lens, positions = spans.query_start_loc, spans.seq_lens, spans.positions
         self.num_computed[rows] = seq_lens
         drafts: npt.NDArray[Any] | int = 0
         tokens_per_request = 1
@@ -156,13 +171,13 @@ class InputBatch:
         place_tokens = np.repeat(query_start_loc[1:] - place_start_loc[1:], num_places) + np.arange(place_start_loc[-1])
         return FlatBatch(
             rows=rows,
-            token_rows=token_rows,
+            token_rows=spans.token_rows,
             positions=positions,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             num_places=num_places,
             place_start_loc=place_start_loc,
-            place_rows=token_rows[place_tokens],
+            place_rows=spans.token_rows[place_tokens],
             place_tokens=place_tokens,
             place_positions=positions[place_tokens],
             tokens_per_request=tokens_per_request if (counts == tokens_per_request).all() else 0,
@@ -179,12 +194,46 @@ class InputBatch:
             "block_tables": self.block_tables[:, flat.rows, :width],
         }
 
+    def gather_shared(self, spans: Spans, group: int, copies: int) -> dict[str, Array]:
+        """The inputs of a forward over these tokens, for `copies` groups that use the blocks of one group."""
+        width = -(-int(spans.seq_lens.max(initial=1)) // self.block_size)
+        slots = self._slots_of(group, spans.token_rows, spans.positions)
+        return {
+            "input_ids": self.token_ids[spans.token_rows, spans.positions].astype(np.int64),
+            "positions": spans.positions,
+            "query_start_loc": spans.query_start_loc,
+            "seq_lens": spans.seq_lens.astype(np.int32),
+            "slot_mapping": np.repeat(slots[None], copies, 0),
+            "block_tables": np.repeat(self.block_tables[None, group, spans.rows, :width], copies, 0),
+        }
+
     def _slots(self, flat: FlatBatch) -> Array:
         """[groups, tokens], by the rule of each group's spec."""
         slots = np.empty((len(self.kv_specs), len(flat.positions)), np.int64)
-        for group, spec in enumerate(self.kv_specs):
-            slots[group] = spec.slots(self.block_tables[group], flat.token_rows, flat.positions, self.block_size)
+        for group in range(len(self.kv_specs)):
+            slots[group] = self._slots_of(group, flat.token_rows, flat.positions)
         return slots
+
+    def _slots_of(self, group: int, token_rows: Ints, positions: Ints) -> Array:
+        return self.kv_specs[group].slots(self.block_tables[group], token_rows, positions, self.block_size)
+
+    def sampling(self, rows: Ints, positions: Ints) -> dict[str, Array]:
+        """The sampling parameters of places, by their names in SamplingBatch. Parameters that no request uses are left
+        out. rows, positions: [places], those of the tokens that are sampled."""
+        temperature = self.temperature[rows]
+        random = temperature.nonzero()[0]
+        arrays: dict[str, Array] = {}
+        if len(random):
+            if len(random) < len(rows):
+                arrays["random"], rows, positions = random, rows[random], positions[random]
+                temperature = temperature[random]
+            top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
+            arrays["temperature"], arrays["seeds"] = temperature, self.seed[rows]
+            arrays["output_positions"] = positions - self.num_prompt[rows]
+            arrays |= {"top_k": top_k} if (top_k < self.vocab_size).any() else {}
+            arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
+            arrays |= {"min_p": min_p} if min_p.any() else {}
+        return arrays
 
     def named_tokens(self, rows: Ints) -> Ints | None:
         """[rows, most]: the token ids whose logprobs each row asks for by name, padded with -1. None if no row names

@@ -13,10 +13,13 @@ from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.metrics.logging import logger
 from quire.models.model import Model
 from quire.ops.memory import upload
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.sampler import Sampler, SamplingBatch
+from quire.worker.drafters.drafter import Drafter
+from quire.worker.drafters.step import SampledStep
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
@@ -35,6 +38,7 @@ class _Launched:
     place_rows: Tensor  # [places], int64
     place_positions: Tensor  # [places], int64
     requests: dict[str, Tensor] | None = None  # if some have drafts, see Staging.sampled
+    drafting: SampledStep | None = None  # if there is a drafter
 
 
 @dataclass
@@ -50,6 +54,7 @@ class _Sampled:
     logprobs: dict[int, tuple[int, int]] = field(default_factory=dict)
     read_logprobs: Callable[[], list[Tensor]] | None = None
     read_prompts: dict[int, Callable[[], list[Tensor]]] = field(default_factory=dict)  # prompt logprobs by request
+    read_drafts: Callable[[], list[Tensor]] | None = None
 
 
 class ModelRunner:
@@ -67,10 +72,13 @@ class ModelRunner:
         forward: Forward,
         sampler: Sampler,
         is_only_rank: bool = True,
+        drafter: Drafter | None = None,
     ) -> None:
         """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
         the step."""
-        self.is_only_rank = is_only_rank
+        self.is_only_rank, self.drafter = is_only_rank, drafter
+        self.forward_all = drafter is not None and drafter.reads_hidden
+        self.drafts_stay = False  # whether drafts stay on the device, see Speculation
         self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
         self.device = staging.device
         self.processors = sampler.processors
@@ -115,11 +123,14 @@ class ModelRunner:
             return lambda: skipped
         if not self.device.is_async:
             self._read_until(sampled)
-        return lambda: self._read_until(sampled)
+        if launched.drafting is not None:
+            sampled.read_drafts = self._draft(launched.step, launched.drafting)
+        return lambda: self._output(sampled, launched.step.num_next_drafts)
 
     def run(self, inputs: StepInputs, rows: int) -> None:
         """Run the forward and the sampling of a dummy step, to measure memory and compile kernels."""
-        logits = self.model.logits(self.forward(inputs)[:rows])
+        hidden = self.forward(inputs)
+        logits = self.model.logits(hidden[:rows])
         numbers = np.ones(rows, np.int64)
         arrays: dict[str, Array] = {
             "temperature": np.ones(rows, np.float32),
@@ -130,19 +141,28 @@ class ModelRunner:
         tensors = self.device.upload(arrays)
         for omitted in ((), ("top_p",), ("top_k",), tuple(tensors)):
             self.sampler(logits, SamplingBatch.of({k: v for k, v in tensors.items() if k not in omitted}))
+        if self.drafter is not None:
+            self.drafter.draft(SampledStep.dummy(inputs, hidden, rows), 2)
 
     def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
-        sampling = self._sampling(flat)
+        sampling = self.batch.sampling(flat.place_rows, flat.place_positions + 1)
         extra = {"place_rows": flat.place_rows, "place_tokens": flat.place_tokens, **sampling}
         if flat.has_drafts:
             extra |= {"draft_rows": flat.rows, "num_places": flat.num_places, "place_start_loc": flat.place_start_loc}
+        if self.drafter is not None:
+            extra |= SampledStep.arrays(flat, step, self.batch.max_model_len)
         inputs, on_device = self.staging.stage(flat, self.forward.fit(flat.size), step, extra)
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
         num_places = len(flat.place_tokens)
         wanted = None if num_places == inputs.size.tokens else on_device["place_tokens"]
-        hidden = self.forward(inputs, None if scored else wanted)
+        needs_all = scored or self.forward_all
+        hidden = self.forward(inputs, None if needs_all else wanted)
+        drafting = None
+        if self.drafter is not None:
+            drafting = SampledStep.of(flat, inputs, hidden if self.drafter.reads_hidden else None, on_device)
         if scored:
             self._score_prompts(flat, hidden)
+        if needs_all:
             hidden = pick(hidden, wanted)
         logits = self.model.logits(hidden[:num_places])  # padded tokens may follow
         batch = SamplingBatch.of({name: on_device[name] for name in sampling})
@@ -153,27 +173,9 @@ class ModelRunner:
                 places = pick(torch.stack((positions, on_device["place_rows"]), 1), batch.random)
                 batch.output_positions = places[:, 0] + 1 - self.staging.state.num_prompt[places[:, 1]]
         return _Launched(
-            step, flat, logits, batch, on_device["place_rows"], positions, on_device if flat.has_drafts else None
-        )
-
-    def _sampling(self, flat: FlatBatch) -> dict[str, Array]:
-        """The sampling parameters of a step's places, by their names in SamplingBatch. Parameters that no request uses
-        are left out."""
-        batch, rows, positions = self.batch, flat.place_rows, flat.place_positions
-        temperature = batch.temperature[rows]
-        random = temperature.nonzero()[0]
-        arrays: dict[str, Array] = {}
-        if len(random):
-            if len(random) < len(rows):
-                arrays["random"], rows, positions = random, rows[random], positions[random]
-                temperature = temperature[random]
-            top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-            arrays["temperature"], arrays["seeds"] = temperature, batch.seed[rows]
-            arrays["output_positions"] = positions + 1 - batch.num_prompt[rows]
-            arrays |= {"top_k": top_k} if (top_k < batch.vocab_size).any() else {}
-            arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
-            arrays |= {"min_p": min_p} if min_p.any() else {}
-        return arrays
+            step, flat, logits, batch, on_device["place_rows"], positions, on_device if flat.has_drafts else None,
+            drafting,
+        )  # fmt: skip
 
     def _sample(self, launched: _Launched, output: ModelRunnerOutput) -> _Sampled:
         flat, batch, rows = launched.flat, self.batch, launched.flat.place_rows
@@ -184,6 +186,9 @@ class ModelRunner:
             if self.processors.need_host_tokens(rows):
                 self._read_until(None)  # meanwhile, the device runs the forward of this step
             launched.sampling.places = batch.sampling_places(flat, self.staging.state, launched.place_positions)
+        if self.drafter is not None and flat.has_drafts:
+            columns = launched.place_rows, launched.place_positions
+            launched.sampling.proposals = self.drafter.sampling.proposals(flat, *columns)
         num_logprobs = batch.num_logprobs[rows]
         asks = num_logprobs >= 0
         if asks.any():
@@ -192,6 +197,8 @@ class ModelRunner:
         tokens, logprobs = self.sampler(launched.logits, launched.sampling)
         batch.expect(flat)
         kept = self.staging.sampled(launched.place_rows, launched.place_positions, tokens, launched.requests)
+        if launched.drafting is not None:
+            launched.drafting.kept = kept
         sampled = _Sampled(output, flat, self.device.download(tokens, *([] if kept is None else [kept])))
         if logprobs is not None:
             bounds = np.concatenate(([0], asks.cumsum()))[flat.place_start_loc]  # [requests + 1]
@@ -202,6 +209,29 @@ class ModelRunner:
             self._report_prompts(sampled)
         self._unread.append(sampled)
         return sampled
+
+    def _draft(self, step: SchedulerOutput, sampled: SampledStep) -> Callable[[], list[Tensor]] | None:
+        """Launch the drafter behind a step. The returned function waits for the drafts."""
+        assert self.drafter is not None
+        try:
+            drafts = self.drafter.draft(sampled, max(step.num_next_drafts, default=0))
+        except torch.OutOfMemoryError as error:
+            logger.warning("No drafts are made behind a step: %s", error_text(error))
+            return None
+        if drafts is None:
+            return None
+        if self.drafts_stay:
+            self.staging.drafted(sampled.rows, drafts)
+            return None
+        return self.device.download(drafts)
+
+    def _output(self, sampled: _Sampled, num_next_drafts: list[int]) -> ModelRunnerOutput:
+        """Wait for the output of a step."""
+        output = self._read_until(sampled)
+        if sampled.read_drafts is not None:
+            made = sampled.read_drafts()[0].tolist()
+            output.draft_token_ids = [drafts[:count] for drafts, count in zip(made, num_next_drafts, strict=True)]
+        return output
 
     def _apply_masks(self, logits: Tensor, masks: TokenMasks) -> None:
         bits = np.frombuffer(masks.bits, np.int32).reshape(len(masks.places), -1)
@@ -271,6 +301,8 @@ class ModelRunner:
             try:
                 self.batch.install(new)
                 self.processors.add(new.row, new)
+                if self.drafter is not None:
+                    self.drafter.install(new)
             except ValueError as error:
                 refusals[step.rows.index(new.row)] = error_text(error)
             self._prompt_logprobs.pop(new.row, None)

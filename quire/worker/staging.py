@@ -1,6 +1,6 @@
 """Sends a step's inputs to the device, and owns their memory on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from quire.layers.step_inputs import Array, StepInputs, StepSize, dimensions, du
 from quire.messages.step import SchedulerOutput
 from quire.ops import Kernels
 from quire.worker.device import Device
-from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.input_batch import FlatBatch, InputBatch, Spans
 from quire.worker.state import DeviceState, shared_state
 
 MADE_ON_DEVICE = ("input_ids", "positions", "slot_mapping", "seq_lens")  # inputs that the op flat_batch computes
@@ -30,6 +30,7 @@ class Staging:
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
         """most_tokens: the largest number of tokens in a step."""
         self.device, self.batch, self.kernels = device, batch, kernels
+        self.count_kept: Callable[..., Tensor] = kernels.count_kept
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)
         if device.is_async:
@@ -73,6 +74,13 @@ class Staging:
         torch.index_select(state.block_tables, 1, rows, out=inputs.block_tables)
         return inputs, {name: tensors[name] for name in extra}
 
+    def stage_spans(self, spans: Spans, group: int, copies: int) -> StepInputs:
+        """The inputs of a forward over tokens that the host knows, see `InputBatch.gather_shared`."""
+        tensors: dict[str, Any] = self.device.upload(self.batch.gather_shared(spans, group, copies))
+        counts = np.diff(spans.query_start_loc)
+        longest = int(counts.max()) if np.array_equal(counts, spans.seq_lens) else 0
+        return StepInputs(size=StepSize(len(spans.positions), len(spans.rows)), longest_prompt=longest, **tensors)
+
     def stage_dummy(self, size: StepSize) -> StepInputs:
         """The inputs of a dummy step, run to measure memory or to capture a CUDA graph. It stores nothing in the cache.
 
@@ -103,13 +111,21 @@ class Staging:
         """
         state, kept = self.state, None
         if requests is not None:
-            kept = self.kernels.count_kept(state.token_ids, rows, positions, token_ids, requests["place_start_loc"])
+            kept = self.count_kept(state.token_ids, rows, positions, token_ids, requests["place_start_loc"])
         if isinstance(state, DeviceState):
             if kept is None or requests is None:
                 self.kernels.append_tokens(state.token_ids, state.num_tokens, rows, positions, token_ids)
             else:
                 state.keep(rows, positions, token_ids, requests, kept)
         return kept
+
+    def drafted(self, rows: Tensor, drafts: Tensor) -> None:
+        """Store the drafts [requests, count] behind the texts of these rows on the device."""
+        token_ids, count = self.state.token_ids, drafts.shape[1]
+        positions = self.state.num_tokens[rows][:, None] + torch.arange(count, device=drafts.device)
+        # A row whose text is about to end needs no drafts. Its last cell, of a token that is never computed, may be
+        # overwritten with one.
+        token_ids.index_put_((rows[:, None], positions.clamp_(max=token_ids.shape[1] - 1)), drafts.int())
 
     def _dimensions(self, size: StepSize) -> dict[str, int]:
         groups, _, blocks = self.batch.block_tables.shape

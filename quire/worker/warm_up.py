@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
+import torch
+
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput, TokenMasks
 from quire.worker.model_runner import SCORED_AT_ONCE, ModelRunner
@@ -27,6 +29,16 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
         step.step_id = step_id
         runner.submit(step)
         runner.sample(step_id, masks if len(step.rows) == 1 else None)()
+    _verify_drafts(runner)
+
+
+def _verify_drafts(runner: ModelRunner) -> None:
+    """Launch the kernels that verify drafts. Which drafts a step has, and how many, makes no difference to them."""
+    state, kernels = runner.staging.state, runner.staging.kernels
+    logits = torch.zeros(1, runner.batch.vocab_size, device=state.token_ids.device)
+    zeros = torch.zeros(2, dtype=torch.int64, device=logits.device)
+    kernels.count_kept(state.token_ids, zeros[:1], zeros[:1], zeros[:1], zeros)
+    kernels.accept_or_resample(logits, logits, zeros[:1], zeros[:1], zeros[:1])
 
 
 def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:

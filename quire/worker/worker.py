@@ -1,6 +1,7 @@
 """The worker of one rank: its device, its part of the model, and its KV cache."""
 
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -12,21 +13,25 @@ from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
 from quire.layers.attention_spec import CacheShape
+from quire.messages.step import StepCosts
 from quire.metrics.logging import logger
 from quire.models.load import load_model
 from quire.models.model import Model
+from quire.ops import Target
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Communicator, Mesh
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
 from quire.worker.device import choose_device
+from quire.worker.drafters.drafter import Cached
+from quire.worker.drafters.load import DrafterParts
 from quire.worker.forward import Forward
-from quire.worker.graphs import CapturedForward, RecordedForward
+from quire.worker.graphs import MOST_DRAFTS, CapturedForward, RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
-from quire.worker.step_seconds import step_seconds
+from quire.worker.step_costs import step_costs
 from quire.worker.warm_up import warm_up
 
 
@@ -48,9 +53,20 @@ class Worker:
             budget = group.minimum(budget)
         with memory.explained("the model's weights", device):
             model = load_model(directory, config, max_model_len, device, group, show_progress=mesh.rank == 0)
+            speculation, self.drafter = config.scheduler.speculation, None
+            if speculation is not None and speculation.on_device:
+                self.drafter = DrafterParts(
+                    speculation,
+                    config,
+                    directory,
+                    model,
+                    max_model_len,
+                    group,
+                    partial(_backends, config, model.kernels.target),
+                )
         self.model, dtype = model, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
-        self.backends = _backends(config, model)
+        self.backends = _backends(config, model.kernels.target, model)
         chosen = list(dict.fromkeys(self.backends))
         if mesh.rank == 0:
             seconds = time.perf_counter() - started
@@ -62,6 +78,10 @@ class Worker:
                 str(dtype).removeprefix("torch."), memory.weights_in_memory(model) / 2**30, ranks,
                 ", ".join(dict.fromkeys(backend.name for backend in chosen)) or "none",
             )  # fmt: skip
+            if self.drafter is not None and speculation is not None:
+                logger.info(
+                    "Drafts are made by %s (%s)", speculation.model or "the model's own head", speculation.method
+                )
 
         if config.model.torch_compile:
             for backend, method in product(chosen, ("store", "prepare", "attend")):
@@ -74,10 +94,17 @@ class Worker:
         staging = Staging(self.device, batch, model.kernels, most_tokens)
         forward = _forward(config, model, self.backends, staging, group)
         sampler = Sampler(model.kernels, config, device)
-        self.runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank=group.size == 1)
+        drafter = None
+        if self.drafter is not None:
+            drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
+            forward.taps = dict(drafter.taps)
+        self.runner = ModelRunner(model, batch, staging, forward, sampler, group.size == 1, drafter)
+        is_async = config.scheduler.async_scheduling
+        self.runner.drafts_stay = device.type == "cuda" if is_async is None else is_async
         groups = zip(model.kv_specs, self.backends, strict=True)
         pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
-        block_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
+        self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
+        block_bytes = self._page_bytes + (0 if self.drafter is None else self.drafter.entry_bytes)
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if device.type == "cuda":
             self._allocate(1, block_bytes)  # the dummy step needs a null block
@@ -95,15 +122,19 @@ class Worker:
         if isinstance(forward, CapturedForward):
             forward.capture()
             torch.cuda.empty_cache()  # frees the memory of the eager runs that came before each capture
+        if self.drafter is not None:
+            chosen += self.drafter.backends
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
-        speculation = config.scheduler.speculation
-        is_adaptive = speculation is not None and speculation.adaptive
-        self.step_seconds = step_seconds(self.runner, most_tokens, group) if is_adaptive else {}
+        self.step_costs = StepCosts()
+        if speculation is not None and speculation.adaptive:
+            self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, group)
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
         kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)
-        self.model.bind_cache(self.backends, kv_memory.blocks)
+        self.model.bind_cache(self.backends, [kv_memory.blocks] * len(self.backends))
+        if self.drafter is not None:
+            self.drafter.bind_cache(kv_memory.blocks, self._page_bytes)
         return kv_memory
 
 
@@ -117,12 +148,14 @@ def _forward(
     if eager or not all(backend.capturable for backend in backends):
         return Forward(model, backends)
     most_tokens = config.scheduler.tokens_of_a_step(gpu=True)
-    return CapturedForward(model, backends, staging, most_tokens, is_only_rank=group.size == 1)
+    speculation = config.scheduler.speculation
+    drafts = min(speculation.num_speculative_tokens, MOST_DRAFTS) if speculation is not None else 0
+    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, is_only_rank=group.size == 1)
 
 
-def _backends(config: EngineConfig, model: Model) -> list[AttentionBackend]:
+def _backends(config: EngineConfig, target: Target, model: Cached) -> list[AttentionBackend]:
     """The attention backend of each KV group. Groups of the same shape share a backend."""
-    target, block_size = model.kernels.target, config.cache.block_size
+    block_size = config.cache.block_size
     by_shape: dict[CacheShape, AttentionBackend] = {}
     for cache in model.cache_shapes:
         if cache not in by_shape:

@@ -22,6 +22,8 @@ import pytest
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.texts
+
 OPTIONS = ["--dtype", "float32", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "64M"]
 
 

@@ -27,7 +27,7 @@ from support.layouts import before_transformers_5  # noqa: E402
 from support.saved_checkpoints import fold, save_tokenizer, write_record  # noqa: E402
 
 # Fields of the hub's checkpoints that the config classes keep, and once did not declare.
-UNDECLARED = {"qwen3_moe": {"head_dim"}, "gpt_oss": {"swiglu_limit"}}
+UNDECLARED = {"qwen3_moe": {"head_dim"}, "glm4_moe": {"head_dim"}, "gpt_oss": {"swiglu_limit"}}
 
 
 def arguments(

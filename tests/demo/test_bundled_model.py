@@ -13,6 +13,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.loading.hub import bundled_model
 
+pytestmark = pytest.mark.texts
+
 ROOT = Path(__file__).parents[2]
 EVALUATION = ROOT / "tests" / "data" / "demo_eval"
 

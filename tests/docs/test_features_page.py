@@ -53,6 +53,7 @@ FEATURES = [
     "structured outputs",
     "thinking budgets",
     "speculation",
+    "drafters on the device",
 ]
 
 

@@ -15,8 +15,10 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.ops.cpu.build import library
 from support.checkpoints import Checkpoints
-from support.engines import generate
+from support.engines import assert_preempted, generate
 from support.threads import thread_count
+
+pytestmark = pytest.mark.texts
 
 COMBINES = ["batch invariance × chunked prefill, prefix caching, preemption, sliding window, seeded sampling"]
 
@@ -111,7 +113,7 @@ def check(
                 blocks = max(room_for_one, room_for_prompts)
                 crowded = engine(path, **{**room, "num_gpu_blocks_override": blocks})
                 got = answers(generate(crowded, [prompt, prompt], ways))
-                assert crowded.core.scheduler.stats.preemptions > 0
+                assert_preempted(crowded)
                 assert_same(got[0], alone[0], f"{count} threads, preempted")
                 assert_same(got[1], alone[1], f"{count} threads, preempted")
 

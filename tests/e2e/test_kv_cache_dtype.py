@@ -13,7 +13,9 @@ from quire.config import ConfigError
 from quire.engine.llm import LLM
 from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
-from support.engines import generate, make_llm, teacher_forced_logits, tokens_of
+from support.engines import assert_preempted, generate, make_llm, teacher_forced_logits, tokens_of
+
+pytestmark = pytest.mark.texts
 
 COMBINES = ["one-byte KV cache × chunked prefill, prefix caching, preemption, sliding window"]
 
@@ -47,7 +49,7 @@ def test_greedy_tokens_are_the_same_however_the_work_is_cut_up(cell, prompts):
 
     crowded = bundled(cell, num_gpu_blocks_override=24)
     assert tokens_of(generate(crowded, prompts, GREEDY)) == alone
-    assert crowded.core.scheduler.stats.preemptions > 0
+    assert_preempted(crowded)
 
     caching = bundled(cell)
     assert tokens_of(generate(caching, prompts, GREEDY)) == alone
@@ -99,6 +101,7 @@ def test_every_kind_of_attention_sees_nearly_what_it_would(checkpoints, variant,
     assert max(between) < 0.01
 
 
+@pytest.mark.plain("measures memory, of which a draft model takes a part")
 def test_the_cache_holds_more_tokens_in_the_same_memory():
     auto, int8, fp8 = (
         bundled(cell, dtype="bfloat16", num_gpu_blocks_override=None, kv_cache_memory_bytes=1 << 20)

@@ -15,6 +15,8 @@ from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.server_process import Server
 
+pytestmark = pytest.mark.texts
+
 OPTIONS = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
 FLAGS = "--dtype float32 --max-num-seqs 64 --kv-cache-memory-bytes 256M --api-key sk-test".split()
 TEXT = "Once upon a time"

@@ -39,6 +39,7 @@ KNOWN_COMPLAINTS = (
     "metric names should not contain ':'",
     'iteration_tokens_total non-counter metrics should not have "_total" suffix',
 )
+DRAFTS = {"model": "quire-demo/eagle3", "num_speculative_tokens": 3, "adaptive": False}
 CONFIG = """
 global: {{scrape_interval: 1s}}
 scrape_configs:
@@ -49,7 +50,8 @@ scrape_configs:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("--max-num-seqs", "8") as server:
+    """It speculates, so that there is an answer to the queries about drafts."""
+    with Server("--max-num-seqs", "8", "--speculative-config", json.dumps(DRAFTS)) as server:
         yield server
 
 

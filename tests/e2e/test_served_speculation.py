@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
+import pytest
 
 from quire import LLM, SamplingParams
+from quire.loading.hub import bundled_model
 from support.server_process import Server
 
-COMBINES = ["speculation × replay after a crash, seeded sampling"]
+COMBINES = [
+    "speculation × replay after a crash, seeded sampling",
+    "drafters on the device × replay after a crash, seeded sampling",
+]
 
 PROMPTS = [f"Tom has a {name}. The {name} likes Tom. Tom likes the" for name in ("cat", "dog", "bird", "fish")]
 SPECULATION = '{"method": "suffix", "num_speculative_tokens": 6, "adaptive": false}'
@@ -50,4 +56,22 @@ def test_streams_say_the_same_with_speculation_and_after_a_lost_core():
         accepted = server.metric("spec_decode_num_accepted_tokens_total")
         assert 0 < accepted <= drafted
         assert asyncio.run(streams(server, lose_the_core=True)) == expected
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({"method": "draft_model", "model": str(bundled_model())}, id="draft-model"),
+        pytest.param({"model": "quire-demo/eagle3"}, id="eagle3", marks=pytest.mark.slow),
+        pytest.param({"model": "quire-demo/medusa"}, id="medusa", marks=pytest.mark.slow),
+    ],
+)
+def test_streams_say_the_same_with_a_drafter_whose_core_is_lost(model: dict[str, str]):
+    params = [SamplingParams(max_tokens=120, ignore_eos=True, **drawing(number)) for number in range(len(PROMPTS))]
+    expected = [output.outputs[0].text for output in LLM(dtype="float32").generate(PROMPTS, params, use_tqdm=False)]
+    speculation = json.dumps({**model, "num_speculative_tokens": 4, "adaptive": False})
+    with Server("--dtype", "float32", "--speculative-config", speculation, "--served-model-name", "small") as server:
+        assert asyncio.run(streams(server, lose_the_core=True)) == expected
+        assert server.metric("spec_decode_num_draft_tokens_total") > 50
         server.wait_until_idle()

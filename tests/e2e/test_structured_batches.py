@@ -12,6 +12,8 @@ from quire import LLM, SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
 from support.engines import assert_nothing_is_left
 
+pytestmark = pytest.mark.texts
+
 COMBINES = ["structured outputs × n > 1, stop strings, seeded sampling, penalties and token rules, logprobs"]
 
 PERSON = {

@@ -15,6 +15,8 @@ from quire.structured.vocabulary import Vocabulary
 from support.schema_suite import schema_suite
 from support.smollm2 import smollm2
 
+pytestmark = pytest.mark.texts
+
 PERSON = {
     "type": "object",
     "properties": {

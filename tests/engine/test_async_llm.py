@@ -22,6 +22,8 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from support.faults import FAULTS
 
+pytestmark = pytest.mark.texts
+
 COMBINES = ["replay after a crash × seeded sampling, n > 1"]
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 64}
@@ -205,6 +207,7 @@ def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault)
     run(check())
 
 
+@pytest.mark.plain("its fault is at a token, and a step may compute several")
 def test_a_request_that_brings_the_core_down_twice_is_refused():
     async def check() -> None:
         async with engine(**FAULTY) as llm:
@@ -247,6 +250,7 @@ def test_options_that_the_model_cannot_meet_are_an_error_at_start():
     run(check())
 
 
+@pytest.mark.plain("counts the outputs of a stream")
 def test_the_metrics_count_what_was_done():
     async def check() -> None:
         async with engine(metrics_prefix="vllm", served_name="small") as llm:

@@ -32,6 +32,10 @@ def fingerprint(model: Path, layout: str = "cpu, bfloat16", **options: object) -
     return cache_fingerprint(EngineConfig.create(model=str(model), **options), model, layout)
 
 
+def drafting(model: Path) -> dict[str, object]:
+    return {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+
+
 def test_another_process_computes_the_same_fingerprint(model: Path) -> None:
     result = subprocess.run([sys.executable, "-c", SCRIPT, str(model)], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == fingerprint(model)
@@ -49,6 +53,8 @@ def test_whatever_changes_the_content_of_blocks_changes_the_fingerprint(model: P
         fingerprint(model, load_format="dummy"),
         fingerprint(model, tensor_parallel_size=2),
         fingerprint(model, hf_overrides={"rope_theta": 5.0}),
+        fingerprint(model, speculative_config=drafting(model)),
+        fingerprint(model, speculative_config=drafting(other)),
     ]
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -57,6 +63,7 @@ def test_whatever_changes_the_content_of_blocks_changes_the_fingerprint(model: P
 
 
 def test_what_does_not_change_blocks_leaves_the_fingerprint(model: Path) -> None:
+    assert fingerprint(model, speculative_config={"method": "suffix"}) == fingerprint(model)
     assert fingerprint(model, max_num_seqs=3, seed=7) == fingerprint(model)
 
 

@@ -15,6 +15,8 @@ from quire.messages.sampling_params import SamplingParams
 from support.checkpoints import EOS, Checkpoints
 from support.engines import GREEDY, assert_nothing_is_left, generate, make_llm, tokens_of
 
+pytestmark = pytest.mark.texts
+
 COMBINES = ["seeded sampling, n > 1"]
 
 SHORT = GREEDY.clone(max_tokens=8)
@@ -270,6 +272,7 @@ def test_unseeded_completions_differ_but_an_engine_of_the_same_seed_repeats_them
 # ---- streams
 
 
+@pytest.mark.plain("counts the outputs of a stream")
 def test_a_stream_grows_to_what_generate_returns(llm):
     whole = one(llm, TEXT)
     lengths, texts = [], []
@@ -290,6 +293,7 @@ def test_a_stream_holds_back_what_may_become_a_stop_string(llm):
     assert all(text[:at].startswith(part) for part in shown)
 
 
+@pytest.mark.plain("counts the outputs of a stream")
 def test_leaving_a_stream_early_aborts_the_request_and_frees_its_blocks(llm):
     for output in llm.stream([5] * 50, GREEDY):
         if len(output.outputs[0].token_ids) == 5:

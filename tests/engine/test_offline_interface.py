@@ -13,6 +13,8 @@ from quire.metrics.reader import Counter, Gauge, Histogram
 from support.checkpoints import write_checkpoint
 from support.engines import make_llm
 
+pytestmark = pytest.mark.texts
+
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 FOUR = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
@@ -42,6 +44,7 @@ def test_priorities_order_prompts_and_conversations(path: Path):
         engine.chat(chats, FOUR, priority=[1, 2])
 
 
+@pytest.mark.plain("counts the outputs of a stream")
 def test_an_output_says_when_things_happened(llm: LLM):
     wall, before = time.time(), time.monotonic()
     for output in llm.generate(PROMPTS, FOUR.clone(n=2, temperature=1.0), use_tqdm=False):

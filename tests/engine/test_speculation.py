@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 
-from quire.messages.outputs import RequestOutput
-from quire.messages.sampling_params import SamplingParams
-from quire.messages.structured_outputs import StructuredOutputsParams
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.proposers import PROPOSERS, Perfect, speculate
 from support.reference import References
+from support.requests import requests, said, with_grammars
 
 COMBINES = [
     "speculation × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, logprobs,"
@@ -26,37 +23,6 @@ TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_s
 
 each_proposer = pytest.mark.parametrize("proposer", PROPOSERS)
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-def said(outputs: list[RequestOutput]) -> list[Any]:
-    return [
-        (c.token_ids, c.text, c.finish_reason, c.stop_reason, _rounded(c.logprobs))
-        for output in outputs
-        for c in output.outputs
-    ]
-
-
-def _rounded(logprobs: Any) -> Any:
-    """Likely tokens by place. Values are compared to three digits, since sums of other lengths round differently."""
-    return logprobs and [{token: round(lp.logprob, 3) for token, lp in place.items()} for place in logprobs]
-
-
-def requests(count: int) -> list[SamplingParams]:
-    """Requests of many kinds. Those that are random have a seed."""
-    draw = random.Random(5)
-    temperatures = [draw.choice([0, 0, 0.6, 1.2]) for _ in range(count)]
-    return [
-        SamplingParams(
-            temperature=temperatures[i], top_p=draw.choice([1, 0.9]), top_k=draw.choice([0, 20]),
-            min_p=draw.choice([0, 0.05]), seed=i, max_tokens=draw.randint(1, 60), min_tokens=draw.choice([0, 1]),
-            stop_token_ids=draw.sample(range(4, 300), draw.choice([0, 3])), ignore_eos=draw.random() < 0.5,
-            logprobs=draw.choice([None, 2]), repetition_penalty=draw.choice([1, 1.3]),
-            n=draw.choice([1, 2]) if temperatures[i] else 1,
-            presence_penalty=draw.choice([0, 0.5]), logit_bias=draw.choice([None, {7: 3.0}]),
-            bad_words=draw.choice([[], ["the"]]),
-        )
-        for i in range(count)
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -109,22 +75,7 @@ def test_stop_strings_within_accepted_drafts_end_the_answer(checkpoints: Checkpo
 
 @each_proposer
 def test_drafts_keep_to_the_grammar(checkpoints: Checkpoints, proposer):
-    schema = {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "colours": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 2, "maxItems": 5},
-        },
-        "required": ["name", "colours"],
-        "additionalProperties": False,
-    }
-    params = [
-        SamplingParams(
-            temperature=0.9 * (i % 2), seed=i, max_tokens=60, logprobs=2 if i == 3 else None,
-            structured_outputs=StructuredOutputsParams(json=schema) if i % 3 else None,
-        )
-        for i in range(8)
-    ]  # fmt: skip
+    params = with_grammars(8)
     prompts = [[5 + i, 9, 40, 7] for i in range(8)]
     expected = generate(make_llm(checkpoints.path("llama")), prompts, params)
     Perfect.learn(expected)

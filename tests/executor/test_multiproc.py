@@ -27,6 +27,8 @@ from support.checkpoints import write_checkpoint
 from support.engines import GREEDY, assert_nothing_is_left, core_request, finish, generate, make_llm, tokens_of
 from support.faults import Faults
 
+pytestmark = pytest.mark.texts
+
 
 def children() -> set[psutil.Process]:
     """Processes that this one started and that still run."""
@@ -54,6 +56,7 @@ def llm(checkpoints) -> Iterator[LLM]:
     llm.shutdown()
 
 
+@pytest.mark.plain("counts steps: the first two already end the request")
 def test_no_rank_acknowledges_a_step_before_its_result(llm):
     """Two steps are submitted and sampled while a rank is stopped; their results come when it goes on, in order."""
     core = llm.core

@@ -140,7 +140,9 @@ def test_the_kernels_of_a_small_model_pass(card):
     """, card)  # fmt: skip
     result = json.loads(printed.splitlines()[-1])
     assert (result["state"], result.get("reason")) == ("done", None)
-    assert {"attend_kernel", "_gather", "_flat_batch"} <= {kernel["name"] for kernel in result["kernels"]}
+    assert {"attend_kernel", "_gather", "_flat_batch", "_count_kept", "_accept_or_resample"} <= {
+        kernel["name"] for kernel in result["kernels"]
+    }
     assert [(kernel["name"], kernel["broken"]) for kernel in result["kernels"] if kernel["broken"]] == []
 
 

@@ -49,6 +49,8 @@ from support.gguf_files import FAMILIES, TYPES, WIDE, reference, write_family, w
 from support.reference import greedy, logits, prompts
 from support.thread_group import ThreadGroup, on_every_rank
 
+pytestmark = pytest.mark.texts
+
 COMBINES = ["GGUF, sliding window"]
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_greedy.json").read_text("utf-8"))

@@ -112,6 +112,16 @@ def test_of_an_older_repository_come_the_pickled_weights_and_whatever_tokenizer_
         assert answer["none"] == [name for name in wanted if not name.endswith(".bin")]
 
 
+def test_of_medusa_heads_come_the_config_and_the_pickled_heads(tmp_path):
+    directory = tmp_path / "hub" / "old" / "medusa"
+    directory.mkdir(parents=True)
+    for name in ("config.json", "medusa_lm_head.pt", "training_state.pt"):
+        (directory / name).write_text(name)
+    with Hub(tmp_path / "hub") as hub:
+        run = ERROR_OF + "answer['heads'] = files(resolve('old/medusa'))"
+        assert in_a_process(run, hub.address, tmp_path / "home")["heads"] == ["config.json", "medusa_lm_head.pt"]
+
+
 def test_what_may_be_asked_of_the_hub(folder, tmp_path):
     with Hub(folder, tokens=("sesame",), revisions=("main", "v2", COMMIT)) as hub:
         answer = in_a_process(

@@ -70,10 +70,13 @@ def test_idle_time_before_the_first_request_does_not_count(clock: Clock, lines: 
 def test_a_line_says_how_many_drafts_were_accepted_since_the_one_before(clock: Clock, lines: list[str]):
     log = ThroughputLog()
     log.begin_work()
-    for stats in (SpeculationStats(100, 400, 300), SpeculationStats(110, 420, 305), None, SpeculationStats(5, 10, 10)):
+    first, second = SpeculationStats(100, 400, 300, [90, 80, 70, 60]), SpeculationStats(110, 420, 305, [93, 82, 70, 60])
+    for stats in (first, second, None, SpeculationStats(5, 10, 10, [5, 5]), SpeculationStats(6, 12, 10, [5, 5])):
         clock.now += LOG_SECONDS
         log.step(CoreStats(speculation=stats), 0, 50, 0, 0)
-    assert lines[0].endswith("; drafts accepted 75 %, 4.0 tokens a verification")
-    assert lines[1].endswith("; drafts accepted 25 %, 1.5 tokens a verification")
+    accepted = "; mean acceptance length 4.00, drafts accepted 75 % (by position 0.90 0.80 0.70 0.60)"
+    assert lines[0].endswith(accepted)
+    assert lines[1].endswith("; mean acceptance length 1.50, drafts accepted 25 % (by position 0.30 0.20)")
     assert lines[2].endswith("none looked up")
-    assert lines[3].endswith("; drafts accepted 100 %, 3.0 tokens a verification")
+    assert lines[3].endswith("; mean acceptance length 3.00, drafts accepted 100 % (by position 1.00 1.00)")
+    assert lines[4].endswith("; mean acceptance length 1.00, drafts accepted 0 %")

@@ -24,6 +24,8 @@ from support.checkpoints import ALL_VARIANTS, build, write_checkpoint
 from support.engines import make_llm, teacher_forced_logits
 from support.reference import LENGTHS, logits
 
+pytestmark = pytest.mark.texts
+
 NUM_TEXTS, LENGTH, ALPHABET = 2, 100, 40
 STEPS, LEARNING_RATE = 80, 6e-3
 

@@ -14,6 +14,8 @@ from support.checkpoints import ALL_VARIANTS
 from support.engines import make_llm, runner_of, teacher_forced_logits
 from support.reference import LENGTHS, logits
 
+pytestmark = pytest.mark.texts
+
 SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     # rotation
     ("llama", "theta", m.rotary(theta=lambda theta: theta * 1.1)),
@@ -21,6 +23,7 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("llama", "no rotation", m.decoder(rotary=lambda r: (None,) * len(r))),
     ("llama", "interleaved", m.attention(interleaved_rotary=True)),
     ("llama-mqa-linear", "interleaved", m.attention(interleaved_rotary=True)),
+    ("glm4_moe", "interleaved", m.attention(interleaved_rotary=True)),
     ("cohere", "not interleaved", m.attention(interleaved_rotary=False)),
     ("cohere2", "not interleaved", m.attention(interleaved_rotary=False)),
     ("glm", "not interleaved", m.attention(interleaved_rotary=False)),
@@ -29,6 +32,7 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("deepseek_v3", "not interleaved", m.attention(interleaved_rotary=False)),
     ("phi", "whole head rotated", m.head_rotated_whole),
     ("glm", "whole head rotated", m.head_rotated_whole),
+    ("glm4_moe", "whole head rotated", m.head_rotated_whole),
     ("gpt_neox", "whole head rotated", m.head_rotated_whole),
     ("stablelm", "whole head rotated", m.head_rotated_whole),
     ("llama-gqa2-tied-llama3", "not scaled", m.rotary(scaling={})),
@@ -148,6 +152,8 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("deepseek_v3", "not normalized", m.experts(normalize=False)),
     ("deepseek_v3", "not scaled", m.experts(scale=1.0)),
     ("deepseek_v3-without-groups", "normalized", m.experts(normalize=True)),
+    ("glm4_moe", "not normalized", m.experts(normalize=False)),
+    ("glm4_moe-query-key-norms", "not scaled", m.experts(scale=1.0)),
 ]  # fmt: skip
 TOKENS_KEPT: list[tuple[str, str, m.SpecMutation]] = [  # these show in probabilities, and in a token seldom or never
     ("cohere", "logit scale", m.decoder(logit_scale=None)),
@@ -172,6 +178,9 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("gpt2", "of up", m.zeroed(lambda layer: layer.mlp.up.bias)),
     ("stablelm", "of q, k, v", m.zeroed(lambda layer: layer.mixer.qkv.bias)),
     ("glm", "of q, k, v", m.zeroed(lambda layer: layer.mixer.qkv.bias)),
+    ("glm4_moe", "of q, k, v", m.zeroed(lambda layer: layer.mixer.qkv.bias)),
+    ("glm4_moe", "of the choice", m.in_experts(lambda moe: moe.correction_bias.zero_())),
+    ("mimo", "of q, k, v", m.zeroed(lambda layer: layer.mixer.qkv.bias)),
     ("stablelm", "of norms", m.zeroed(lambda layer: layer.mlp_norm.bias)),
     ("opt", "of norms", m.zeroed(lambda layer: layer.attention_norm.bias)),
     ("phi", "of the head", m.of_model(lambda model: model.lm_head.bias.zero_())),
@@ -182,6 +191,7 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     # norms
     ("qwen3", "no q and k norms", m.no_qk_norm),
     ("gemma3", "no q and k norms", m.no_qk_norm),
+    ("glm4_moe-query-key-norms", "no q and k norms", m.no_qk_norm),
     ("phi-query-key-norms", "no q and k norms", m.no_qk_norm),
     ("stablelm-parallel-query-key-norms", "no q and k norms", m.no_qk_norm),
     ("qwen3", "q and k norms after rotation", m.qk_norm_after_rotary),

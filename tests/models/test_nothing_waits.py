@@ -63,7 +63,7 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
     (c,) = set(model.cache_shapes)
     shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim)
     backends = [NoAttention(shape) for _ in model.kv_specs]
-    model.bind_cache(backends, torch.empty(1, 0, dtype=torch.uint8, device=META))
+    model.bind_cache(backends, [torch.empty(1, 0, dtype=torch.uint8, device=META)] * len(backends))
     forward = Forward(model, backends)
     groups = len(model.kv_specs)
 

@@ -10,9 +10,19 @@ import torch
 
 from quire.engine.llm import LLM
 from support.checkpoints import ALL_VARIANTS, FAMILIES
-from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, teacher_forced_logits, tokens_of
+from support.engines import (
+    GREEDY,
+    MAX_MODEL_LEN,
+    assert_preempted,
+    generate,
+    make_llm,
+    teacher_forced_logits,
+    tokens_of,
+)
 from support.late_device import run_late
 from support.reference import FEWER_PROMPTS, LENGTHS, NUM_TOKENS, Continuation, greedy, logits
+
+pytestmark = pytest.mark.texts
 
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
@@ -86,7 +96,7 @@ def in_a_tiny_pool(make: MakeLLM, depth: int, **options: int) -> LLM:
 def preempted(make: MakeLLM, expected: list[Continuation]) -> None:
     llm = in_a_tiny_pool(make, depth=1)
     check(llm, expected)
-    assert llm.core.scheduler.stats.preemptions > 0
+    assert_preempted(llm)
 
 
 def two_steps_deep(make: MakeLLM, expected: list[Continuation]) -> None:
@@ -100,7 +110,7 @@ def two_steps_deep_in_chunks_preempted(make: MakeLLM, expected: list[Continuatio
     llm = in_a_tiny_pool(make, depth=2, max_num_batched_tokens=24, max_num_seqs=24)
     check(llm, expected[:FEWER_PROMPTS])  # the steps are many and slow
     assert llm.core.executor.most_in_flight == 2
-    assert llm.core.scheduler.stats.preemptions > 0
+    assert_preempted(llm)
 
 
 WAYS = [
@@ -146,7 +156,7 @@ def test_greedy_tokens_equal_transformers_without_prefix_caching(checkpoints, re
     llm = make_llm(checkpoints.path(variant), enable_prefix_caching=False, num_gpu_blocks_override=40)
     expected = references.continuations(variant)
     check(llm, expected)
-    assert llm.core.scheduler.stats.preemptions > 0
+    assert_preempted(llm)
     assert llm.core.scheduler.stats.prefix_hits == 0
 
 

@@ -22,9 +22,11 @@ from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
 from support.checkpoints import ALL_VARIANTS, Checkpoints, write_checkpoint
-from support.engines import GREEDY, MAX_MODEL_LEN, finish, generate, make_llm, tokens_of
+from support.engines import GREEDY, MAX_MODEL_LEN, assert_preempted, finish, generate, make_llm, tokens_of
 from support.reference import LENGTHS, References, greedy, load, prompts
 from support.thread_group import ThreadGroup, on_every_rank
+
+pytestmark = pytest.mark.texts
 
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop strings, n > 1",
@@ -110,6 +112,8 @@ SPLITS = [
     ("qwen3_moe", 2),
     ("gpt_oss", 2),  # sinks by head; the experts' biases once, not twice
     ("gpt_oss-global-first", 4),  # experts of 38 over 4 ranks
+    ("glm4_moe", 2),
+    ("mimo", 2),
     ("deepseek_v2", 2),  # the latent on each rank
     ("deepseek_v2-lite", 4),
     ("deepseek_v3", 2),
@@ -157,7 +161,7 @@ def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks
         scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), blocks, list(executor.kv_cache.specs), 16)
         llm.core = EngineCore(scheduler, executor)
     outputs = generate(llm, [text for text, _ in requests], [param for _, param in requests])
-    assert llm.core.scheduler.stats.preemptions > 0
+    assert_preempted(llm)
     assert llm.core.scheduler.stats.prefix_hits > 0
     assert [[(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in outputs] == [
         [(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in expected
@@ -217,7 +221,7 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
         made = tokens_of(generate(llm, [c.prompt for c in expected[:16]]))
         for continuation, token_ids in zip(expected, made, strict=False):
             continuation.check(token_ids)
-        assert llm.core.scheduler.stats.preemptions > 0
+        assert_preempted(llm)
         assert most_in_flight == depth
         # A request that the ranks refuse fails alone.
         llm.core.add_request(EngineCoreRequest("bad", [5, 99_999], GREEDY, seed=0, max_tokens=4))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops import OPS, Kernels, Target
+from quire.ops.reference.drafts import draft_seeds
 from quire.ops.reference.sampling import gumbel_noise, philox
 
 Arguments = tuple[Any, ...]
@@ -183,6 +184,28 @@ def keep_top_k_top_p_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield draw(torch.float32, 300, 8).t(), torch.full((8,), 7), None
 
 
+def accept_or_resample_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for places, vocab in ((0, 5), (1, 1), (3, 15), (40, 33), (20, 1000), (3, 4097), (1, 20_001)):
+        seeds, positions = keys(places)
+        p = draw(torch.float32, places, vocab)
+        near = (p + draw(torch.float32, places, vocab) / 4).to(dtype)
+        far = draw(dtype, places, vocab)
+        few = far.masked_fill(torch.rand(places, vocab) < 0.9, -torch.inf)
+        for q in (near, far, few, slice_of_wider(far), far.t().contiguous().t(), torch.zeros_like(far), p.to(dtype)):
+            drafts = OPS["sample_gumbel"].reference(q.float(), draft_seeds(seeds), positions)
+            yield p, q, drafts, seeds, positions
+            yield p.masked_fill(torch.rand(places, vocab) < 0.5, -torch.inf), q, drafts, seeds, positions
+        yield torch.round(p), torch.round(far), drafts, seeds, positions  # many tokens have the same probability
+        yield p, far, torch.full((places,), -1), seeds, positions
+        for wrong in (torch.nan, torch.inf):
+            damaged = far.clone()
+            damaged[::2, vocab // 2] = wrong
+            yield p, damaged, torch.randint(0, vocab, (places,)), seeds, positions
+    nothing, drafts = torch.full((3, 40), -torch.inf), torch.tensor([5, -1, 0])
+    yield draw(torch.float32, 3, 40), nothing, drafts, *keys(3)
+    yield nothing, draw(torch.float32, 3, 40), drafts, *keys(3)
+
+
 def row_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for rows, dim in ((0, 5), (1, 1), (3, 17), (60, 1000)):
         yield (draw(dtype, rows, dim),)
@@ -227,6 +250,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "sample_gumbel": sample_gumbel_cases,
     "keep_top_k_top_p": keep_top_k_top_p_cases,
     "apply_token_masks": apply_token_masks_cases,
+    "accept_or_resample": accept_or_resample_cases,
 }
 IMPLEMENTATIONS = [(name, i) for name in CASES for i in OPS[name].implementations if i.name != "reference"]
 

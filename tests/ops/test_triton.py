@@ -10,11 +10,13 @@ pytest.importorskip("triton")
 import torch
 from torch import Tensor
 
+from quire.ops.reference import drafts as draft_ops
 from quire.ops.reference import elementwise, sampling
 from quire.ops.reference.masks import apply_token_masks
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantize, quantized_linear
 from quire.ops.triton import INTERPRETED
 from quire.ops.triton import elementwise as ours
+from quire.ops.triton.drafts import accept_or_resample, count_kept
 from quire.ops.triton.linear import grouped_linear_triton, grouped_quantized_linear_triton, quantized_linear_triton
 from quire.ops.triton.masks import apply_token_masks_triton
 from quire.ops.triton.sampling import argmax, keep_top_k_top_p, sample_gumbel
@@ -228,3 +230,41 @@ def test_draws_are_those_of_the_reference():
             assert torch.equal(
                 sample_gumbel(x, seeds, positions), sampling.sample_gumbel.reference(x, seeds, positions)
             )
+
+
+@each_dtype
+def test_drafts_are_accepted_or_resampled_as_by_the_reference(dtype):
+    """In one part and in two; with excluded tokens, equal distributions, NaN, no draft, and no allowed token."""
+    torch.manual_seed(0)
+    for places, vocab in ((0, 5), (1, 1), (16, 40), (2, 4101)):
+        p, q = draw(torch.float32, places, vocab), draw(torch.float32, vocab, places).t()
+        kind = torch.arange(places, device=DEVICE)[:, None] % 8
+        q = torch.where(kind < 3, p + q / 4, q).masked_fill((kind == 1) & (q < 1), -torch.inf)
+        q = torch.where(kind == 2, p, q).masked_fill((kind == 3) & (q > 3), torch.nan)
+        p = p.masked_fill((kind == 4) & (p < 1), -torch.inf)
+        seeds = torch.randint(-(2**63), 2**63 - 1, (places,), device=DEVICE)
+        positions = torch.randint(0, 2**20, (places,), device=DEVICE)
+        drafts = sampling.sample_gumbel.reference(q.to(dtype).float(), draft_ops.draft_seeds(seeds), positions)
+        drafts = torch.where(kind[:, 0] == 5, -1, drafts)
+        nothing = torch.full_like(p, -torch.inf)
+        for target, drafter in (
+            (p, q.to(dtype)),
+            (torch.where(kind == 6, nothing, p), torch.where(kind == 7, nothing, q)),
+        ):
+            arguments = target, drafter, drafts, seeds, positions
+            wanted = draft_ops.accept_or_resample.reference(*arguments)
+            assert torch.equal(accept_or_resample(*arguments), wanted)
+
+
+def test_kept_tokens_are_counted_as_by_the_reference():
+    torch.manual_seed(0)
+    token_ids = torch.randint(0, 2, (10, 60), device=DEVICE).int()
+    for counts in ((), (1,), (40,), (3, 0, 1, 9, 17)):
+        places = torch.tensor(counts, dtype=torch.int64, device=DEVICE)
+        rows = torch.arange(len(counts), device=DEVICE).repeat_interleave(places)
+        positions = torch.arange(len(rows), device=DEVICE) % 50
+        for shift in (0, 1):  # all drafts are accepted, or some
+            sampled = token_ids[rows, positions + 1].long() * (1 - shift) + shift
+            starts = torch.cat([places.new_zeros(1), places.cumsum(0)])
+            arguments = token_ids, rows, positions, sampled, starts
+            assert torch.equal(count_kept(*arguments), draft_ops.count_kept.reference(*arguments))

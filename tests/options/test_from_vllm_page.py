@@ -13,7 +13,17 @@ import pytest
 import quire
 from quire.config import GROUPS, OPTIONS, ServerConfig, canonical_name
 from quire.messages.sampling_params import SamplingParams
-from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, UNSUPPORTED_VALUES, VALUES
+from quire.options.vllm import (
+    FOREIGN,
+    NO_EFFECT,
+    NOT_SUPPORTED,
+    RETIRED,
+    SPECULATIVE_FLAGS,
+    SPECULATIVE_NO_EFFECT,
+    SPECULATIVE_NOT_SUPPORTED,
+    UNSUPPORTED_VALUES,
+    VALUES,
+)
 from quire.server import admin_routes, chat, completions, text_routes
 from quire.server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
@@ -71,6 +81,22 @@ def values_not_supported() -> list[str]:
     ]
 
 
+def speculative_flags() -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, field in SPECULATIVE_FLAGS.items():
+        groups.setdefault(field, []).append(flag(name))
+    return [item(f"`{field}`: ", names) for field, names in groups.items()]
+
+
+def speculative_fields() -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, foreign in SPECULATIVE_NO_EFFECT.items():
+        groups.setdefault(f"without effect, since {foreign.reason}: ", []).append(f"`{name}`")
+    for name, foreign in SPECULATIVE_NOT_SUPPORTED.items():
+        groups.setdefault(f"refused: {foreign.reason}: ", []).append(f"`{name}`")
+    return [item(head, names) for head, names in groups.items()]
+
+
 def refused_fields() -> list[str]:
     in_chat = set(UNSUPPORTED_IN_CHAT) - set(UNSUPPORTED)
     return [
@@ -90,6 +116,8 @@ SECTIONS = {
     "retired": retired,
     "spellings": spellings,
     "values not supported": values_not_supported,
+    "speculative flags": speculative_flags,
+    "speculative fields": speculative_fields,
     "refused fields": refused_fields,
     "fields without effect": fields_without_effect,
 }

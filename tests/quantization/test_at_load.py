@@ -17,6 +17,8 @@ from support.checkpoints import write_checkpoint
 from support.engines import generate, make_llm, runner_of, teacher_forced_logits, tokens_of
 from support.gguf_files import write_gguf
 
+pytestmark = pytest.mark.texts
+
 HELD_OUT = Path(__file__).parents[1] / "data" / "demo_eval" / "heldout.txt"
 
 

@@ -16,6 +16,8 @@ from support.quantized import FORMATS, FP8, awq, float8, write_quantized
 from support.reference import load, logits, prompts
 from support.thread_group import ThreadGroup, on_every_rank
 
+pytestmark = pytest.mark.texts
+
 TEXT = prompts(300, 9)[8][:60]
 SPLIT = {  # in groups of 16 inputs at most: half of what down projections have is no multiple of 32
     name: FORMATS[name]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
-from quire.ops import Kernels, Target
+from quire.ops import OPS, Kernels, Target
 from quire.ops.cpu.build import library
-from quire.sampling.sampler import Sampler, SamplingBatch
+from quire.ops.reference.drafts import draft_seeds
+from quire.sampling.sampler import Proposals, Sampler, SamplingBatch
 from support.sampling import chi_square, chi_square_bound, distribution, gumbel_scores
 
 VOCAB = 101
@@ -23,7 +24,7 @@ VOCAB = 101
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     if request.param == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
-    pins = dict.fromkeys(("sample_gumbel", "keep_top_k_top_p"), request.param)
+    pins = dict.fromkeys(("sample_gumbel", "keep_top_k_top_p", "accept_or_resample"), request.param)
     kernels = Kernels(Target(torch.device("cpu"), torch.float32), pins)
     return Sampler(kernels, EngineConfig(), torch.device("cpu"))
 
@@ -137,6 +138,29 @@ def test_draws_have_the_distribution_that_was_asked_for(sampler, options, what_v
     wanted = distribution(logits.tolist(), asked["temperature"], asked["top_k"], asked["top_p"], asked["min_p"])
     freedom = sum(p > 0 for p in wanted) - 1
     assert chi_square(observed, wanted) < chi_square_bound(freedom)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 8}, {"top_p": 0.8, "temperature": 1.3}, {"min_p": 0.05}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tokens_have_their_distribution_although_a_grammar_cuts_off_some_drafts(sampler, options, dtype):
+    """The places whose draft is forbidden have no draft. The others must not be treated as if all drafts had come."""
+    count, vocab = 20_000, 20
+    generator = torch.Generator().manual_seed(5)
+    logits, drafter = torch.randn(2, vocab, generator=generator) * 1.5
+    forbidden = torch.arange(vocab) % 3 == 1
+    logits = logits.masked_fill(forbidden, -math.inf).to(dtype)
+    batch = batch_of([{**NEUTRAL, "seed": i // 200, "position": i % 200, **options} for i in range(count)])
+    drafts = OPS["sample_gumbel"].reference(
+        drafter.expand(count, vocab), draft_seeds(batch.seeds), batch.output_positions
+    )
+    places = (~forbidden[drafts]).nonzero()[:, 0]
+    batch.proposals = Proposals(places, drafter.expand(len(places), vocab), drafts[places])
+    tokens = draw_tokens(sampler, logits.expand(count, vocab), batch)
+    assert 0.1 < float((tokens == drafts).double().mean()) < 0.9
+    asked = {**NEUTRAL, **options}
+    wanted = distribution(logits.tolist(), asked["temperature"], asked["top_k"], asked["top_p"], asked["min_p"])
+    observed = torch.bincount(tokens, minlength=vocab).tolist()
+    assert chi_square(observed, wanted) < chi_square_bound(sum(p > 0 for p in wanted) - 1)
 
 
 def test_draws_at_neighbouring_seeds_and_positions_are_independent(sampler):

@@ -6,9 +6,11 @@ import pytest
 
 from quire.messages.sampling_params import SamplingParams
 from support.checkpoints import Checkpoints
-from support.engines import generate, make_llm, tokens_of
+from support.engines import assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
 from support.reference import prompts
+
+pytestmark = pytest.mark.texts
 
 COMBINES = [
     "seeded sampling × chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
@@ -47,7 +49,7 @@ def test_a_seeded_request_says_the_same_however_it_is_run(checkpoints: Checkpoin
     assert tokens_of(generate(warm, texts, params)) == expected
     cramped = llm(**tiny)
     assert tokens_of(generate(cramped, texts, params)) == expected
-    assert cramped.core.scheduler.stats.preemptions > 0
+    assert_preempted(cramped)
     for options in ({}, tiny):
         deep = llm(**options)
         run_late(deep)

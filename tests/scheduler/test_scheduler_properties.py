@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import islice
+from itertools import islice, product
 from struct import pack
 from zlib import crc32
 
@@ -214,6 +214,7 @@ class Row:
     nodes: list[int]
     tokens: list[int]
     computed: int
+    drafts: list[int] = field(default_factory=list)
 
 
 class WorkerModel:
@@ -231,6 +232,7 @@ class WorkerModel:
         self.tables: dict[tuple[int, int, int], int] = {}  # (group, row, index) -> block; stale entries stay
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (group, node)
         self.skipped_epoch = -1
+        self.dice = random.Random(seed)
 
     def refuse(self, step: SchedulerOutput, truths: dict[str, Truth], out_of_memory: bool) -> None:
         """Skip this step. out_of_memory: after it has spoilt every slot that it was to fill."""
@@ -268,10 +270,15 @@ class WorkerModel:
             self.tables[group, number, index] = block
         drafts = step.draft_tokens
         for number, position, token in zip(drafts.rows, drafts.positions, drafts.token_ids, strict=True):
-            row = self.rows[number]
-            assert position == len(row.tokens), f"a draft of {row} is out of place"
-            row.tokens.append(token)
-            row.nodes.append(self.histories.child(row.nodes[-1], token))
+            assert position == len(self.rows[number].tokens), f"a draft of {self.rows[number]} is out of place"
+            self.append(self.rows[number], token)
+        num_drafts = step.num_draft_tokens or [0] * len(step.rows)
+        if not drafts.rows:  # they are on the device already
+            for number, count in zip(step.rows, num_drafts, strict=True):
+                row = self.rows[number]
+                assert count <= len(row.drafts), f"{row} has fewer drafts"
+                for token in row.drafts[:count]:
+                    self.append(row, token)
         accesses = [Access(self.rows[number].request_id) for number in step.rows]
         work = [(number, self.rows[number], count) for number, count in zip(step.rows, step.num_tokens, strict=True)]
         for (number, row, count), access in zip(work, accesses, strict=True):
@@ -290,8 +297,8 @@ class WorkerModel:
                     self.memory[block, offset] = (group, row.nodes[position])
                     access.written.add(block)
         sampled: list[list[int]] = []
-        num_drafts = step.num_draft_tokens or [0] * len(step.rows)
-        for (number, row, count), access, places in zip(work, accesses, num_drafts, strict=True):
+        asked = step.num_next_drafts or [0] * len(step.rows)
+        for (number, row, count), access, places, next_drafts in zip(work, accesses, num_drafts, asked, strict=True):
             for group, model in enumerate(self.groups):
                 access.read |= self.read(step, group, number, model.reads(row.computed, row.computed + count))
             row.computed += count
@@ -301,10 +308,26 @@ class WorkerModel:
                 sampled[-1] = self.verified(row, known)
                 del row.tokens[known:], row.nodes[known:]
                 for token in sampled[-1]:
-                    row.tokens.append(token)
-                    row.nodes.append(self.histories.child(row.nodes[-1], token))
+                    self.append(row, token)
                 row.computed = len(row.tokens) - 1
+            row.drafts = self.drafts(row, next_drafts)
+            for group, position in product(range(len(self.groups)), range(next_drafts)):
+                block = self.tables[group, number, (row.computed + position) // BLOCK_SIZE]
+                assert block > 0, f"{row} has no slots for its drafts"
         return sampled, accesses
+
+    def append(self, row: Row, token: int) -> None:
+        row.tokens.append(token)
+        row.nodes.append(self.histories.child(row.nodes[-1], token))
+
+    def drafts(self, row: Row, count: int) -> list[int]:
+        """What a drafter makes behind the tokens of a row: right tokens for the most part."""
+        made, node = [], row.nodes[-1]
+        for _ in range(count):
+            token = self.sample(node, int(row.request_id.partition("/")[2]))
+            made.append(token if self.dice.random() < 0.7 else self.dice.randrange(9))
+            node = self.histories.child(node, made[-1])
+        return made
 
     def verified(self, row: Row, known: int) -> list[int]:
         """The drafts behind the first `known` tokens that the model would say, and the token after them."""
@@ -347,6 +370,7 @@ class Setting:
     threshold: int = 0  # long_prefill_token_threshold
     drafts: int = 0  # the most drafts of a request in a step
     skill: float = 0.5  # the share of drafts that are right
+    drafts_stay: bool = False  # a drafter makes them, and only their number is known to the scheduler
 
 
 class Guesses:
@@ -408,15 +432,17 @@ class House:
         specs = [spec for spec, _ in groups]
         budget = max(setting.budget, setting.max_num_seqs)
         limits = SchedulerLimits(
-            setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, setting.threshold
-        )
-        least = sum(spec.max_blocks(MAX_MODEL_LEN, budget * setting.depth, BLOCK_SIZE) for spec in specs)
+            setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, setting.threshold,
+            setting.drafts if setting.drafts_stay else 0,
+        )  # fmt: skip
+        least = sum(spec.max_blocks(MAX_MODEL_LEN, limits.most_in_flight, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
         doors = Doors()
         can_roll_back = not {"state", "heads"} & set(KV_GROUPS[setting.groups])
         speculation = None
         if setting.drafts and can_roll_back:
-            speculation = Speculation(Guesses(self, setting.skill), DraftLengths(setting.drafts))
+            proposer = None if setting.drafts_stay else Guesses(self, setting.skill)
+            speculation = Speculation(proposer, DraftLengths(setting.drafts), setting.drafts_stay)
         self.scheduler = Scheduler(
             limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors], speculation=speculation
         )
@@ -709,6 +735,7 @@ SETTINGS = st.builds(
     threshold=st.sampled_from([0, 0, 1, 3, 7, 30]),
     drafts=st.sampled_from([0, 1, 3, 6]),
     skill=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    drafts_stay=st.booleans(),
 )
 LENGTHS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 20, 27])
 
@@ -820,6 +847,7 @@ def walk(groups: str, depth: int, seed: int, moves: int = 300) -> House:
             budget=dice.choice([6, 8, 13, 24]),
             spare_blocks=dice.randint(0, 10),
             drafts=dice.choice([0, 2, 5]),
+            drafts_stay=dice.random() < 0.5,
             skill=dice.choice([0.3, 0.9]),
             seed=seed,
         )

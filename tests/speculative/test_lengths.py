@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from quire.messages.step import StepCosts
 from quire.speculative.lengths import Acceptance, DraftLengths
 
-MEMORY_BOUND = {1: 1.0, 64: 1.0, 128: 2.0, 256: 4.0}
-ARITHMETIC_BOUND = {1: 1.0, 2: 2.0, 4: 4.0}
+MEMORY_BOUND = StepCosts({1: 1.0, 64: 1.0, 128: 2.0, 256: 4.0})
+ARITHMETIC_BOUND = StepCosts({1: 1.0, 2: 2.0, 4: 4.0})
 
 
 def acceptance(value: float) -> Acceptance:
@@ -35,7 +36,7 @@ def test_a_batch_gets_as_many_drafts_as_there_is_room_for():
 
 
 def test_requests_whose_drafts_fail_get_fewer_and_later_another_chance():
-    lengths, request = DraftLengths(6, {1: 1.0, 2: 1.05, 4: 1.2, 8: 1.5, 16: 3.0}), Acceptance()
+    lengths, request = DraftLengths(6, StepCosts({1: 1.0, 2: 1.05, 4: 1.2, 8: 1.5, 16: 3.0})), Acceptance()
     first = lengths(1, request)
     for _ in range(40):
         request.verified(3, 0)
@@ -43,3 +44,11 @@ def test_requests_whose_drafts_fail_get_fewer_and_later_another_chance():
     for _ in range(200):
         request.recover()
     assert lengths(1, request) > 0
+
+
+def test_the_time_to_make_drafts_counts():
+    """A draft that takes half as long as a step is worth it if it is nearly always right, and further ones are not."""
+    steps = {1: 1.0, 16: 1.0}
+    assert DraftLengths(5, StepCosts(steps, {1: 0.2}, {1: 0.2}))(1, acceptance(0.95)) == 5
+    assert DraftLengths(5, StepCosts(steps, {1: 0.5}, {1: 2.0}))(1, acceptance(0.95)) == 1
+    assert DraftLengths(5, StepCosts(steps, {1: 2.0}, {1: 2.0}))(1, acceptance(0.95)) == 0

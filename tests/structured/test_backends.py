@@ -18,6 +18,8 @@ from quire.structured.backends import check_backend, load_backend
 from quire.structured.constraint import Constraint
 from quire.structured.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.texts
+
 EOS = 2
 PACKAGES = {"guidance": "llguidance", "xgrammar": "xgrammar", "outlines": "outlines_core"}
 SCHEMA = {

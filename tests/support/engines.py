@@ -86,6 +86,12 @@ def assert_nothing_is_left(core: EngineCore) -> None:
         assert not core.executor.runner._unread
 
 
+def assert_preempted(llm: LLM) -> None:
+    """Assert that requests were preempted. With drafts, fewer requests share a step, and it may not come to that."""
+    scheduler = llm.core.scheduler
+    assert scheduler.stats.preemptions > 0 or scheduler.speculation is not None
+
+
 def runner_of(llm: LLM) -> ModelRunner:
     return llm.core.executor.runner
 

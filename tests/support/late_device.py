@@ -34,6 +34,9 @@ from quire.sampling.sampler import Sampler
 from quire.scheduler.scheduler import Scheduler, SchedulerLimits
 from quire.structured.gate import GrammarGate
 from quire.worker.device import Device, layout, pack, unpack
+from quire.worker.drafters.drafter import Drafter
+from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
+from quire.worker.drafters.model import ModelDrafter
 from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
 from quire.worker.input_batch import InputBatch
@@ -217,6 +220,17 @@ class LateModel(_Late):
         return self.stream.launch(lambda: self.real.logits(hidden), len(hidden), size, dtype=hidden.dtype)
 
 
+class LateHeadLayers(_Late):
+    """The layers of a head. What surrounds them are operations of torch, if the head has the kernels "reference"."""
+
+    def forward(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Any = None) -> Tensor:
+        def run() -> Tensor:
+            return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), wanted)
+
+        size = self.real.head.spec.hidden_size
+        return self.stream.launch(run, len(x if wanted is None else wanted), size, dtype=x.dtype)
+
+
 class LateBackend(_Late):
     def plan(self, layout: Any, over: Any = None) -> Callable[[], Any]:
         return lambda: self.real.plan(layout)
@@ -240,6 +254,11 @@ class LateKernels(_Late):
 
     def count_kept(self, *arguments: Any) -> Tensor:
         return self.stream.launch(lambda: self.real.count_kept(*arguments), len(arguments[-1]) - 1, dtype=torch.int64)
+
+    def accept_or_resample(self, *arguments: Any) -> Tensor:
+        return self.stream.launch(
+            lambda: self.real.accept_or_resample(*arguments), len(arguments[0]), dtype=torch.int64
+        )
 
     def flat_batch(self, *arguments: Any) -> None:
         """Fills memory that the caller provides."""
@@ -295,16 +314,37 @@ class LateExecutor(Executor):
         ]
         kernels: Any = LateKernels(model.kernels, self.stream)
         most_tokens = scheduler.limits.max_num_batched_tokens
-        staging = Staging(device, batch, kernels, max(most_tokens, len(batch.num_tokens)))
+        self.most_tokens = max(most_tokens, len(batch.num_tokens))
+        staging = Staging(device, batch, kernels, self.most_tokens)
         forward = Forward(model, backends)
         if captured:
-            forward = CapturedForward(model, backends, staging, most_tokens)
+            drafts = llm.config.scheduler.speculation.num_speculative_tokens if llm.config.scheduler.speculation else 0
+            forward = CapturedForward(model, backends, staging, most_tokens, 1 + drafts)
             with self.stream:
                 forward.capture()
             if self.stream.queue:
                 self.stream.run_until(self.stream.queue[-1])
         sampler = Sampler(kernels, llm.config, device.torch_device)
-        self.runner = ModelRunner(model, batch, staging, forward, sampler)
+        drafter = None if real.drafter is None else self.late_drafter(real.drafter, staging, sampler)
+        forward.taps = {} if drafter is None else dict(drafter.taps)
+        self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)
+        self.runner.drafts_stay = scheduler.limits.depth > 1
+
+    def late_drafter(self, drafter: Drafter, staging: Staging, sampler: Sampler) -> Drafter:
+        """A drafter of the same kind over the same weights and the same cache."""
+        if isinstance(drafter, StateDrafter):
+            return StateDrafter(drafter.head, staging, sampler)
+        assert isinstance(drafter, (ChainDrafter, ModelDrafter))
+        backends: Any = [LateBackend(backend, self.stream) for backend in drafter.forward.backends]
+        if isinstance(drafter, ChainDrafter):
+            layers: Any = LateHeadLayers(HeadLayers(drafter.head), self.stream)
+            forward, spec = Forward(layers, backends), self.real_model.spec
+            return ChainDrafter(
+                drafter.head, forward, forward, staging, sampler, self.most_tokens, spec.hidden_size,
+                self.real_model.kernels.target.dtype,
+            )  # fmt: skip
+        model: Any = LateModel(drafter.model, self.stream)
+        return ModelDrafter(model, Forward(model, backends), staging, sampler, drafter.most_tokens, drafter.mask)
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
@@ -342,10 +382,13 @@ def limits_of(llm: LLM, depth: int) -> SchedulerLimits:
 
 def watched_scheduler(llm: LLM, depth: int, grammars: GrammarGate | None = None) -> WatchedScheduler:
     kv, cache = llm.core.executor.kv_cache, llm.config.cache
+    speculation = llm.core.scheduler.speculation
+    if speculation is not None and speculation.proposer is None:
+        speculation.drafts_stay = depth > 1
     return WatchedScheduler(
         limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching,
         grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
-        speculation=llm.core.scheduler.speculation,
+        speculation=speculation,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 # Families that transformers lacks, by the family that computes the same
-STAND_INS = {"internlm2": "llama", "minicpm": "granite"}
+STAND_INS = {"internlm2": "llama", "minicpm": "granite", "mimo": "qwen2"}
 
 
 def stand_in_config(kind: str, config: Config) -> Config:
@@ -63,13 +63,12 @@ def before_transformers_5(config: Config) -> None:
 
 
 def _under_its_own_name(config: Config, kind: str, differences: Config) -> None:
-    config["model_type"] = kind
+    names = {"internlm2": "InternLM2ForCausalLM", "minicpm": "MiniCPMForCausalLM", "mimo": "MiMoForCausalLM"}
+    config.update(model_type=kind, architectures=[names[kind]])
     if kind == "internlm2":
-        config["architectures"] = ["InternLM2ForCausalLM"]
         config["bias"] = config.pop("attention_bias")
         del config["mlp_bias"], config["head_dim"]
-    else:
-        config["architectures"] = ["MiniCPMForCausalLM"]
+    elif kind == "minicpm":
         for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
             del config[name]
         config.update({name: differences[name] for name in ("scale_emb", "scale_depth", "dim_model_base")})
@@ -135,7 +134,7 @@ def gpt_neox_hub(tensors: Tensors, config: Config) -> Tensors:
 
 
 def deepseek_v3_hub(tensors: Tensors, config: Config) -> Tensors:
-    """DeepSeek-V3 has one layer more than num_hidden_layers, which predicts a second token."""
+    """DeepSeek-V3 and GLM-4.5 have one layer more than num_hidden_layers, which predicts a second token."""
     last, extra = (f"model.layers.{config['num_hidden_layers'] - i}." for i in (1, 0))
     more = {name.replace(last, extra): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     hidden = config["hidden_size"]
@@ -145,6 +144,17 @@ def deepseek_v3_hub(tensors: Tensors, config: Config) -> Tensors:
     more[f"{extra}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     more[f"{extra}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     return tensors | more
+
+
+def mimo_hub(tensors: Tensors, config: Config) -> Tensors:
+    """MiMo has such layers under a name of their own."""
+    last, hidden = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    for extra in (f"model.mtp_layers.{i}." for i in range(config["num_nextn_predict_layers"])):
+        more = {name.replace(last, extra): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            more[f"{extra}{name}.weight"] = torch.ones(hidden)
+        tensors |= more | {f"{extra}input_proj.weight": torch.ones(hidden, 2 * hidden)}
+    return tensors
 
 
 def internlm2_hub(tensors: Tensors, config: Config) -> Tensors:
@@ -179,5 +189,7 @@ HUB_LAYOUTS = {
     "falcon": falcon_hub,
     "gpt_neox": gpt_neox_hub,
     "deepseek_v3": deepseek_v3_hub,
+    "glm4_moe": deepseek_v3_hub,
+    "mimo": mimo_hub,
     "internlm2": internlm2_hub,
 }

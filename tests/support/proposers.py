@@ -5,15 +5,21 @@ make_llm(path, speculative_config=speculate("Perfect"))
 
 from __future__ import annotations
 
+import json
+import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import SamplingParams
 from quire.options.speculative import SpeculativeOptions
 from quire.speculative.proposer import Text
 
 PROPOSERS = ("Perfect", "Random", "Adversarial", "Mixed", "ngram", "suffix")
+
+TARGET = "QUIRE_TESTS_TARGET"  # an environment variable: the model of the engine that is started next, see `Oracle`
 
 
 def speculate(name: str, most: int = 4) -> dict[str, Any]:
@@ -26,8 +32,43 @@ def speculate(name: str, most: int = 4) -> dict[str, Any]:
     return {"method": "custom_class", **options, "model": f"support.proposers.{name}"}
 
 
+def target_options(options: Mapping[str, Any]) -> str:
+    """The value of TARGET for an engine with these options."""
+    names = (
+        "model",
+        "tokenizer",
+        "dtype",
+        "quantization",
+        "hf_overrides",
+        "load_format",
+        "max_model_len",
+        "kv_cache_dtype",
+    )
+    return json.dumps({name: options[name] for name in names if options.get(name)}, default=str)
+
+
+class Oracle:
+    """An engine without speculation, of the same model, that says greedily what comes next.
+
+    So a proposer can be right in tests that teach it no answers. Random requests say something else now and then.
+    """
+
+    def __init__(self, options: str) -> None:
+        from quire.engine.llm import LLM  # here, since it takes a while, and few proposers need it
+
+        small = {"max_num_seqs": 1, "kv_cache_memory_bytes": 32 << 20}
+        self.llm = LLM(**json.loads(options), **small, speculative_config={})
+
+    def __call__(self, text: Sequence[int], count: int) -> list[int]:
+        room = min(count, self.llm.max_model_len - len(text))
+        if room < 1:
+            return []
+        params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
+        return self.llm.generate([list(text)], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
 class Perfect:
-    """Proposes what was said without speculation, once `learn` has been told of it."""
+    """Proposes what was said without speculation, once `learn` has been told of it, or else what an oracle says."""
 
     answers: ClassVar[dict[tuple[int, ...], list[list[int]]]] = {}  # by prompt
 
@@ -40,6 +81,11 @@ class Perfect:
 
     def __init__(self, options: SpeculativeOptions) -> None:
         self.dice = random.Random(options.num_speculative_tokens)
+        self.target = os.environ.get(TARGET)
+
+    @cached_property
+    def oracle(self) -> Oracle | None:
+        return None if self.target is None else Oracle(self.target)
 
     def propose(self, texts: Sequence[Text], most: Sequence[int]) -> list[list[int]]:
         return [self.guess(text, count) for text, count in zip(texts, most, strict=True)]
@@ -49,7 +95,7 @@ class Perfect:
         for answer in self.answers.get(tuple(prompt), []):
             if answer[: len(output)] == output:
                 return answer[len(output) : len(output) + count]
-        return []
+        return [] if self.oracle is None else self.oracle(text.token_ids, count)
 
     def finish(self, text: Text) -> None:
         pass

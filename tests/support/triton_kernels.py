@@ -19,6 +19,7 @@ if INSTALLED:
     import quire.attention.triton
     import quire.ops.triton.batch
     import quire.ops.triton.dense
+    import quire.ops.triton.drafts
     import quire.ops.triton.elementwise
     import quire.ops.triton.float8
     import quire.ops.triton.linear

@@ -23,6 +23,8 @@ from support.late_device import run_late
 from support.reference import References
 from support.triton_kernels import INSTALLED
 
+pytestmark = pytest.mark.texts
+
 COMBINES = ["CUDA graphs × chunked prefill, preemption, sliding window, seeded sampling, two steps in flight"]
 
 VARIANTS = ["llama", "qwen3-mixed-windows-biases", "gemma2", "mixtral", "gpt2"]
@@ -48,8 +50,11 @@ def test_padded_steps_say_what_other_steps_say(checkpoints: Checkpoints, referen
     for continuation, output in zip(expected, generate(llm, [c.prompt for c in expected]), strict=True):
         continuation.check(output.outputs[0].token_ids)
     assert device.most_in_flight == 2
-    assert replays["count"] > 20
-    assert not device.runner.device.waits
+    if (
+        llm.config.scheduler.speculation is None
+    ):  # else there are fewer steps, and drafters upload more than once in each
+        assert replays["count"] > 20
+        assert not device.runner.device.waits
 
 
 @pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
@@ -114,9 +119,11 @@ def test_the_late_device_finds_out_a_host_that_waits(checkpoints, monkeypatch):
 def test_sizes_are_kept_by_requests_and_tokens_for_each(checkpoints):
     device = run_late(make_llm(checkpoints.path("llama"), max_num_seqs=6))
     runner = device.runner
-    forward = CapturedForward(runner.model, runner.forward.backends, runner.staging, 64, tokens_per_request=(1, 3))
+    forward = CapturedForward(runner.model, runner.forward.backends, runner.staging, 64, most_per_request=3)
     assert forward.fit(StepSize(3, 3, 1)) == StepSize(4, 4, 1)
     assert forward.fit(StepSize(9, 3, 3)) == StepSize(12, 4, 3)
     assert forward.fit(StepSize(6, 6)) == StepSize(32, 6)
-    assert forward.fit(StepSize(10, 5, 2)) == StepSize(32, 6), "steps of two tokens each are not captured"
+    assert forward.fit(StepSize(10, 5, 2)) == StepSize(32, 6), (
+        "there is no graph for more than four requests of two tokens each"
+    )
     assert forward.fit(StepSize(65, 2)) == StepSize(65, 2)

@@ -17,7 +17,9 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput, TokenEdits
 from quire.ops.cpu.build import library
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
-from support.engines import generate, make_llm, tokens_of
+from support.engines import assert_preempted, generate, make_llm, tokens_of
+
+pytestmark = pytest.mark.texts
 
 COMBINES = ["recorded steps × chunked prefill, preemption, sliding window, stop strings"]
 
@@ -47,7 +49,8 @@ def test_replayed_steps_change_nothing(tmp_path, variant, options):
     graphs = llm.core.executor.runner.forward
     assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, **options))
     assert graphs.usable
-    assert sorted(graphs._recorded) == [(n, n, 1) for n in range(1, len(PROMPTS) + 1)]
+    if llm.config.scheduler.speculation is None:  # drafts would give steps of other sizes
+        assert sorted(graphs._recorded) == [(n, n, 1) for n in range(1, len(PROMPTS) + 1)]
 
 
 def test_preempted_requests_too():
@@ -55,7 +58,7 @@ def test_preempted_requests_too():
     roomy = LLM(bundled_model(), enforce_eager=True, num_gpu_blocks_override=400, **options)
     crowded = LLM(bundled_model(), num_gpu_blocks_override=20, enable_prefix_caching=False, **options)
     assert tokens_of(generate(crowded, PROMPTS, PARAMS)) == tokens_of(generate(roomy, PROMPTS, PARAMS))
-    assert crowded.core.scheduler.stats.preemptions > 0
+    assert_preempted(crowded)
 
 
 def test_engines_of_several_threads_record_their_own_kernels():

@@ -46,7 +46,8 @@ BAD_WORDS = [[word, other] for word in WORDS for other in WORDS if (word + other
 def llm(request: pytest.FixtureRequest, checkpoints: Any) -> LLM:
     """Its steps report what was sampled at each place, whatever the draft behind it is."""
     llm = make_llm(checkpoints.path("qwen3-mixed-windows-biases"), logprobs_mode=request.param)
-    runner_of(llm).staging.kernels.count_kept = lambda *arguments: arguments[-1].diff()
+    staging = runner_of(llm).staging
+    staging.count_kept = staging.kernels.count_kept = lambda *arguments: arguments[-1].diff()
     return llm
 
 

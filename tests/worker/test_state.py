@@ -12,8 +12,10 @@ from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.ops.reference.batch import append_tokens
 from quire.worker.input_batch import InputBatch
 from quire.worker.state import DeviceState, shared_state
-from support.engines import GREEDY, generate, make_llm
+from support.engines import GREEDY, assert_preempted, generate, make_llm
 from support.late_device import run_late
+
+pytestmark = pytest.mark.texts
 
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 40, "max_num_seqs": 12}
 
@@ -33,7 +35,10 @@ def test_the_state_follows_requests_that_come_go_and_are_preempted(checkpoints, 
     device = run_late(llm, captured=captured)
     prompts = [c.prompt for c in references.continuations("qwen3-mixed-windows-biases")[:16]]
     generate(llm, prompts, [GREEDY.clone(max_tokens=5 + 3 * i) for i in range(len(prompts))])
-    assert bool(llm.core.scheduler.stats.preemptions) == bool(options)
+    if options:
+        assert_preempted(llm)
+    else:
+        assert not llm.core.scheduler.stats.preemptions
     if device.stream.queue:
         device.stream.run_until(device.stream.queue[-1])
     assert_same_state(device.runner.staging.state, device.runner.batch)

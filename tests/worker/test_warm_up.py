@@ -47,6 +47,8 @@ def test_an_engine_that_serves_compiles_nothing():
     at_start, later = _compiled(thorough=False)
     assert not later
     assert sum(kernel.startswith("_flat_batch[") for kernel in at_start) == 1  # not one for each number of tokens
+    for name in ("_count_kept[", "_masses[", "_accept_or_resample["):  # no request has drafts there
+        assert sum(kernel.startswith(name) for kernel in at_start) == 1
 
 
 @pytest.mark.slow

@@ -6,25 +6,36 @@ from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 _LAYER = "model.layers.{i}."
-_NAMES = {
-    "q_a": _LAYER + "self_attn.q_a_proj", "q_a_norm": _LAYER + "self_attn.q_a_layernorm",
-    "q_b": _LAYER + "self_attn.q_b_proj", "kv_a": _LAYER + "self_attn.kv_a_proj_with_mqa",
-    "kv_a_norm": _LAYER + "self_attn.kv_a_layernorm", "kv_b": _LAYER + "self_attn.kv_b_proj",
+EXPERT_NAMES = {
     "router": _LAYER + "mlp.gate", "correction_bias": _LAYER + "mlp.gate.e_score_correction_bias",
     **{f"expert_{k}": f"{_LAYER}mlp.experts.{{e}}.{k}_proj" for k in ("gate", "up", "down")},
     **{f"shared_{k}": f"{_LAYER}mlp.shared_experts.{k}_proj" for k in ("gate", "up", "down")},
+}  # fmt: skip
+_NAMES = {
+    **EXPERT_NAMES,
+    "q_a": _LAYER + "self_attn.q_a_proj", "q_a_norm": _LAYER + "self_attn.q_a_layernorm",
+    "q_b": _LAYER + "self_attn.q_b_proj", "kv_a": _LAYER + "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": _LAYER + "self_attn.kv_a_layernorm", "kv_b": _LAYER + "self_attn.kv_b_proj",
 }  # fmt: skip
 
 
 def deepseek(config: HfConfig) -> DecoderSpec:
     is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
     rotary = rotary_spec(config, config["qk_rope_head_dim"])
-    nope, rope, layers = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["num_hidden_layers"]
+    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
         config["hidden_size"], config["num_attention_heads"], config.get("q_lora_rank"), config["kv_lora_rank"], nope,
         rope, config["v_head_dim"], NormSpec("rms", 1e-6), (nope + rope) ** -0.5 * softmax_scale_factor(rotary),
         bool(config.get("attention_bias", False)), bool(config.get("rope_interleave", True)),
     )  # fmt: skip
+    return decoder_spec(
+        config, mixer=latent, mlp=mixtures(config, is_v3), rotary=rotary, names=_NAMES,
+        ignored=with_draft_layers(config),
+    )  # fmt: skip
+
+
+def mixtures(config: HfConfig, is_v3: bool) -> tuple[MLPSpec | MoESpec, ...]:
+    """The MLP of each layer. The first layers are dense."""
     act, size = config.get("hidden_act", "silu"), config["moe_intermediate_size"]
     grouped = is_v3 or config.get("topk_method", "greedy") == "group_limited_greedy"
     shared = MLPSpec(size * config["n_shared_experts"], act) if config.get("n_shared_experts") else None
@@ -36,9 +47,12 @@ def deepseek(config: HfConfig) -> DecoderSpec:
         shared=shared,
     )  # fmt: skip
     dense, first = MLPSpec(config["intermediate_size"], act), config.get("first_k_dense_replace", 0)
-    every = config.get("moe_layer_freq", 1)
-    mlps = tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
-    return decoder_spec(
-        config, mixer=latent, mlp=mlps, rotary=rotary, names=_NAMES,
-        ignored=(r"rotary_emb\.inv_freq$", rf"^model\.layers\.{layers}\."),  # a draft layer, after the last
-    )  # fmt: skip
+    every, layers = config.get("moe_layer_freq", 1), config["num_hidden_layers"]
+    return tuple(experts if i >= first and i % every == 0 else dense for i in range(layers))
+
+
+def with_draft_layers(config: HfConfig) -> tuple[str, ...]:
+    """`DecoderSpec.ignored` of a checkpoint whose last layers predict further tokens (read by heads/mtp.py)."""
+    layers = config["num_hidden_layers"]
+    drafting = range(layers, layers + (config.get("num_nextn_predict_layers") or 1))
+    return (r"rotary_emb\.inv_freq$", rf"^model\.layers\.({'|'.join(map(str, drafting))})\.")

@@ -1,11 +1,14 @@
-"""GLM-4: half of each head is rotated, in neighbouring pairs, and one tensor holds gate and up."""
+"""GLM-4 and GLM-4.5. Half of each head is rotated: by GLM-4 in neighbouring pairs, by GLM-4.5 in halves."""
 
 from dataclasses import replace
 
+from quire.layers.specs import NormSpec
+from quire.models.architectures.deepseek import EXPERT_NAMES, mixtures, with_draft_layers
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
 
 
 def glm(config: HfConfig) -> DecoderSpec:
+    """GLM-4, in which one tensor holds gate and up."""
     config = {"head_dim": 128, "partial_rotary_factor": 0.5, **config}
     attention = {"qkv_bias": bool(config.get("attention_bias", False)), "interleaved_rotary": True}
     return decoder_spec(config, attention=attention, names={"gate_up": "model.layers.{i}.mlp.gate_up_proj"})
@@ -16,3 +19,14 @@ def glm4(config: HfConfig) -> DecoderSpec:
     spec, layer = glm(config), "model.layers.{i}."
     norms = {"attention_post_norm": layer + "post_self_attn_layernorm", "mlp_post_norm": layer + "post_mlp_layernorm"}
     return replace(spec, names={**spec.names, **norms})
+
+
+def glm4_moe(config: HfConfig) -> DecoderSpec:
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: usual attention, and the experts of DeepSeek-V3."""
+    config = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **config}
+    norm = NormSpec("rms", config["rms_norm_eps"]) if config.get("use_qk_norm") else None
+    attention = {"qkv_bias": bool(config.get("attention_bias", False)), "qk_norm": norm}
+    return decoder_spec(
+        config, attention=attention, mlp=mixtures(config, is_v3=True), names=EXPERT_NAMES,
+        ignored=with_draft_layers(config),
+    )  # fmt: skip

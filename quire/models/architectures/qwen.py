@@ -1,7 +1,9 @@
-"""Qwen2, Qwen2.5, Qwen3 and their mixtures of experts.
+"""Qwen2, Qwen2.5, Qwen3, their mixtures of experts, and MiMo, which is a Qwen2.
 
 Models up to 2.5 have biases on q, k and v. Models since 3 have norms of q and k. Windows, if any, are in upper layers.
 """
+
+from dataclasses import replace
 
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
@@ -37,6 +39,12 @@ def _mlps(config: HfConfig, normalize: bool, shared: int | None) -> tuple[MLPSpe
 
 def qwen2(config: HfConfig) -> DecoderSpec:
     return decoder_spec(config, attention={"qkv_bias": True}, windows=_windows(config))
+
+
+def mimo(config: HfConfig) -> DecoderSpec:
+    """Xiaomi's MiMo-7B: Qwen2 besides layers that predict further tokens, which heads/mtp.py reads."""
+    spec = qwen2(config)
+    return replace(spec, ignored=(*spec.ignored, r"^model\.mtp_layers\."))
 
 
 def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) -> DecoderSpec:

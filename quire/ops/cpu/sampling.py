@@ -9,11 +9,11 @@ from quire.ops.reference import sampling as reference
 from quire.ops.registry import Target
 
 
-def _on_cpu(target: Target) -> bool:  # logits are float32, whatever the model's type
+def on_cpu(target: Target) -> bool:  # logits are float32, whatever the model's type
     return target.device.type == "cpu" and library() is not None
 
 
-@reference.argmax.implementation("cpu", supports=_on_cpu)
+@reference.argmax.implementation("cpu", supports=on_cpu)
 def argmax(logits: Tensor) -> Tensor:
     if logits.stride(1) != 1 or logits.dtype not in (torch.float32, torch.bfloat16):
         return reference.argmax.reference(logits)  # type: ignore[no-any-return]
@@ -26,7 +26,7 @@ def argmax(logits: Tensor) -> Tensor:
     return tokens
 
 
-@reference.keep_top_k_top_p.implementation("cpu", supports=_on_cpu)
+@reference.keep_top_k_top_p.implementation("cpu", supports=on_cpu)
 def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -39,7 +39,7 @@ def keep_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None)
     return logits
 
 
-@reference.sample_gumbel.implementation("cpu", supports=_on_cpu)
+@reference.sample_gumbel.implementation("cpu", supports=on_cpu)
 def sample_gumbel(
     logits: Tensor,
     seeds: Tensor,

@@ -32,8 +32,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [rows, vocab_size], float32.
+def uniform_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Noise from (0, 1), [rows, vocab_size], float32.
 
     seeds, positions: [rows], int64. Token id t of a row uses word t % 4 of Philox(counter=(t // 4, position, 0, 0),
     key=seed), and u = ((word >> 9) + 1/2) * 2**-23 is exact in float32 and strictly inside (0, 1).
@@ -42,8 +42,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     zero = torch.zeros_like(group)
     key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
     words = torch.stack(philox((group, positions[:, None] & _MASK, zero, zero), key), dim=-1)  # [rows, groups, 4]
-    uniform = ((words.flatten(1)[:, :vocab_size] >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    return ((words.flatten(1)[:, :vocab_size] >> 9).float() + 0.5) * 2.0**-23
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, made from the uniform noise of the same arguments: [rows, vocab_size], float32."""
+    return -torch.log(-torch.log(uniform_noise(seeds, positions, vocab_size)))
 
 
 @declare_invariant(*ANYWHERE)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from support.families.base import GLOBAL, LOCAL, YARN, Variant, rope
 
+_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 _LATENT = {
+    **_EXPERTS,
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
     "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
 }
 
 EXPERTS: dict[str, Variant] = {
@@ -147,6 +151,35 @@ EXPERTS: dict[str, Variant] = {
             "rope_parameters": rope(50_000.0, "yarn", mscale=1.0, mscale_all_dim=0.5, **YARN),
         },
         {"adds": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}, "seed": 4},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_EXPERTS,
+            "head_dim": 24,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "rope_parameters": rope(1_000_000.0, partial_rotary_factor=0.5),
+        },
+        {"old_rope": True, "hub_layout": True},
+    ),
+    "glm4_moe-query-key-norms": (
+        "glm4_moe",
+        {
+            **_EXPERTS,
+            "num_attention_heads": 8,
+            "head_dim": 16,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "vocab_size": 321,
+            "tie_word_embeddings": True,
+            "rope_parameters": rope(5_000.0, partial_rotary_factor=0.75),
+        },
+        {},
     ),
     "qwen2_moe": (
         "qwen2_moe",

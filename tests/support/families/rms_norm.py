@@ -35,6 +35,16 @@ RMS_NORM: dict[str, Variant] = {
         {"scale_emb": 0.5, "scale_depth": 0.9, "dim_model_base": 40, "num_hidden_layers": 4},
         {"old_rope": True},
     ),
+    "mimo": (
+        "mimo",
+        {"head_dim": 24, "rope_parameters": rope(640_000.0)},
+        {
+            "old_rope": True,
+            "hub_layout": True,
+            "without": ["layer_types"],
+            "adds": {"attention_bias": True, "num_nextn_predict_layers": 2},
+        },
+    ),
     "gemma": (
         "gemma",
         {"num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},

@@ -1,0 +1,54 @@
+"""What the heads of all EAGLEs have in common: the layers of a Llama, without the norm before the first one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from quire.layers.attention_spec import AttentionSpec
+from quire.layers.build import Builder
+from quire.layers.norm import make_norm
+from quire.layers.specs import MLPSpec, NormSpec
+from quire.models.decoder import LayerStack
+from quire.models.spec import LLAMA_NAMES, HfConfig, Names, decoder_spec, layer_windows
+
+
+class EagleLayers(LayerStack):
+    """The base of the heads.
+
+    inputs: width of what the attention of the first layer reads. prefix: of the layers' tensors, with {i} for the
+    layer. The layers have the biases and the norms of queries and keys that the checkpoint has, because fields such as
+    `bias` do not mean the same in all configs.
+    """
+
+    taps: Sequence[int] = ()
+    token_ids: Tensor | None = None
+    mask: tuple[int, Tensor] | None = None
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+
+    def __init__(
+        self, builder: Builder, config: HfConfig, has: Callable[[str], bool], max_model_len: int, inputs: int,
+        prefix: str = "layers.{i}.",
+    ) -> None:  # fmt: skip
+        def has_part(name: str) -> bool:
+            return has(prefix.replace("{i}", "0") + name)
+
+        renamed = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in LLAMA_NAMES.items()}
+        names: Names = renamed | {"attention_norm": None}
+        norm = NormSpec("rms", config["rms_norm_eps"])
+        attention = {
+            "qkv_bias": has_part("self_attn.q_proj.bias"),
+            "output_bias": has_part("self_attn.o_proj.bias"),
+            "qk_norm": norm if has_part("self_attn.q_norm.weight") else None,
+        }
+        activation, mlp_bias = config.get("hidden_act", "silu"), has_part("mlp.gate_proj.bias")
+        mlp = MLPSpec(config["intermediate_size"], activation, bias=mlp_bias)
+        windows = layer_windows(config, lambda i: False)[: config["num_hidden_layers"]]
+        spec = decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=names, windows=windows)
+        first, *others = spec.mixers
+        assert isinstance(first, AttentionSpec)
+        spec = replace(spec, mixers=(replace(first, input_size=inputs), *others))
+        super().__init__(builder, spec, max_model_len)
+        for i, layer in enumerate(self.layers[1:], 1):
+            name = prefix.replace("{i}", str(i)) + "input_layernorm"
+            layer.attention_norm = make_norm(builder, name, spec.hidden_size, norm)

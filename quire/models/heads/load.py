@@ -1,0 +1,64 @@
+"""Loads what makes drafts: a draft model, or a head that reads hidden states of the target model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quire.config import ConfigError, EngineConfig
+from quire.layers.build import Builder
+from quire.loading.hub import read_json
+from quire.loading.metadata import hf_config
+from quire.loading.weights import load_dummy, load_weights, open_checkpoint
+from quire.models.decoder import Decoder
+from quire.models.heads.head import ChainHead, StateHead
+from quire.models.heads.registry import HEADS, MTP_HEADS
+from quire.models.load import load_model
+from quire.models.model import Model
+from quire.options.speculative import SpeculativeOptions
+from quire.parallel.mesh import Communicator
+from quire.quantization.at_load import quantizer_of
+from quire.quantization.config import extra_tensors, quantization_method
+
+
+def load_draft_model(
+    options: SpeculativeOptions, config: EngineConfig, max_model_len: int, device: torch.device, group: Communicator
+) -> Model:
+    """A draft model, in the type of the target model. Raises ConfigError, or an error of its loading."""
+    model = replace(
+        config.model, model=options.model, tokenizer=None, quantization=options.quantization, hf_overrides={},
+        max_model_len=None,
+    )  # fmt: skip
+    group = Communicator() if options.draft_tensor_parallel_size == 1 else group
+    return load_model(Path(str(options.model)), replace(config, model=model), max_model_len, device, group, False)
+
+
+def load_head(
+    options: SpeculativeOptions, config: EngineConfig, directory: Path, target: Model, max_model_len: int,
+    group: Communicator,
+) -> ChainHead | StateHead:  # fmt: skip
+    """The head that the options name. directory: of the target model. Raises ConfigError, or an error of loading."""
+    assert isinstance(target, Decoder), "every model of the registry is a Decoder"
+    is_mtp = options.method == "mtp"
+    place = directory if is_mtp else Path(str(options.model))
+    if place.is_file():
+        raise ConfigError(f"speculative_config: a head cannot be read from {place.name}; give a checkpoint's directory")
+    fields = hf_config(directory, config.model.hf_overrides) if is_mtp else read_json(place, "config.json", True)
+    maker = MTP_HEADS.get((fields.get("architectures") or [""])[0]) if is_mtp else HEADS[str(options.method)]
+    if maker is None:
+        raise ConfigError(f"speculative_config: {fields['architectures'][0]} has no multi-token prediction here")
+    checkpoint = None if config.model.load_format == "dummy" else open_checkpoint(place)
+    method_of = quantization_method(fields, None if checkpoint is None else checkpoint.has)
+    # A head has few weights, and a wrong draft costs a step, so 4 bits are not worth it.
+    quantization = "int8" if config.model.quantization in ("int8", "int4") else None
+    builder = Builder(target.kernels, group, method_of, quantizer_of(quantization, {}))
+    has = checkpoint.has if checkpoint is not None else lambda name: is_mtp
+    try:
+        head = maker(builder, fields, target, has, max_model_len)
+    except KeyError as missing:
+        raise ValueError(f"config.json of the {options.method} head lacks {missing.args[0]!r}") from missing
+    if checkpoint is None:
+        load_dummy(builder, False)
+    else:
+        load_weights(checkpoint, builder, (*head.ignored, *extra_tensors(fields)), False)
+    return head

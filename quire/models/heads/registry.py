@@ -1,0 +1,15 @@
+"""The heads of drafters, by the method of speculative_config; and for the method mtp, by the model's architecture."""
+
+from quire.models.heads.eagle import eagle
+from quire.models.heads.eagle3 import eagle3
+from quire.models.heads.head import HeadMaker
+from quire.models.heads.medusa import medusa
+from quire.models.heads.mlp_speculator import mlp_speculator
+from quire.models.heads.mtp import deepseek_mtp, mimo_mtp
+
+HEADS: dict[str, HeadMaker] = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp_speculator": mlp_speculator}
+MTP_HEADS: dict[str, HeadMaker] = {
+    "DeepseekV3ForCausalLM": deepseek_mtp,
+    "Glm4MoeForCausalLM": deepseek_mtp,
+    "MiMoForCausalLM": mimo_mtp,
+}

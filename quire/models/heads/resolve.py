@@ -1,0 +1,70 @@
+"""Finds the files of a model and of its drafter before an engine starts, and completes speculative_config by them."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from quire.config import ConfigError, EngineConfig
+from quire.loading.hub import model_directory, read_json, resolve
+from quire.messages.errors import error_text
+from quire.metrics.logging import logger
+from quire.models.heads.config import speculative_fields, speculators_target
+
+
+def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
+    """The model's directory or .gguf file, and the config with a complete speculative_config: its `model` is the
+    drafter's directory, and `method` and `num_speculative_tokens` are known.
+
+    If the model that the user named is a drafter of the library speculators, its target is the model and it is the
+    drafter. Raises ConfigError or ModelNotFoundError.
+    """
+    directory, options = model_directory(config.model), config.model
+    drafter = {} if directory.is_file() else read_json(directory, "config.json")
+    try:
+        found = speculators_target(drafter, str(directory))
+    except ValueError as error:
+        raise ConfigError(error_text(error)) from error
+    if found is not None:
+        target, fields = found
+        given = config.scheduler.speculative_config
+        logger.info("%s is a drafter for %s, which is loaded with it", options.model, target)
+        config = replace(config, scheduler=replace(config.scheduler, speculative_config={**fields, **given}))
+        directory = resolve(target, None, options.download_dir, options.hf_token, options.load_format != "dummy")
+    return _with_drafter(config), directory
+
+
+def _with_drafter(config: EngineConfig) -> EngineConfig:
+    """The config with the directory of the drafter instead of its name."""
+    options, model = config.scheduler.speculation, config.model
+    if options is None or not options.on_device:
+        return config
+    if options.method is None and options.model is None:
+        raise ConfigError("speculative_config: method and model are missing; give one of them")
+    size = config.parallel.tensor_parallel_size
+    if options.draft_tensor_parallel_size not in (None, 1, size):
+        raise ConfigError(
+            f"speculative_config: draft_tensor_parallel_size must be 1 or tensor_parallel_size ({size}), got "
+            f"{options.draft_tensor_parallel_size}"
+        )
+    if options.acceptance_rates:
+        logger.warning("speculative_config: drafts are accepted at given rates, so that answers mean nothing")
+    if options.method not in ("mtp", "replay"):
+        place = resolve(options.model, options.revision, model.download_dir, model.hf_token)
+        fields = _what_its_config_says(place, str(options.model))
+        count = options.num_speculative_tokens or fields.get("num_speculative_tokens", 0)
+        method = options.method or fields["method"]
+        options = replace(options, model=str(place), method=method, num_speculative_tokens=count)
+    if not options.num_speculative_tokens:
+        raise ConfigError("speculative_config: num_speculative_tokens is missing")
+    fields = {name: value for name, value in asdict(options).items() if value is not None}
+    return replace(config, scheduler=replace(config.scheduler, speculative_config=fields))
+
+
+def _what_its_config_says(place: Path, name: str) -> dict[str, Any]:
+    """The fields of speculative_config that the drafter's own config implies."""
+    from quire.loading.metadata import hf_config  # slow to import, which would delay each start
+
+    try:
+        return speculative_fields(hf_config(place, {}), name)
+    except ValueError as error:
+        raise ConfigError(f"speculative_config: {error_text(error)}") from error

@@ -1,0 +1,91 @@
+"""Drafters guess the next tokens of requests on the device, right behind the sampling of each step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend
+from quire.kvcache.specs import AttentionKVSpec, FullAttentionSpec, KVCacheSpec
+from quire.layers.attention_spec import CacheShape
+from quire.layers.step_inputs import StepInputs, StepSize
+from quire.messages.step import NewRequest
+from quire.worker.drafters.sampling import DraftSampling
+from quire.worker.drafters.step import SampledStep
+from quire.worker.staging import Staging
+
+
+class Cached(Protocol):
+    """A part of a drafter that has a KV cache. See Model for the attributes."""
+
+    kv_specs: Sequence[AttentionKVSpec]
+    cache_shapes: Sequence[CacheShape]
+
+    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None: ...
+
+
+class Drafter(ABC):
+    """taps: the tensors that receive hidden states of the target model, see Model.forward. sampling: draws drafts."""
+
+    reads_hidden = False
+    taps: Mapping[int, Tensor] = {}
+    sampling: DraftSampling
+
+    def install(self, new: NewRequest) -> None:  # noqa: B027  # most have nothing to note
+        """A request enters the batch, for the first time or again."""
+
+    @abstractmethod
+    def draft(self, step: SampledStep, count: int) -> Tensor | None:
+        """The next `count` tokens of each request, [requests, count], int64. If count is 0, the drafter may only note
+        what it has to know of the step. Then, and only then, the result is None."""
+
+
+class DraftInputs:
+    """Makes the inputs of a drafter's forwards. They use the blocks of the target model's requests: behind the target's
+    own entries, each block has room for those of the drafter."""
+
+    def __init__(self, staging: Staging, groups: int) -> None:
+        """groups: the number of the drafter's KV groups."""
+        batch = staging.batch
+        self.staging, self.groups = staging, groups
+        self.block_size, self.longest = batch.block_size, batch.max_model_len
+        self.group = shared_group(batch.kv_specs)
+
+    def of(self, inputs: StepInputs) -> StepInputs:
+        """The inputs of a forward over the same tokens as the target's."""
+        size, table = (self.groups, -1, -1), inputs.block_tables[self.group]
+        return replace(
+            inputs, slot_mapping=inputs.slot_mapping[self.group].expand(self.groups, -1),
+            block_tables=table.expand(size),
+        )  # fmt: skip
+
+    def uniform(self, step: SampledStep, first: Tensor, count: int, ids: Tensor, width: int) -> StepInputs:
+        """The inputs of a forward over `count` tokens of each request, of which the first is at the positions `first`
+        [requests]. ids: [requests * count]. width: the most tokens of a request, with these."""
+        requests, device = len(first), first.device
+        positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=width - 1)
+        blocks = -(-width // self.block_size)
+        table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
+        slots = table.gather(1, positions // self.block_size) * self.block_size + positions % self.block_size
+        slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
+        return StepInputs(
+            size=StepSize(requests * count, requests, count),
+            input_ids=ids,
+            positions=positions.view(-1),
+            slot_mapping=slots.expand(self.groups, -1),
+            query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
+            seq_lens=positions[:, -1].int() + 1,
+            block_tables=table.expand(self.groups, -1, -1),
+        )
+
+    def width(self, step: SampledStep, count: int) -> int:
+        """The most tokens of a request when `count` drafts follow its text."""
+        return min(int(step.flat.seq_lens.max()) + 1 + count, self.longest)
+
+
+def shared_group(kv_specs: Sequence[KVCacheSpec]) -> int:
+    """The KV group of the target model whose blocks a drafter uses: one that keeps all tokens, if there is one."""
+    return next((group for group, spec in enumerate(kv_specs) if isinstance(spec, FullAttentionSpec)), 0)

@@ -1,0 +1,100 @@
+"""Drafters that read hidden states of the target model: chains of guesses (EAGLE, MTP), and heads side by side."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.layers.forward_state import ForwardState
+from quire.models.heads.head import ChainHead, StateHead
+from quire.sampling.sampler import Sampler
+from quire.worker.drafters.drafter import Drafter, DraftInputs
+from quire.worker.drafters.sampling import DraftSampling
+from quire.worker.drafters.step import SampledStep
+from quire.worker.forward import Forward
+from quire.worker.staging import Staging
+
+
+class HeadLayers:
+    """The layers of a head, as the part of a model that Forward calls."""
+
+    def __init__(self, head: ChainHead) -> None:
+        self.head, self.rotary = head, head.rotary
+
+    def forward(
+        self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
+    ) -> Tensor:
+        return self.head.forward(x, state, wanted)
+
+
+class ChainDrafter(Drafter):
+    """Guesses one token after the other with a ChainHead, or all of them in one forward if the head can.
+
+    The head sees all tokens of all steps, so that its cache is complete whenever drafts are wanted.
+    """
+
+    def __init__(
+        self, head: ChainHead, forward: Forward, eager: Forward, staging: Staging, sampler: Sampler, most_tokens: int,
+        hidden_size: int, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """eager: a forward that computes no more than the wanted tokens need. most_tokens: of a step. hidden_size,
+        dtype: of the target model."""
+        self.head, self.forward, self.eager, self.state = head, forward, eager, staging.state
+        self.inputs = DraftInputs(staging, len(head.kv_specs))
+        self.sampling = DraftSampling(sampler, staging, head.token_ids)
+        device = staging.device.torch_device
+        self.taps = {layer: torch.empty(most_tokens, hidden_size, dtype=dtype, device=device) for layer in head.taps}
+        self.reads_hidden = not head.taps
+
+    def draft(self, step: SampledStep, count: int) -> Tensor | None:
+        inputs, head = self.inputs.of(step.inputs), self.head
+        tokens, last = len(step.token_rows), step.last_kept()
+        if step.hidden is None:
+            hidden = head.combine([self.taps[layer][: inputs.size.tokens] for layer in head.taps])
+        else:
+            hidden = head.combine([step.hidden])
+        following = torch.zeros_like(inputs.positions)  # padded tokens have no successor
+        following[:tokens] = self.state.token_ids[step.token_rows, inputs.positions[:tokens] + 1]
+        x = head.embed(following, hidden)
+        if not count:
+            self.eager.layers(x, inputs, last[:1])
+            return None
+        hidden = self.forward.layers(x, inputs, last)
+        self.sampling.begin(step)
+        drafts = [self.sampling.choose(head.logits(hidden), 0)]
+        first, width = inputs.positions[last] + 1, self.inputs.width(step, count)
+        if head.mask is not None and count > 1:
+            return self._at_once(step, drafts[0], first, count, width)
+        for number in range(1, count):
+            ids = drafts[-1]
+            inputs = self.inputs.uniform(step, first + number - 1, 1, ids, width)
+            hidden = self.forward.layers(head.embed(ids, hidden), inputs)
+            drafts.append(self.sampling.choose(head.logits(hidden), number))
+        return torch.stack(drafts, 1)
+
+    def _at_once(self, step: SampledStep, draft: Tensor, first: Tensor, count: int, width: int) -> Tensor:
+        """The drafts behind the first one, from masks in the place of the tokens that are not known."""
+        assert self.head.mask is not None
+        (mask, hidden), masks = self.head.mask, count - 1
+        ids = torch.full((len(first) * masks,), mask, dtype=torch.int64, device=first.device)
+        inputs = self.inputs.uniform(step, first, masks, ids, width)
+        guessed = self.forward.layers(self.head.embed(ids, hidden.expand(len(ids), -1)), inputs)
+        logits = self.head.logits(guessed).view(len(first), masks, -1)
+        return torch.stack([draft, *(self.sampling.choose(logits[:, i], i + 1) for i in range(masks))], 1)
+
+
+class StateDrafter(Drafter):
+    """Guesses all tokens from the last hidden state of each request with a StateHead."""
+
+    reads_hidden = True
+
+    def __init__(self, head: StateHead, staging: Staging, sampler: Sampler) -> None:
+        self.head, self.state, self.sampling = head, staging.state, DraftSampling(sampler, staging)
+
+    def draft(self, step: SampledStep, count: int) -> Tensor | None:
+        if not count:
+            return None
+        assert step.hidden is not None
+        self.sampling.begin(step)
+        newest = self.state.token_ids[step.rows, self.state.num_tokens[step.rows] - 1].long()
+        return self.head.draft(step.hidden[step.last_kept()], newest, count, self.sampling.choose)

@@ -1,0 +1,101 @@
+"""Makes the drafter that the options choose."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend
+from quire.config import ConfigError, EngineConfig
+from quire.loading.metadata import hf_config
+from quire.models.heads.head import ChainHead, StateHead
+from quire.models.heads.load import load_draft_model, load_head
+from quire.models.model import Model
+from quire.options.speculative import SpeculativeOptions
+from quire.parallel.mesh import Communicator
+from quire.sampling.sampler import Sampler
+from quire.worker.drafters.drafter import Cached, Drafter
+from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
+from quire.worker.drafters.model import ModelDrafter
+from quire.worker.drafters.replay import NewestTokenAgain, ReplayedCounts
+from quire.worker.forward import Forward
+from quire.worker.graphs import RecordedForward
+from quire.worker.staging import Staging
+
+
+class DrafterParts:
+    """The model or head that makes drafts, and the attention backends of its own cache."""
+
+    def __init__(
+        self, options: SpeculativeOptions, config: EngineConfig, directory: Path, target: Model, max_model_len: int,
+        group: Communicator, backends_of: Callable[[Cached], list[AttentionBackend]],
+    ) -> None:  # fmt: skip
+        self.options, self.config, self.target = options, config, target
+        self.part: Cached | StateHead
+        if options.method == "draft_model":
+            device = target.kernels.target.device
+            self.part = model = load_draft_model(options, config, max_model_len, device, group)
+            if model.vocab_size > target.vocab_size:
+                raise ConfigError(
+                    f"speculative_config: the draft model has {model.vocab_size} tokens, but the model has only "
+                    f"{target.vocab_size}: both must have the same vocabulary"
+                )
+        elif options.method == "replay":
+            self.part = NewestTokenAgain()
+        else:
+            self.part = load_head(options, config, directory, target, max_model_len, group)
+        if isinstance(self.part, StateHead) and options.num_speculative_tokens > self.part.most:
+            raise ConfigError(
+                f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but the checkpoint "
+                f"of {options.method} makes {self.part.most} drafts at most"
+            )
+        self.cached: Cached | None = None if isinstance(self.part, StateHead) else self.part
+        self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
+        if self.cached is not None and not target.kv_specs:
+            raise ConfigError(f"speculative_config: {options.method} needs a model with a KV cache")
+
+    @property
+    def entry_bytes(self) -> int:
+        """The bytes of a block that the drafter's entries take, all its KV groups together."""
+        if self.cached is None:
+            return 0
+        groups = zip(self.cached.kv_specs, self.backends, strict=True)
+        return sum(kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups)
+
+    def bind_cache(self, blocks: Tensor, offset: int) -> None:
+        """Let the drafter use the bytes of each block from `offset` on. blocks: uint8 [blocks, block_bytes]."""
+        if self.cached is None:
+            return
+        memory = []
+        for kv_spec, backend in zip(self.cached.kv_specs, self.backends, strict=True):
+            memory.append(blocks[:, offset:])
+            offset += kv_spec.page_bytes(backend.entry_bytes())
+        self.cached.bind_cache(self.backends, memory)
+
+    def drafter(self, staging: Staging, sampler: Sampler, most_tokens: int, hidden_size: int) -> Drafter:
+        """most_tokens: of a step. hidden_size: of the target model."""
+        if self.options.acceptance_rates:
+            staging.count_kept = ReplayedCounts(self.options, staging)
+        if self.cached is None:
+            return StateDrafter(cast(StateHead, self.part), staging, sampler)
+        is_recorded = not (
+            staging.device.is_async or self.config.model.enforce_eager or self.config.model.torch_compile
+        )
+        kind = RecordedForward if is_recorded else Forward
+        if self.options.method == "draft_model":
+            model = cast(Model, self.part)
+            mask = None
+            if self.options.parallel_drafting:
+                mask = hf_config(Path(str(self.options.model)), {}).get("pard_token")
+                if mask is None:
+                    raise ConfigError(
+                        "speculative_config: parallel_drafting needs pard_token in the draft model's config"
+                    )
+            return ModelDrafter(model, kind(model, self.backends), staging, sampler, most_tokens, mask)
+        head = cast(ChainHead, self.part)
+        layers = cast(Model, HeadLayers(head))
+        return ChainDrafter(
+            head, kind(layers, self.backends), Forward(layers, self.backends), staging, sampler, most_tokens,
+            hidden_size, self.target.kernels.target.dtype,
+        )  # fmt: skip

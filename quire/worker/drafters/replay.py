@@ -1,0 +1,44 @@
+"""Drafts that are accepted at given rates, for benchmarks: the speed of a good drafter, whatever the weights are."""
+
+import torch
+from torch import Tensor
+
+from quire.models.heads.head import Choose
+from quire.ops.reference.sampling import uniform_noise
+from quire.options.speculative import SpeculativeOptions
+from quire.worker.staging import Staging
+
+
+class ReplayedCounts:
+    """Takes the place of the op count_kept. See SpeculativeOptions for the rates.
+
+    What is accepted depends only on a request's seed and on the position. A request keeps the tokens that the target
+    model has sampled after drafts which may differ from them.
+    """
+
+    def __init__(self, options: SpeculativeOptions, staging: Staging) -> None:
+        self.staging, most = staging, options.num_speculative_tokens
+        rates = [*options.acceptance_rates, *most * options.acceptance_rates[-1:]][:most]
+        self.rates = torch.tensor([*rates, 0.0], device=staging.device.torch_device)  # no draft follows the last place
+
+    def __call__(
+        self, token_ids: Tensor, rows: Tensor, positions: Tensor, sampled: Tensor, place_start_loc: Tensor
+    ) -> Tensor:
+        seeds = self.staging.device.upload({"seeds": self.staging.batch.seed})["seeds"][rows]
+        noise = uniform_noise(seeds, positions, 1)[:, 0]
+        number = torch.arange(len(self.rates), device=rows.device)  # of a place within its request
+        places = (place_start_loc[:-1, None] + number).clamp(max=len(noise) - 1)  # [requests, most places]
+        is_draft = number < place_start_loc.diff()[:, None] - 1
+        accepted = is_draft & (noise[places] < self.rates)
+        return accepted.long().cumprod(1).sum(1) + (place_start_loc.diff() > 0)
+
+
+class NewestTokenAgain:
+    """A StateHead whose drafts cost nothing: the newest token of a text, again and again."""
+
+    most = 32
+    ignored: tuple[str, ...] = ()
+
+    def draft(self, hidden: Tensor, ids: Tensor, count: int, choose: Choose) -> Tensor:
+        """See StateHead."""
+        return ids[:, None].expand(-1, count)

@@ -1,0 +1,176 @@
+"""What drafters guess in mixed batches, against a recomputation of each text by itself, from its beginning.
+
+The hidden states come from transformers. The head is run over a whole text at once, as the papers write it down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.messages.sampling_params import SamplingParams
+from support.checkpoints import Checkpoints
+from support.drafters import CHAIN_HEADS, MASK, MTP_VARIANTS, STATE_HEADS, Drafters, Guess, assert_right, watch
+from support.engines import generate, make_llm
+from support.heads import HeadText
+from support.proposers import Perfect
+from support.reference import References, load, prompts
+
+TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
+LONGEST = 176 + 8
+WINDOWED = "qwen3-mixed-windows-biases"
+
+
+@pytest.fixture(scope="module")
+def drafters(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return Drafters(checkpoints, tmp_path_factory)
+
+
+class Chosen:
+    """Chooses the most likely tokens, and notes how close the second best were."""
+
+    def __init__(self, token_ids: Tensor | None = None) -> None:
+        self.tokens: list[int] = []
+        self.token_ids, self.gap = token_ids, 1.0
+
+    def __call__(self, logits: Tensor, number: int = 0) -> Tensor:
+        assert len(logits) == 1
+        best = logits.topk(2)
+        self.gap = min(self.gap, float(best.values[0, 0] - best.values[0, 1]))
+        token = best.indices[:, 0] if self.token_ids is None else self.token_ids[best.indices[:, 0]]
+        self.tokens.append(int(token))
+        return token
+
+
+class States:
+    """The hidden states of texts: the final ones and those between layers, by transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, text: list[int], taps: Any) -> list[Tensor]:
+        """The final states, or those after the layers `taps`."""
+        states = self.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+        return [states[layer + 1][0] for layer in taps] if taps else [states[-1][0]]
+
+
+def chain(head: Any, states: States) -> Guess:
+    """The head's input at position i is the token at i + 1 with the hidden state at i; then each draft follows with
+    the head's own output, or all masks do at once."""
+
+    @torch.inference_mode()
+    def guess(text: list[int], count: int) -> tuple[list[int], float]:
+        hidden = head.combine([state[: len(text) - 1] for state in states(text, head.taps)])
+        of_text, chosen = HeadText(head, "cpu", LONGEST // 16 + 1), Chosen(head.token_ids)
+        made = of_text.run(head.embed(torch.tensor(text[1:]), hidden))[-1:]
+        token = chosen(head.logits(made))
+        if head.mask is not None and count > 1:
+            mask, masked = head.mask
+            x = head.embed(torch.full((count - 1,), mask), masked.expand(count - 1, -1))
+            for state in of_text.run(x).clone():
+                chosen(head.logits(state[None]))
+            return chosen.tokens, chosen.gap
+        for _ in range(count - 1):
+            made = of_text.run(head.embed(token, made))
+            token = chosen(head.logits(made))
+        return chosen.tokens, chosen.gap
+
+    return guess
+
+
+def side_by_side(head: Any, states: States) -> Guess:
+    """The heads read the hidden state from which the newest token was drawn."""
+
+    @torch.inference_mode()
+    def guess(text: list[int], count: int) -> tuple[list[int], float]:
+        chosen = Chosen()
+        head.draft(states(text, ())[0][[len(text) - 2]], torch.tensor(text[-1:]), count, chosen)
+        return chosen.tokens, chosen.gap
+
+    return guess
+
+
+def continued(model: Any) -> Guess:
+    """The draft model's own greedy continuation."""
+
+    @torch.inference_mode()
+    def guess(text: list[int], count: int) -> tuple[list[int], float]:
+        chosen = Chosen()
+        for _ in range(count):
+            chosen(model(torch.tensor([text + chosen.tokens])).logits[0, -1:])
+        return chosen.tokens, chosen.gap
+
+    return guess
+
+
+def masked(model: Any) -> Guess:
+    """PARD: masks follow the text, and each guesses the token after it."""
+
+    @torch.inference_mode()
+    def guess(text: list[int], count: int) -> tuple[list[int], float]:
+        chosen = Chosen()
+        for logits in model(torch.tensor([text + [MASK] * (count - 1)])).logits[0, -count:]:
+            chosen(logits[None])
+        return chosen.tokens, chosen.gap
+
+    return guess
+
+
+def greedy(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(count)]
+
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(drafters: Drafters, references: References) -> Run:
+    """Runs a mixed batch whose drafts are partly accepted, and compares what was drafted."""
+
+    def run(kind: str, target: str, guess_of: Any, guesser: str | None = "Mixed", **options: Any) -> None:
+        texts, path = prompts(320, 12), drafters.target(target)
+        Perfect.learn(generate(make_llm(path), texts, greedy(len(texts))))
+        config = drafters.config(kind, target)
+        llm = make_llm(path, speculative_config=config, **options)
+        watched = watch(llm, guesser)
+        generate(llm, texts, greedy(len(texts)))
+        stats = llm.core.stats.speculation
+        assert stats is not None
+        assert 0.1 * stats.draft_tokens < stats.accepted_tokens < 0.95 * stats.draft_tokens
+        assert stats.accepted_at[1] > 0
+        part = getattr(watched.real, "head", None)
+        assert_right(watched.made[::3], guess_of(part), at_least=45)
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        *((kind, "llama") for kind in CHAIN_HEADS),
+        ("eagle3", WINDOWED),
+        ("p-eagle", WINDOWED),
+        *(("mtp", variant) for variant in MTP_VARIANTS),
+    ],
+)
+def test_chains_of_drafts(run: Run, references: References, kind, target, options):
+    model = references.model(target)
+    run(kind, target, lambda head: chain(head, States(model)), enable_prefix_caching=False, **options)
+
+
+@pytest.mark.parametrize("kind", STATE_HEADS)
+def test_heads_side_by_side(run: Run, references: References, kind):
+    run(kind, WINDOWED, lambda head: side_by_side(head, States(references.model(WINDOWED))), **TIGHT)
+
+
+@pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("target", ["llama", WINDOWED])
+@pytest.mark.parametrize("kind", ["similar", "pard"])
+def test_draft_models(run: Run, drafters: Drafters, kind, target, options):
+    model = load(drafters.path(kind, target))
+    run(kind, target, lambda _: (masked if kind == "pard" else continued)(model), None, **options)
