@@ -93,6 +93,17 @@ def test_a_head_of_another_model(drafters: Drafters, tmp_path, kind, field, wron
     assert words in error_of(drafters.target("llama"), {**config, "model": model}, capsys)
 
 
+@pytest.mark.parametrize(("kind", "level"), [("eagle", None), ("eagle3", None), ("eagle3", "transformer_layer_config")])
+def test_a_field_without_a_value(drafters: Drafters, tmp_path, kind, level, capsys):
+    """null says as little as no field at all. Heads of the library speculators have their layers on a level below."""
+    config = drafters.config(kind, "llama")
+    shutil.copytree(config["model"], tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"rms_norm_eps": None}
+    (tmp_path / "config.json").write_text(json.dumps(fields if level is None else {level: fields}))
+    error = error_of(drafters.target("llama"), {**config, "model": str(tmp_path)}, capsys)
+    assert f"config.json of the {kind} head has no value of 'rms_norm_eps'" in error
+
+
 @pytest.mark.parametrize("kind", ["medusa", "eagle", "eagle3", "mlp_speculator", "similar"])
 def test_a_checkpoint_that_lacks_a_tensor(drafters: Drafters, tmp_path, kind, capsys):
     config = drafters.config(kind, "llama")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.registry import HEADS, MTP_HEADS
 from quire.models.load import load_model
 from quire.models.model import Model
+from quire.models.spec import HfConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.parallel.mesh import Communicator
 from quire.quantization.at_load import quantizer_of
@@ -43,7 +45,7 @@ def load_head(
     place = directory if is_mtp else Path(str(options.model))
     if place.is_file():
         raise ConfigError(f"speculative_config: a head cannot be read from {place.name}; give a checkpoint's directory")
-    fields = hf_config(directory, config.model.hf_overrides) if is_mtp else read_json(place, "config.json", True)
+    fields = hf_config(directory, config.model.hf_overrides) if is_mtp else _given(read_json(place, "config.json", True))
     maker = MTP_HEADS.get((fields.get("architectures") or [""])[0]) if is_mtp else HEADS[str(options.method)]
     if maker is None:
         raise ConfigError(f"speculative_config: {fields['architectures'][0]} has no multi-token prediction here")
@@ -56,9 +58,17 @@ def load_head(
     try:
         head = maker(builder, fields, target, has, max_model_len)
     except KeyError as missing:
-        raise ValueError(f"config.json of the {options.method} head lacks {missing.args[0]!r}") from missing
+        raise ConfigError(
+            f"speculative_config: config.json of the {options.method} head has no value of {missing.args[0]!r}"
+        ) from missing
     if checkpoint is None:
         load_dummy(builder, False)
     else:
         load_weights(checkpoint, builder, (*head.ignored, *extra_tensors(fields)), False)
     return head
+
+
+def _given(fields: HfConfig) -> dict[str, Any]:
+    """The fields of a config that are not null. One that is null says as little as one that is missing."""
+    kept = {name: value for name, value in fields.items() if value is not None}
+    return {name: _given(value) if isinstance(value, dict) else value for name, value in kept.items()}
