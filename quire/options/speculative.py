@@ -1,7 +1,6 @@
 """The fields of the option speculative_config, with vLLM's names."""
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -12,7 +11,6 @@ HOST_METHODS = "ngram", "suffix", "custom_class"
 DEVICE_METHODS = "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "replay"
 METHODS = (*HOST_METHODS, *DEVICE_METHODS)
 _OTHER_NAMES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "mimo_mtp": "mtp", "ngram_gpu": "ngram"}  # vLLM's
-_MODELS = defaultdict(lambda: "the directory or name of the drafter", custom_class="the import path of the class")
 _IMPORT_PATH = re.compile(r"[a-zA-Z_]\w*(\.[a-zA-Z_]\w*)+")
 _MOST_DRAFTS = 32
 _KINDS: dict[Any, tuple[type, ...]] = {  # of values
@@ -91,8 +89,8 @@ class SpeculativeOptions:
             values["prompt_lookup_min"] = values.get("prompt_lookup_min") or longest
         if values["method"] == "suffix":
             values.setdefault("num_speculative_tokens", values.get("suffix_decoding_max_tree_depth", 24))
-        if values["method"] not in (None, "ngram", "suffix", "mtp", "replay") and not model:
-            raise ConfigError(f"speculative_config: {values['method']} needs model, {_MODELS[values['method']]}")
+        if values["method"] == "custom_class" and not model:
+            raise ConfigError("speculative_config: custom_class needs model, the import path of the class")
         options = cls(**values)
         rates = options.acceptance_rates
         if not all(type(rate) in (float, int) and 0 <= rate <= 1 for rate in rates) or (

@@ -157,6 +157,30 @@ def test_offline_it_is_the_same(head: Path):
     assert metrics.num_draft_tokens > 30
 
 
+@pytest.mark.parametrize(
+    ("given", "method", "most"),
+    [
+        ({"method": "eagle3"}, "eagle3", 3),
+        ({"method": "suffix"}, "suffix", 24),
+        ({"model": "quire-demo/medusa"}, "medusa", 5),
+    ],
+)
+def test_a_method_or_a_model_that_the_user_names(head: Path, given, method, most):
+    """The head serves its own method. Another one takes its place, with the number of drafts that is its own."""
+    speculation = LLM(
+        head, dtype="float32", speculative_config={**given, "adaptive": False}
+    ).config.scheduler.speculation
+    assert speculation is not None
+    assert (speculation.method, speculation.num_speculative_tokens) == (method, most)
+    assert (speculation.model == str(head)) == (method == "eagle3")
+
+
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_method_whose_drafter_is_not_known(head: Path, is_head: bool):
+    with pytest.raises(ConfigError, match="medusa needs model, the directory or name of the drafter"):
+        LLM(head if is_head else None, speculative_config={"method": "medusa", "num_speculative_tokens": 2})
+
+
 def test_a_head_that_does_not_name_its_target_says_what_to_do(tmp_path: Path):
     path = write_speculators_head(tmp_path / "head", None)
     with pytest.raises(ConfigError, match=r"does not name its target .* serve the target with --speculative-config"):

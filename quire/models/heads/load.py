@@ -45,7 +45,9 @@ def load_head(
     place = directory if is_mtp else Path(str(options.model))
     if place.is_file():
         raise ConfigError(f"speculative_config: a head cannot be read from {place.name}; give a checkpoint's directory")
-    fields = hf_config(directory, config.model.hf_overrides) if is_mtp else _given(read_json(place, "config.json", True))
+    fields = (
+        hf_config(directory, config.model.hf_overrides) if is_mtp else _given(read_json(place, "config.json", True))
+    )
     maker = MTP_HEADS.get((fields.get("architectures") or [""])[0]) if is_mtp else HEADS[str(options.method)]
     if maker is None:
         raise ConfigError(f"speculative_config: {fields['architectures'][0]} has no multi-token prediction here")

@@ -15,8 +15,8 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
     """The model's directory or .gguf file, and the config with a complete speculative_config: its `model` is the
     drafter's directory, and `method` and `num_speculative_tokens` are known.
 
-    If the model that the user named is a drafter of the library speculators, its target is the model and it is the
-    drafter. Raises ConfigError or ModelNotFoundError.
+    If the model that the user named is a drafter of the library speculators, its target is the model. It is the drafter
+    unless the user's speculative_config has another model or method. Raises ConfigError or ModelNotFoundError.
     """
     directory, options = model_directory(config.model), config.model
     drafter = {} if directory.is_file() else read_json(directory, "config.json")
@@ -28,6 +28,8 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
         target, fields = found
         given = config.scheduler.speculative_config
         logger.info("%s is a drafter for %s, which is loaded with it", options.model, target)
+        if "model" in given or given.get("method", "replay") not in ("replay", fields["method"]):
+            fields = {}
         config = replace(config, scheduler=replace(config.scheduler, speculative_config={**fields, **given}))
         directory = resolve(target, None, options.download_dir, options.hf_token, options.load_format != "dummy")
     return _with_drafter(config), directory
@@ -38,8 +40,10 @@ def _with_drafter(config: EngineConfig) -> EngineConfig:
     options, model = config.scheduler.speculation, config.model
     if options is None or not options.on_device:
         return config
-    if options.method is None and options.model is None:
-        raise ConfigError("speculative_config: method and model are missing; give one of them")
+    if options.model is None and options.method not in ("mtp", "replay"):
+        if options.method is None:
+            raise ConfigError("speculative_config: method and model are missing; give one of them")
+        raise ConfigError(f"speculative_config: {options.method} needs model, the directory or name of the drafter")
     size = config.parallel.tensor_parallel_size
     if options.draft_tensor_parallel_size not in (None, 1, size):
         raise ConfigError(
