@@ -92,7 +92,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         if options := config.scheduler.speculation:
             proposer = None if options.on_device else make_proposer(options)
             lengths = DraftLengths(options.num_speculative_tokens, executor.step_costs)
-            speculation = Speculation(proposer, lengths, drafts_stay=limits.depth > 1)
+            longest = options.max_model_len or limits.max_model_len
+            speculation = Speculation(proposer, lengths, limits.depth > 1, longest)
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching,
             cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,

@@ -24,6 +24,7 @@ class SpeculativeOptions:
     path of a class, or the directory or name of a draft model or of a drafter's head, at `revision`.
     num_speculative_tokens: the most drafts of a request in a step, 0 if the config of `model` is to say it. adaptive:
     whether it gets fewer when they are not worth their cost; else it always gets as many as the method finds.
+    max_model_len: how many tokens a text may have with its drafts; longer ones get none.
 
     parallel_drafting, quantization, draft_tensor_parallel_size: of a draft model: whether it guesses all drafts in one
     forward, how its weights are quantized, and whether its ranks share it (like the model's) or have it whole (1).
@@ -42,6 +43,7 @@ class SpeculativeOptions:
     model: str | None = None
     adaptive: bool = True
     revision: str | None = None
+    max_model_len: int | None = None
     parallel_drafting: bool = False
     quantization: str | None = None
     draft_tensor_parallel_size: int | None = None
@@ -105,6 +107,8 @@ class SpeculativeOptions:
                 f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
                 f"{options.num_speculative_tokens}"
             )
+        if options.max_model_len is not None and options.max_model_len < 1:
+            raise ConfigError(f"speculative_config: max_model_len must be at least 1, got {options.max_model_len}")
         if not 1 <= max(options.prompt_lookup_min, 1) <= max(options.prompt_lookup_max, 1):
             raise ConfigError("speculative_config: prompt_lookup_min must be at least 1 and at most prompt_lookup_max")
         return options

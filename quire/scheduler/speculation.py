@@ -1,5 +1,6 @@
 """The part of the scheduler that speculates: who gets drafts, how many, and what became of them."""
 
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -16,11 +17,14 @@ from quire.speculative.proposer import Proposer
 class Speculation:
     """Asks a proposer or a drafter for drafts, adds them to steps, and counts those that are accepted."""
 
-    def __init__(self, proposer: Proposer | None, lengths: DraftLengths, drafts_stay: bool = False) -> None:
+    def __init__(
+        self, proposer: Proposer | None, lengths: DraftLengths, drafts_stay: bool = False, longest: int = sys.maxsize
+    ) -> None:
         """proposer: None if a drafter on the device makes the drafts. They come with the results of a step then, unless
         drafts_stay: then only their number is known here, which is enough to schedule the next step before the results
-        have come. A grammar cannot check such drafts, so requests with a constraint get none."""
-        self.proposer, self.lengths, self.drafts_stay = proposer, lengths, drafts_stay
+        have come. A grammar cannot check such drafts, so requests with a constraint get none. longest: how many tokens
+        a text may have with its drafts."""
+        self.proposer, self.lengths, self.drafts_stay, self.longest = proposer, lengths, drafts_stay, longest
         self.stats = SpeculationStats(accepted_at=[0] * lengths.most)  # up to now
         self._acceptance: dict[str, Acceptance] = {}  # by request id
 
@@ -33,7 +37,7 @@ class Speculation:
             request.drafts = []
             if request.num_computed_tokens + 1 != len(request.token_ids) or request.num_in_flight_samples:
                 continue
-            if count := self._length(request, len(running)):
+            if count := self._length(request, len(request.token_ids), len(running)):
                 texts.append(request)
                 most.append(count)
         if texts:
@@ -52,10 +56,10 @@ class Speculation:
         if drafts and request.constraint is not None:
             ConstrainedRequests.check_drafts(request)
 
-    def _length(self, request: Request, num_requests: int) -> int:
-        """How many drafts are worth it for a request, in a step of so many requests."""
+    def _length(self, request: Request, num_tokens: int, num_requests: int) -> int:
+        """How many drafts are worth it behind so many tokens of a request, in a step of so many requests."""
         acceptance = self._acceptance.setdefault(request.request_id, Acceptance())
-        count = self.lengths(num_requests, acceptance)
+        count = min(self.lengths(num_requests, acceptance), max(0, self.longest - num_tokens))
         if not count:
             acceptance.recover()
         return count
@@ -82,7 +86,7 @@ class Speculation:
         The step's next row is to be that of the request."""
         if self.proposer is not None or (self.drafts_stay and request.constraint is not None):
             return
-        count = min(self._length(request, num_requests), request.max_total_tokens - end - 1)
+        count = min(self._length(request, end + 1, num_requests), request.max_total_tokens - end - 1)
         if count > 0 and kv.allocate(request, end + count, step.block_table_edits):
             request.num_device_drafts = count if self.drafts_stay else 0
             step.num_next_drafts += [0] * (len(step.rows) - len(step.num_next_drafts))

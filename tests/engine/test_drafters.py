@@ -165,6 +165,15 @@ def test_a_draft_model_that_is_the_model_itself_is_always_right(
     assert stats.accepted_tokens == stats.draft_tokens
 
 
+def test_long_texts_get_no_drafts(plain: Plain, start: Start):
+    texts, params = prompts(320, 8), GREEDY.clone(max_tokens=24, ignore_eos=True)
+    llm = start("same", "llama", {"max_model_len": 50})
+    watched = watch(llm)
+    assert tokens_of(generate(llm, texts, params)) == tokens_of(generate(plain.engine("llama"), texts, params))
+    lengths = {len(made.text) + len(made.drafts) for made in watched.made}
+    assert min(lengths) < max(lengths) == 50 < max(map(len, texts))
+
+
 @each([("eagle3", "llama"), ("medusa", "llama"), ("mtp", "mimo")])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_late_device_says_the_same(plain: Plain, start: Start, kind, target, depth):

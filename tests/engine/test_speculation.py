@@ -83,6 +83,21 @@ def test_drafts_keep_to_the_grammar(checkpoints: Checkpoints, proposer):
     assert said(generate(llm, prompts, params)) == said(expected)
 
 
+@pytest.mark.parametrize("longest", [20, 29, 60])
+def test_long_texts_get_no_drafts(checkpoints: Checkpoints, longest: int):
+    """With perfect drafts, a text of 20 tokens grows to `longest` in steps of up to 5, and then by one token a step."""
+    text = list(range(5, 25))
+    params = GREEDY.clone(max_tokens=30, ignore_eos=True)
+    expected = generate(make_llm(checkpoints.path("llama")), [text], params)
+    Perfect.learn(expected)
+    llm = make_llm(checkpoints.path("llama"), speculative_config={**speculate("Perfect", 4), "max_model_len": longest})
+    assert tokens_of(generate(llm, [text], params)) == tokens_of(expected)
+    stats = llm.core.stats.speculation
+    assert stats is not None
+    assert (stats.drafts == 0) == (longest == 20)
+    assert stats.draft_tokens == stats.accepted_tokens <= longest - 20
+
+
 def test_a_single_stream_takes_fewer_steps(checkpoints: Checkpoints):
     expected = generate(make_llm(checkpoints.path("llama")), [[5, 6, 7]])
     Perfect.learn(expected)

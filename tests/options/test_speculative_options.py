@@ -20,6 +20,7 @@ from quire.options.vllm import SPECULATIVE_NO_EFFECT, SPECULATIVE_NOT_SUPPORTED
         ({"method": "ngarm"}, "method must be one of ngram, suffix, custom_class, draft_model, .*, got 'ngarm'"),
         ({"method": "ngram"}, "num_speculative_tokens must be from 1 to 32, got 0"),
         ({"method": "ngram", "num_speculative_tokens": 99}, "from 1 to 32, got 99"),
+        ({"method": "suffix", "max_model_len": 0}, "max_model_len must be at least 1, got 0"),
         ({"method": "ngram", "num_speculative_tokens": "3"}, "num_speculative_tokens has the wrong type: '3'"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_minn": 2}, "no field 'prompt_lookup_minn'"),
         (
@@ -98,6 +99,7 @@ def test_the_ways_of_accepting_drafts_that_change_answers_are_refused():
         ("--spec-method suffix --spec-tokens 4 -sc '{\"num_speculative_tokens\": 4}'",
          {"method": "suffix", "num_speculative_tokens": 4}),
         ("--spec-model some/head", {"model": "some/head"}),
+        ("--spec-model a/b --speculative-max-model-len 9", {"model": "a/b", "max_model_len": 9}),
         ("--speculative-model [ngram] --num-speculative-tokens 3 --ngram-prompt-lookup-max 4",
          {"model": "[ngram]", "num_speculative_tokens": 3, "prompt_lookup_max": 4}),
         ("--speculative-model a/b --num-speculative-tokens 2 --speculative-draft-tensor-parallel-size 1",
