@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
@@ -71,6 +72,26 @@ def test_stop_strings_within_accepted_drafts_end_the_answer(checkpoints: Checkpo
     for output, before, stop in zip(generate(llm, prompts, params), expected, stops, strict=True):
         assert output.outputs[0].text == before.outputs[0].text[: before.outputs[0].text.index(stop)]
         assert output.outputs[0].stop_reason == stop
+
+
+def test_logits_processors_see_texts_with_drafts_that_are_rejected(checkpoints: Checkpoints):
+    seen: list[tuple[int, ...]] = []
+
+    def follow(output: list[int], logits: Tensor) -> Tensor:
+        seen.append(tuple(output))
+        logits[sum(output) % 300] += 3
+        return logits
+
+    params = GREEDY.clone(max_tokens=20, ignore_eos=True, logits_processors=[follow])
+    said = []
+    for options in ({}, {"speculative_config": speculate("Adversarial", 3)}):
+        seen.clear()
+        [tokens] = tokens_of(generate(make_llm(checkpoints.path("llama"), **options), [[5, 6, 7]], params))
+        said.append(list(tokens))
+        texts = {tuple(said[0][:i]) for i in range(20)}
+        assert texts <= set(seen)
+        assert (texts == set(seen)) == (not options)
+    assert said[0] == said[1]
 
 
 @each_proposer

@@ -64,6 +64,18 @@ def test_a_steps_tokens_are_the_prompt_tokens_it_computed_and_those_it_generated
     assert value(metrics, "prompt_tokens_total") + value(metrics, "generation_tokens_total") == 1003
 
 
+def test_tokens_that_arrive_in_one_step_are_one_event(clock) -> None:
+    metrics = EngineMetrics("quire", "m")
+    metrics.add(sequences("a", 10))
+    core = Core(metrics)
+    for tokens, reason in ([7], None), ([8, 9, 10], None), ([11, 12], FinishReason.LENGTH):
+        clock.now += 1.0
+        core.step(1, EngineCoreOutput("0_a", tokens, reason))
+    found = [value(metrics, f"inter_token_latency_seconds_{part}") for part in ("count", "sum")]
+    assert found == [2, 2.0]
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == pytest.approx(2.0 / 5)
+
+
 def test_counters_go_on_and_gauges_are_zero_when_a_core_is_lost(clock) -> None:
     metrics = EngineMetrics("quire", "m")
     metrics.add(sequences("a", 10))
