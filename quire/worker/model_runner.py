@@ -99,6 +99,8 @@ class ModelRunner:
             self._launched[step.step_id] = self._skip(step, refusals)
             return
         self.batch.add_known_tokens(step)
+        if self.drafter is not None and step.known_tokens.rows:
+            self.drafter.extend(step.known_tokens)
         self.batch.edit_block_tables(step)
         flat = self.batch.flatten(step)
         try:

@@ -19,6 +19,7 @@ from support.engines import generate, make_llm
 from support.heads import HeadText
 from support.proposers import Perfect
 from support.reference import References, load, prompts
+from support.requests import with_grammars
 
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 LONGEST = 176 + 8
@@ -174,3 +175,15 @@ def test_heads_side_by_side(run: Run, references: References, kind):
 def test_draft_models(run: Run, drafters: Drafters, kind, target, options):
     model = load(drafters.path(kind, target))
     run(kind, target, lambda _: (masked if kind == "pard" else continued)(model), None, **options)
+
+
+@pytest.mark.parametrize("kind", ["same", "pard"])
+def test_draft_models_behind_tokens_that_a_grammar_forces(drafters: Drafters, kind):
+    """Forced tokens differ from those that the draft model has guessed for their places."""
+    path = drafters.target("llama")
+    llm = make_llm(path, speculative_config=drafters.config(kind, "llama"))
+    watched = watch(llm)
+    params = [params.clone(temperature=0) for params in with_grammars(18)]
+    generate(llm, [[5 + i, 9, 40, 7] for i in range(18)], params)
+    model = load(drafters.path(kind, "llama"))
+    assert_right(watched.made, (masked if kind == "pard" else continued)(model), at_least=45)

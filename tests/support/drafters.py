@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.engine.llm import LLM
-from quire.messages.step import NewRequest
+from quire.messages.step import NewRequest, TokenEdits
 from quire.options.speculative import SpeculativeOptions
 from quire.worker.drafters.drafter import Drafter
 from quire.worker.drafters.step import SampledStep
@@ -202,6 +202,9 @@ class WatchedDrafter(Drafter):
 
     def install(self, new: NewRequest) -> None:
         self.real.install(new)
+
+    def extend(self, known: TokenEdits) -> None:
+        self.real.extend(known)
 
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         drafts = self.real.draft(step, count)

@@ -12,7 +12,7 @@ from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import AttentionKVSpec, FullAttentionSpec, KVCacheSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.step_inputs import StepInputs, StepSize
-from quire.messages.step import NewRequest
+from quire.messages.step import NewRequest, TokenEdits
 from quire.worker.drafters.sampling import DraftSampling
 from quire.worker.drafters.step import SampledStep
 from quire.worker.staging import Staging
@@ -36,6 +36,9 @@ class Drafter(ABC):
 
     def install(self, new: NewRequest) -> None:  # noqa: B027  # most have nothing to note
         """A request enters the batch, for the first time or again."""
+
+    def extend(self, known: TokenEdits) -> None:  # noqa: B027
+        """Texts go on with tokens that were not sampled, and which the next step computes."""
 
     @abstractmethod
     def draft(self, step: SampledStep, count: int) -> Tensor | None:

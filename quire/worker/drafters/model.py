@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.messages.step import NewRequest
+from quire.messages.step import NewRequest, TokenEdits
 from quire.models.model import Model
 from quire.sampling.logits_processors import Ints
 from quire.sampling.sampler import Sampler
@@ -39,21 +39,26 @@ class ModelDrafter(Drafter):
         rows = len(staging.batch.num_tokens)
         self._covered = np.zeros(rows, np.int64)  # tokens of each row that the draft model has computed
         self._is_current = np.zeros(rows, bool)  # it has computed all tokens that were known after the step before
+        self._num_forced = np.zeros(rows, np.int64)  # tokens that have become known since, without being sampled
         self._is_new = np.zeros(rows, bool)  # the row's first tokens may come from the prefix cache
         self._is_complete = np.ones(1, bool)  # by block: it has computed all its tokens; block 0 is the null block
 
     def install(self, new: NewRequest) -> None:
         self._covered[new.row], self._is_current[new.row] = new.num_computed_tokens, False
-        self._is_new[new.row] = True
+        self._is_new[new.row], self._num_forced[new.row] = True, 0
+
+    def extend(self, known: TokenEdits) -> None:
+        np.add.at(self._num_forced, known.rows, 1)
 
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         flat = step.flat
         # Tokens whose ids were known when the step began: all but its drafts.
         known = flat.seq_lens.astype(np.int64) - np.maximum(flat.num_places - 1, 0)
         self._find_cached(flat)
-        covered = np.where(self._is_current[flat.rows], known, self._covered[flat.rows])
+        current = known - self._num_forced[flat.rows]
+        covered = np.where(self._is_current[flat.rows], current, self._covered[flat.rows])
         self._cover(flat.rows, covered)
-        self._is_current[flat.rows] = False
+        self._is_current[flat.rows], self._num_forced[flat.rows] = False, 0
         if not count:
             return None
         # The forwards below compute the last two tokens of the rows that have sampled.
