@@ -35,6 +35,8 @@ class Sizes:
     streams: int = 8  # number of requests that decode while the whale arrives
     whale: int = 4096  # length of one long prompt
     articles: int = 16  # number of requests with a JSON schema, with up to 400 output tokens each
+    copies: int = 4  # number of requests whose texts repeat what they have said, with 256 output tokens each
+    stories: int = 16  # number of stories of up to 160 tokens that a head drafts, beside two questions for each
 
 
 @dataclass(frozen=True)
@@ -295,9 +297,83 @@ def _structured_outputs(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list
     return [Claim("structured outputs", measure, "80–85 %", median(ratios), 0.95, unit="%")]
 
 
+# ---- speculation
+
+FACTS = [
+    "The capital of France is Paris.", "The day after Monday is Tuesday.", "The sky is blue.", "A cow says moo.",
+    "Two and three make five.", "The opposite of hot is cold.", "Water turns to ice.", "A spider has eight legs.",
+]  # fmt: skip
+QUESTIONS = {
+    "What is the capital of {}?": "France Italy Japan Egypt Spain Greece Norway Peru",
+    "What is 9 + {}?": "1 2 3 4 5 6 7 8",
+    "What is the opposite of {}?": "hot big old happy up wet slow open",
+    "What does a {} say?": "cow dog duck sheep cat horse pig lion",
+}
+HEROES = "fox rabbit bear hedgehog cat mouse owl duck goat horse beaver frog turtle hen deer squirrel"
+
+
+def _speculation(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
+    if llm.config.scheduler.speculation is not None:
+        print("speculation is measured beside an engine that does not speculate; leave it out", file=sys.stderr)
+        return []
+    is_bundled = llm.config.model.model is None
+    return _suffix_decoding(llm, options, sizes) + (_bundled_head(options, sizes) if is_bundled else [])
+
+
+def _suffix_decoding(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
+    """One stream. Models go on with such prompts by repeating a part of them. Answers are not remembered, since each
+    round asks the same."""
+    config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+    speculative = LLM(llm.config.model.model, **{**options, "speculative_config": config})
+    pairs = zip(FACTS, FACTS[1:] + FACTS[:1], strict=True)
+    prompts = [f"{first}\n{second}\n" * 4 for first, second in pairs][: sizes.copies]
+    params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
+    ratios: list[float] = []
+    same: list[bool] = []
+    for number in range(-1, sizes.rounds):  # round -1 is a warm-up
+        seconds: dict[bool, float] = {}
+        said: dict[bool, list[Any]] = {}
+        for speculates in (False, True) if number % 2 else (True, False):
+            engine = speculative if speculates else llm
+            engine.reset_prefix_cache()
+            started = time.perf_counter()
+            outputs = [engine.generate(prompt, params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+            seconds[speculates] = time.perf_counter() - started
+            said[speculates] = [output.token_ids for output in outputs]
+        ratios += [seconds[False] / seconds[True]] * (number >= 0)
+        same += [with_drafts == plain for with_drafts, plain in zip(said[True], said[False], strict=True)]
+    speculative.shutdown()
+    measure = f"time of {len(prompts)} requests whose texts repeat, one by one, off ÷ with suffix decoding"
+    return [
+        Claim("speculation", measure, "1–5 ×", median(ratios), 1.8),
+        Claim("speculation", "answers that are the same to the token", "", mean(same), 1.0, unit="%"),
+    ]
+
+
+def _bundled_head(options: dict[str, Any], sizes: Sizes) -> list[Claim]:
+    """Counts drafts, so one run is enough. The prompts are of the kinds that the head was trained with."""
+    config = {"model": "quire-demo/eagle3", "num_speculative_tokens": 5, "adaptive": False}
+    llm = LLM(**{**options, "speculative_config": config})
+    asked = [question.format(word) for question, words in QUESTIONS.items() for word in words.split()]
+    chats: list[Any] = [[{"role": "user", "content": question}] for question in asked[: 2 * sizes.stories]]
+    stories = [f"Once upon a time there was a small {hero} called Tom." for hero in HEROES.split()[: sizes.stories]]
+    params = SamplingParams(temperature=0, max_tokens=160)
+    llm.chat(chats, params, use_tqdm=False)
+    llm.generate(stories, params, use_tqdm=False)
+    stats = llm.core.stats.speculation
+    assert stats is not None
+    llm.shutdown()
+    share, length = stats.accepted_at[0] / stats.drafts, 1 + stats.accepted_tokens / stats.drafts
+    return [
+        Claim("speculation", "first drafts of the bundled EAGLE-3 head that are accepted", "", share, 0.9, unit="%"),
+        Claim("speculation", "tokens of a verification of its 5 drafts", "4–7", length, 3.0, unit="tokens"),
+    ]
+
+
 _CLAIMS: dict[str, Callable[[LLM, dict[str, Any], Sizes], list[Claim]]] = {
     "PagedAttention": _paged_attention,
     "prefix caching": _prefix_caching,
     "chunked prefill": _chunked_prefill,
     "structured outputs": _structured_outputs,
+    "speculation": _speculation,
 }

@@ -7,8 +7,9 @@ import pytest
 from quire import LLM
 from quire.bench import claims
 from quire.cli.main import main
+from quire.loading.hub import bundled_model
 
-TINY = claims.Sizes(rounds=1, mixed=6, questions=3, document=64, streams=2, whale=96, articles=2)
+TINY = claims.Sizes(rounds=1, mixed=6, questions=3, document=64, streams=2, whale=96, articles=2, copies=2, stories=1)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,8 @@ def result():
 
 def test_each_mechanism_is_compared_with_its_goal(result):
     mechanisms = [row["mechanism"] for row in result["claims"]]
-    assert mechanisms == ["PagedAttention", *["prefix caching"] * 3, *["chunked prefill"] * 2, "structured outputs"]
+    last = ["structured outputs", *["speculation"] * 4]
+    assert mechanisms == ["PagedAttention", *["prefix caching"] * 3, *["chunked prefill"] * 2, *last]
     for row in result["claims"]:
         assert row["value"] > 0
     assert json.loads(json.dumps(result)) == result
@@ -41,6 +43,14 @@ def test_each_mechanism_is_compared_with_its_goal(result):
         ("KV tokens held", 0.95, "NO"),
         ("output tokens/s of 2 requests with a JSON schema", 0.96, "yes"),
         ("output tokens/s of 2 requests with a JSON schema", 0.94, "NO"),
+        ("time of 2 requests whose texts repeat", 1.9, "yes"),
+        ("time of 2 requests whose texts repeat", 1.7, "NO"),
+        ("answers that are the same", 1.0, "yes"),
+        ("answers that are the same", 0.99, "NO"),
+        ("first drafts of the bundled EAGLE-3 head", 0.91, "yes"),
+        ("first drafts of the bundled EAGLE-3 head", 0.89, "NO"),
+        ("tokens of a verification", 3.1, "yes"),
+        ("tokens of a verification", 2.9, "NO"),
     ],
 )
 def test_a_figure_is_judged_in_its_own_direction(result, measure, value, verdict):
@@ -60,6 +70,24 @@ def test_memory_held_is_counted_between_half_a_block_and_a_whole(result):
 def test_all_of_a_shared_document_is_reused(result):
     [reused] = [row["value"] for row in result["claims"] if row["measure"].startswith("prompt tokens reused")]
     assert reused == 1.0
+
+
+def test_drafts_change_no_answer_and_are_counted(result):
+    rows = {row["measure"]: row["value"] for row in result["claims"]}
+    assert rows["answers that are the same to the token"] == 1.0
+    assert 0.5 < rows["first drafts of the bundled EAGLE-3 head that are accepted"] <= 1
+    assert 2 < rows["tokens of a verification of its 5 drafts"] <= 6
+
+
+def test_other_models_have_no_row_of_the_bundled_head():
+    result = claims.measure(str(bundled_model()), {}, ["speculation"], TINY)
+    assert [row["goal"] for row in result["claims"]] == [1.8, 1.0]
+
+
+def test_an_engine_that_speculates_is_no_baseline(capsys):
+    options = {"speculative_config": {"method": "suffix"}}
+    assert claims.measure(None, options, ["speculation"], TINY)["claims"] == []
+    assert "does not speculate" in capsys.readouterr().err
 
 
 def test_the_table_shows_every_row_with_its_unit(result):
