@@ -8,7 +8,8 @@
 
 A case is an engine: a card, a model's shape and options. It runs in a process of its own, starts, and answers requests
 that launch every kind of kernel. Each compiled kernel is judged by `rules.py`. Results go to a file of JSON lines, one
-a case, when the case ends; a case is run again only if it, the kernels' sources or Triton changed.
+a case, when the case ends; a case is run again only if the rules, Triton, or the source of one of its kernels changed.
+A new kernel does not void the results of engines that do not launch it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +40,38 @@ from quire.options.declaration import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/gpu-compiled.jsonl"
-SOURCES = (
-    "quire/ops/triton/*.py", "quire/attention/triton.py", "quire/attention/tiles.py", "quire/worker/warm_up.py",
-    "benchmarks/gpu/rules.py",
-)  # fmt: skip
+KERNELS = ("quire/ops/triton/*.py", "quire/attention/triton.py")
+JUDGES = ("quire/ops/triton/tiles.py", "quire/attention/tiles.py", "benchmarks/gpu/rules.py")  # of all kernels
+_DEFINITION = re.compile(r"^def (\w+)\(", re.MULTILINE)
+_IMPORT = re.compile(r"^from quire\.ops\.triton\.(\w+) import", re.MULTILINE)
 TIME_LIMIT = 1800  # seconds of a case
 
 Result = dict[str, Any]
 
 
-def sources_hash() -> str:
-    digest = hashlib.sha256()
-    for pattern in SOURCES:
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.read_bytes())
+@cache
+def _files() -> dict[str, set[Path]]:
+    """The files that define a function of this name, with the kernels' files that they import."""
+    files: dict[str, set[Path]] = defaultdict(set)
+    for path in (path for pattern in KERNELS for path in ROOT.glob(pattern)):
+        text = path.read_text()
+        imported = {ROOT / f"quire/ops/triton/{name}.py" for name in _IMPORT.findall(text)}
+        for name in _DEFINITION.findall(text):
+            files[name] |= {path, *imported}
+    return files
+
+
+def key(result: Result) -> str:
+    """What the result was made from: it is valid as long as this is the same."""
+    digest = hashlib.sha256(f"{result['case']} {result['triton']}".encode())
+    paths = {ROOT / name for name in JUDGES}.union(*(_files()[kernel["name"]] for kernel in result["kernels"]))
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def key(case: Case, triton: str) -> str:
-    return hashlib.sha256(f"{case.name} {triton} {sources_hash()}".encode()).hexdigest()[:12]
+def is_valid(result: Result | None) -> bool:
+    return result is not None and result["state"] != "crashed" and result["key"] == key(result)
 
 
 def stored(path: Path) -> dict[tuple[str, str], Result]:
@@ -148,16 +165,15 @@ def run_all(cases: list[Case], triton: str | None, path: Path, minutes: float, j
     begun = time.perf_counter()
     version = _triton_version(triton)
     results = stored(path)
-    missing = [
-        case for case in cases if results.get((case.name, version), {}).get("key") != key(case, version)
-    ]  # fmt: skip
+    missing = [case for case in cases if not is_valid(results.get((case.name, version)))]
     print(f"Triton {version}: {len(cases)} cases, {len(cases) - len(missing)} of them done before", flush=True)
 
     def run(case: Case) -> Result | None:
         if time.perf_counter() - begun > 60 * minutes:
             return None
         begin = {"case": case.name, "card": case.card, "model": str(case.model), "triton": version}
-        return begin | {"key": key(case, version)} | run_apart(case, triton)
+        result = begin | run_apart(case, triton)
+        return result | {"key": key(result)}
 
     with ThreadPoolExecutor(jobs) as pool:
         ends = as_completed([pool.submit(run, case) for case in missing])

@@ -6,11 +6,14 @@ import re
 from collections import Counter
 from typing import Any
 
+import triton
+
 from benchmarks.gpu.machine_code import THREADS, MachineCode, Product, read
 from quire.gpu.cards import Card
 
 WIDE = 16  # bytes that a thread shall load at once
 STREAMED = ("cache", "codes", "weight")  # arguments of kernels with products that hold keys and values, or weights
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SMALL_TYPES = ("bf16", "f16", "i8", "f8E4M3FN", "f8E5M2", "u8")  # the types of inputs that tensor cores multiply
 
 
@@ -25,13 +28,15 @@ def expected_product(name: str, card: Card, dot: Product) -> str:
     """The instruction for a product of 16- or 8-bit inputs.
 
     Rows of attention are queries. In linear layers, tokens may be the rows or the columns: the smaller size counts.
+    Triton 3.6 computes products of int8 with mma.sync on 10.0, whatever the tile: it has no other way.
     """
     if card.backend != "cuda" or not isinstance(card.capability, int):
         return "mma.sync"
     rows = dot.rows if "attend" in name else min(dot.rows, dot.columns)
     if card.capability // 10 == 9 and rows >= 64:
         return "wgmma"
-    return "tcgen05" if card.capability // 10 == 10 and rows >= 128 else "mma.sync"
+    has_tcgen05 = card.capability // 10 == 10 and (dot.dtype != "i8" or _TRITON > (3, 6))
+    return "tcgen05" if has_tcgen05 and rows >= 128 else "mma.sync"
 
 
 def broken(name: str, code: MachineCode, card: Card) -> list[str]:

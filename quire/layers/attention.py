@@ -33,6 +33,7 @@ class Attention(CachedAttention):
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
         self.kernels = builder.kernels
         hidden, transposed = spec.hidden_size, spec.transposed
+        self.hidden_size = hidden
         inputs, parts = spec.input_size or hidden, share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
         self.out = RowParallelLinear(
@@ -78,6 +79,8 @@ class Attention(CachedAttention):
             if self.alibi is not None:
                 q, k, v = self.alibi.extend(q, k, v, state.inputs.positions)
             self.backend.store(self.cache, k, v, plan)
+        if wanted is not None and not len(wanted):
+            return x.new_empty(0, self.hidden_size)  # only keys and values were to be computed
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )

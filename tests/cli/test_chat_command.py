@@ -103,7 +103,7 @@ def test_where_no_history_can_be_kept_there_is_none_and_ctrl_c_while_loading_end
         assert "rror" not in session.screen
     with terminal("chat", state=tmp_path) as session:
         session.type(CTRL_C)
-        assert session.end() in (130, -2)  # -2: before Python has set up its handler
+        assert session.end() in (130, -2, 1)  # -2 and 1: before Python has set up its handler, or its paths
         assert PROMPT not in session.screen
 
 

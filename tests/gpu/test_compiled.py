@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 pytest.importorskip("triton")
-from benchmarks.gpu import machine_code
+from benchmarks.gpu import check, machine_code
 from benchmarks.gpu.cases import OPTIONS, Case, all_cases
 from benchmarks.gpu.machine_code import Load, MachineCode, Product
 from benchmarks.gpu.rules import broken
@@ -222,3 +222,29 @@ def test_changes_for_the_worse_fail_the_check(card):
     assert any(line.startswith("narrow loads of cache (bf16)") for line in broken["a load made scalar"])
     assert any(line.startswith("float64") for line in broken["a float64 constant"])
     assert any(line.startswith("spills") for line in broken["a spilled loop"])
+
+
+def test_a_result_is_valid_as_long_as_the_sources_of_its_kernels_are_the_same(tmp_path, monkeypatch):
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        check._files.cache_clear()
+
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    for name in check.JUDGES:
+        write(name, "")
+    write("quire/ops/triton/float8.py", "def to_float8(x):\n")
+    write("quire/ops/triton/linear.py", "from quire.ops.triton.float8 import to_float8\ndef _product(x):\n")
+    result = {"case": "sm_90 a/1", "triton": "3.9.0", "state": "done", "kernels": [{"name": "_product"}]}
+    result["key"] = check.key(result)
+    write("quire/ops/triton/drafts.py", "def _count_kept(x):\n")  # a new kernel
+    assert check.is_valid(result)
+    for name in ("quire/ops/triton/float8.py", "quire/ops/triton/linear.py", *check.JUDGES):
+        before = (tmp_path / name).read_text()
+        write(name, before + "# changed\n")
+        assert not check.is_valid(result)
+        write(name, before)
+    assert check.is_valid(result)
+    assert not check.is_valid(result | {"state": "crashed"})
+    assert not check.is_valid(None)
+    check._files.cache_clear()

@@ -57,7 +57,7 @@ class ChainDrafter(Drafter):
         following[:tokens] = self.state.token_ids[step.token_rows, inputs.positions[:tokens] + 1]
         x = head.embed(following, hidden)
         if not count:
-            self.eager.layers(x, inputs, last[:1])
+            self.eager.layers(x, inputs, last[:0])
             return None
         hidden = self.forward.layers(x, inputs, last)
         self.sampling.begin(step)
