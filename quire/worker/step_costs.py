@@ -1,10 +1,10 @@
 """Measures how long steps and drafts take. The scheduler needs it to know how many drafts are worth their cost."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import TypeVar
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from quire.layers.step_inputs import StepSize
@@ -13,33 +13,49 @@ from quire.parallel.mesh import Communicator
 from quire.worker.drafters.step import SampledStep
 from quire.worker.model_runner import ModelRunner
 
-Size = TypeVar("Size")
 _SIZES = tuple(1 << n for n in range(10))  # tokens of steps, and requests that get drafts
-_RUNS = 4
+_RUNS = 8
 _SATURATED = 0.9  # a step of twice as many tokens takes at least this share of twice the time
-_SECONDS = 3.0  # measure no larger sizes, and no size again, after this time
+_SECONDS = 4.0  # measure no larger sizes, and no size again, after this time
 
 
 @torch.inference_mode()
 def step_costs(runner: ModelRunner, most_tokens: int, most_drafts: int, group: Communicator) -> StepCosts:
     """The costs of dummy steps, and of the drafts behind them if there is a drafter."""
     costs = StepCosts(_step_seconds(runner, most_tokens, group))
-    if runner.drafter is not None:
-        sizes = [size for size in costs.steps if size <= len(runner.batch.num_tokens)]
-        sizes = [size for size in sizes if size * (1 + most_drafts) <= most_tokens]
-        firsts = _best([(size, 1) for size in sizes], lambda size: _draft_seconds(runner, *size))
-        alls = _best([(size, most_drafts) for size in sizes], lambda size: _draft_seconds(runner, *size))
+    if runner.drafter is None:
+        return costs
+    sizes = [size for size in costs.steps if size <= len(runner.batch.num_tokens)]
+    sizes = [size for size in sizes if size * (1 + most_drafts) <= most_tokens] or [1]
+    firsts, alls = dict.fromkeys(sizes, math.inf), dict.fromkeys(sizes, math.inf)
+    for _ in range(_RUNS):
         for size in sizes:
-            first, last = firsts[size, 1], alls[size, most_drafts]
-            costs.first_draft[size] = first
-            costs.next_draft[size] = max(0.0, last - first) / max(1, most_drafts - 1)
+            firsts[size] = min(firsts[size], _draft_seconds(runner, size, 1))
+            alls[size] = min(alls[size], _draft_seconds(runner, size, most_drafts))
+    first, last = convex(firsts), convex(alls)
+    for size in sizes:
+        costs.first_draft[size] = first[size]
+        costs.next_draft[size] = max(0.0, last[size] - first[size]) / max(1, most_drafts - 1)
     return costs
 
 
-def _best(sizes: Sequence[Size], seconds: Callable[[Size], float]) -> dict[Size, float]:
-    """The least time of each size. Its runs are not one after the other: what disturbs one may not disturb the next."""
-    rounds = [{size: seconds(size) for size in sizes} for _ in range(_RUNS)]
-    return {size: min(times[size] for times in rounds) for size in sizes}
+def convex(measured: Mapping[int, float]) -> dict[int, float]:
+    """The largest convex function of the size that exceeds no measured time.
+
+    True times are nearly convex: first flat, while weights are read, and then in proportion to the size. Disturbances
+    only add to them.
+    """
+    hull: list[tuple[int, float]] = []
+    for size, seconds in sorted(measured.items()):
+        while len(hull) > 1 and _slope(*hull[-2:]) >= _slope(hull[-1], (size, seconds)):
+            hull.pop()
+        hull.append((size, seconds))
+    sizes, times = zip(*hull, strict=True)
+    return {size: float(np.interp(size, sizes, times)) for size in measured}
+
+
+def _slope(start: tuple[int, float], end: tuple[int, float]) -> float:
+    return (end[1] - start[1]) / (end[0] - start[0])
 
 
 def _draft_seconds(runner: ModelRunner, requests: int, count: int) -> float:
@@ -69,17 +85,17 @@ def _step_seconds(runner: ModelRunner, most_tokens: int, group: Communicator) ->
         return _seconds(runner, size, tokens)
 
     for tokens in (size for size in _SIZES if size <= most_tokens):
-        measured[tokens] = min(seconds(tokens), seconds(tokens))
+        measured[tokens] = min(seconds(tokens) for _ in range(3))
         half = measured.get(tokens // 2)
         is_saturated = half is not None and measured[tokens] >= 2 * _SATURATED * half
         if not agree(not is_saturated and time.perf_counter() - began < _SECONDS):
             break
     # What disturbed one run may not disturb the next one, if it comes later.
-    for _ in range(2, _RUNS):
-        if agree(time.perf_counter() - began < _SECONDS):
-            measured = {tokens: min(before, seconds(tokens)) for tokens, before in measured.items()}
-    # More tokens take no less time than fewer.
-    return dict(zip(measured, accumulate(measured.values(), max), strict=True))
+    for _ in range(3, _RUNS):
+        if not agree(time.perf_counter() - began < _SECONDS):
+            break
+        measured = {tokens: min(before, seconds(tokens)) for tokens, before in measured.items()}
+    return convex(measured)
 
 
 def _seconds(runner: ModelRunner, size: StepSize, places: int) -> float:
