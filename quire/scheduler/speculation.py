@@ -27,9 +27,11 @@ class Speculation:
         self.proposer, self.lengths, self.drafts_stay, self.longest = proposer, lengths, drafts_stay, longest
         self.stats = SpeculationStats(accepted_at=[0] * lengths.most)  # up to now
         self._acceptance: dict[str, Acceptance] = {}  # by request id
+        self._shared: int | None = None  # how many drafts of a drafter the requests of this step get
 
     def propose(self, running: Sequence[Request]) -> None:
-        """Let the proposer, if there is one, set the drafts of the requests whose next step computes one token."""
+        """Begin a step: let the proposer, if there is one, set the drafts of the requests that compute one token."""
+        self._shared = None
         if self.proposer is None:
             return
         texts, most = [], []
@@ -64,6 +66,17 @@ class Speculation:
             acceptance.recover()
         return count
 
+    def _shared_length(self, num_requests: int) -> int:
+        """How many drafts of a drafter are worth it in a step of so many requests. All get equally many: only steps with
+        equally many tokens of each request are recorded or captured, and a drafter makes equally many for all."""
+        acceptances = self._acceptance.values()
+        mean = Acceptance()
+        mean.value = sum(acceptance.value for acceptance in acceptances) / len(acceptances)
+        count = self.lengths(num_requests, mean)
+        for acceptance in acceptances if not count else ():
+            acceptance.recover()
+        return count
+
     @staticmethod
     def add_drafts(request: Request, room: int, step: SchedulerOutput, kv: KVCacheManager) -> int:
         """Add drafts of a request to the step, whose next row is to be that of the request. Returns how many: at most
@@ -86,7 +99,10 @@ class Speculation:
         The step's next row is to be that of the request."""
         if self.proposer is not None or (self.drafts_stay and request.constraint is not None):
             return
-        count = min(self._length(request, end + 1, num_requests), request.max_total_tokens - end - 1)
+        self._acceptance.setdefault(request.request_id, Acceptance())
+        if self._shared is None:
+            self._shared = self._shared_length(num_requests)
+        count = min(self._shared, self.longest - end - 1, request.max_total_tokens - end - 1)
         if count > 0 and kv.allocate(request, end + count, step.block_table_edits):
             request.num_device_drafts = count if self.drafts_stay else 0
             step.num_next_drafts += [0] * (len(step.rows) - len(step.num_next_drafts))

@@ -12,7 +12,7 @@ _PRIOR = 0.7  # the acceptance of a request about which nothing is known
 _WEIGHT = 0.15  # of the newest verification, in a request's acceptance
 _RECOVERY = 0.03  # how far the acceptance goes back to the prior in a step without drafts, so that they are tried again
 _LEVELS = 20  # acceptance is rounded to so many levels
-_GAIN = 1.03  # speculation has to promise so much, since the costs are not known exactly
+_GAIN = 1.1  # speculation has to promise so much, since the costs are not known exactly
 
 
 class Acceptance:
