@@ -326,11 +326,11 @@ class Scheduler:
         end = computed + count
         if end > request.capacity and not self.kv.allocate(request, end, step.block_table_edits):
             return None
-        num_drafts, speculation = 0, self.speculation
-        if speculation is not None and end == known:
-            num_drafts = speculation.add_drafts(request, min(budget, self._longest_chunk) - count, step, self.kv)
+        num_drafts, drafting = 0, self.speculation
+        if drafting is not None and end == known:
+            num_drafts = drafting.add_drafts(request, min(budget, self._longest_chunk) - count, step, self.kv)
             count, end, known = count + num_drafts, end + num_drafts, known + num_drafts
-            speculation.ask(request, end, len(self.running), step, self.kv)
+            drafting.ask(request, end, len(self.running) + min(len(self.waiting), len(self._free_rows)), step, self.kv)
         step.rows.append(request.row)
         step.num_tokens.append(count)
         requests.append(request)

@@ -67,8 +67,8 @@ class Speculation:
         return count
 
     def _shared_length(self, num_requests: int) -> int:
-        """How many drafts of a drafter are worth it in a step of so many requests. All get equally many: only steps with
-        equally many tokens of each request are recorded or captured, and a drafter makes equally many for all."""
+        """How many drafts of a drafter are worth it in a step of so many requests. All get equally many, since only
+        steps with equally many tokens of each request are recorded or captured."""
         acceptances = self._acceptance.values()
         mean = Acceptance()
         mean.value = sum(acceptance.value for acceptance in acceptances) / len(acceptances)
