@@ -8,7 +8,7 @@ All of them learn from text that the model itself writes, at temperatures 0 and 
 guesses are compared with. They are trained on the same rows at the same time, so that the model reads each row once.
 At the end they guess text that the model writes to prompts which training cannot contain (`assert_held_out` sees to
 that), and the acceptance by position goes into each folder's README.md. A training that was interrupted goes on from
-its last checkpoint when the command is given again.
+its last checkpoint when the command is given again, and one with fewer --minutes than it has trained ends there.
 
 With --model, an EAGLE-3 head is trained for any checkpoint that Quire serves. The model then writes its prompts, too.
 
@@ -46,6 +46,7 @@ from quire import LLM, SamplingParams
 BUNDLED = demo.REPOSITORY / "quire/demo/model"
 KINDS = ("eagle3", "medusa", "draft")
 TEMPERATURES = (0.0, 1.0)
+GROUP = 128  # prompts that are answered together; a run that is interrupted goes on with the next group
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def held_out_prompts(size: int) -> list[str]:
     return questions + [story["prompt"] for story in story_prompts(size - len(questions), seed=2026)]
 
 
-def own_prompts(llm: LLM, seed: int) -> Iterator[str]:
-    """Prompts that the model writes: it goes on after the start of a user's turn (arXiv:2406.08464), or after nothing
-    if it has no chat template."""
+def own_prompts(llm: LLM, group: int) -> list[str]:
+    """A group of prompts that the model writes: it goes on after the start of a user's turn (arXiv:2406.08464), or
+    after nothing if it has no chat template."""
     mark = "\N{OBJECT REPLACEMENT CHARACTER}"
 
     def asked(question: str) -> str:
@@ -118,22 +119,23 @@ def own_prompts(llm: LLM, seed: int) -> Iterator[str]:
         opening = ""
     special = llm.frontend.tokenizer.special_tokens
     start = opening or special.get("bos_token") or special["eos_token"]
-    for batch in itertools.count():
-        params = [SamplingParams(temperature=1, max_tokens=64, seed=seed + 256 * batch + at) for at in range(256)]
-        for output in llm.generate([start] * 256, params, use_tqdm=False):
-            if question := output.outputs[0].text.strip():
-                yield asked(question) if opening else question
+    params = [
+        SamplingParams(temperature=1, top_p=1, top_k=0, max_tokens=64, seed=GROUP * group + at) for at in range(GROUP)
+    ]
+    questions = [output.outputs[0].text.strip() for output in llm.generate([start] * GROUP, params, use_tqdm=False)]
+    return [asked(question) if opening else start + question for question in questions if question]
 
 
 def write_texts(
-    llm: LLM, prompts: Sequence[str], recipe: Recipe, learned: Callable[[list[int]], list[bool]]
+    llm: LLM, prompts: Sequence[str], recipe: Recipe, learned: Callable[[list[int]], list[bool]], group: int
 ) -> list[Text]:
     """Let the model answer each prompt: twice at temperature 1 for each time at 0, because that is harder to guess."""
     tokenizer = llm.get_tokenizer()
     questions = [tokenizer.encode(prompt, add_special_tokens=False)[: recipe.row - recipe.answer] for prompt in prompts]
+    first = recipe.seed + GROUP * group
     params = [
         SamplingParams(
-            temperature=TEMPERATURES[at % 3 > 0], top_p=1, top_k=0, max_tokens=recipe.answer, seed=recipe.seed + at
+            temperature=TEMPERATURES[at % 3 > 0], top_p=1, top_k=0, max_tokens=recipe.answer, seed=first + at
         )
         for at in range(len(prompts))
     ]
@@ -366,8 +368,13 @@ class Eagle3(nn.Module):
 
     Its input at position i is token i + 1 with the target's state of token i, from which it guesses token i + 2. From
     the second draft on, its own state takes the place of the target's.
+
+    tap_scale: factors that bring the target's states to a size of about 1, [3 hidden]. The states of many models are
+    hundreds of times larger than what the new layer adds to them, so that it could hardly be learned. In a checkpoint
+    the factors are a part of `fc`. They are powers of two, which change no rounding.
     """
 
+    tap_scale: Tensor
     cos: Tensor
     sin: Tensor
 
@@ -382,6 +389,7 @@ class Eagle3(nn.Module):
         angles = torch.outer(torch.arange(shape.context), frequencies).repeat(1, 2)  # [context, head_dim]
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("tap_scale", torch.ones(3 * shape.hidden), persistent=False)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=0.02 / (2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1))
@@ -389,7 +397,7 @@ class Eagle3(nn.Module):
     def states(self, reading: Reading, count: int) -> list[Tensor]:
         tokens = reading.ids.shape[1] - 1
         cos, sin = self.cos[:tokens], self.sin[:tokens]
-        embedded, x = reading.embedded[:, 1:], self.fc(reading.taps[:, :-1]).float()
+        embedded, x = reading.embedded[:, 1:], self.fc(reading.taps[:, :-1] * self.tap_scale).float()
         past: list[tuple[Tensor, Tensor]] = []
         states = []
         for number in range(count):
@@ -525,7 +533,8 @@ def train_step(
 def train(
     trainers: dict[str, Trainer], target: Target, ids: Tensor, learned: Tensor, minutes: float, checkpoint: Path
 ) -> None:
-    """Train for so many minutes of each thread, or for what is left of them after the last checkpoint."""
+    """Train for so many minutes of each thread, or for what is left of them after the last checkpoint. There is one
+    each minute."""
     recipe = next(iter(trainers.values())).recipe
     spent, step = 0.0, 0
     if checkpoint.exists():
@@ -536,7 +545,7 @@ def train(
         print(f"going on at step {step}, after {spent / 60:.1f} minutes")
     rows = max(1, recipe.batch // recipe.row)
     steps_an_epoch = max(1, len(ids) // rows)
-    bar = tqdm(initial=step, unit="step", mininterval=5)
+    bar, kept = tqdm(initial=step, unit="step", mininterval=5), spent
     while spent < 60 * minutes:
         began = time.process_time()
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(step // steps_an_epoch))
@@ -546,7 +555,8 @@ def train(
         spent += (time.process_time() - began) / torch.get_num_threads()
         bar.update()
         bar.set_postfix({k: f"{loss:.3f}" for k, loss in losses.items()} | {"min": f"{spent / 60:.1f}"}, refresh=False)
-        if step % 50 == 0 or spent >= 60 * minutes:
+        if spent >= min(kept + 60, 60 * minutes):
+            kept = spent
             states = {kind: trainer.state() for kind, trainer in trainers.items()}
             write_tensors(checkpoint, states | {"spent": spent, "step": step})
     bar.close()
@@ -651,7 +661,8 @@ def export_eagle3(head: Eagle3, target: Target, vocab: int, out: Path) -> None:
     }
     known = torch.zeros(vocab, dtype=torch.bool)
     known[ids] = True
-    save(out, {**head.state_dict(), "d2t": ids - torch.arange(len(ids)), "t2d": known}, config)
+    weights = {**head.state_dict(), "fc.weight": head.fc.weight.detach() * head.tap_scale}
+    save(out, {**weights, "d2t": ids - torch.arange(len(ids)), "t2d": known}, config)
 
 
 def export_medusa(heads: Medusa, vocab: int, out: Path) -> None:
@@ -716,11 +727,19 @@ def rounded(speculator: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------- the rest
 
 
-def texts_of(file: Path, write: Callable[[], list[Text]]) -> list[Text]:
-    """The texts in a file, which is written first if it does not exist."""
-    if not file.exists():
-        demo.write(file, "".join(json.dumps(asdict(text)) + "\n" for text in write()))
-    return [Text(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+def texts_of(folder: Path, count: int, write: Callable[[int, int], list[Text]]) -> list[Text]:
+    """So many texts, in a file for each group. write: is given a group's number, and how many texts are missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts: list[Text] = []
+    for group in itertools.count():
+        if len(texts) >= count:
+            return texts[:count]
+        file = folder / f"{group}.jsonl"
+        if not file.exists():
+            made = write(group, count - len(texts))
+            demo.write(file, "".join(json.dumps(asdict(text)) + "\n" for text in made))
+        texts += [Text(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    raise AssertionError
 
 
 def most_frequent(texts: Sequence[Text], size: int) -> Tensor:
@@ -735,9 +754,10 @@ def most_frequent(texts: Sequence[Text], size: int) -> Tensor:
 def new_head(target: Target, shape: demo.Shape, token_ids: Tensor, ids: Tensor) -> Eagle3:
     """An EAGLE-3 head that begins with the target's output matrix. Its last norm begins as the target's: that norm's
     results have about the size of its weights."""
-    head = Eagle3(shape, token_ids)
+    head, reading = Eagle3(shape, token_ids), target.read(ids)
+    head.tap_scale.copy_(reading.taps.abs().mean((0, 1)).clamp(min=1e-3).log2().round().neg().exp2())
     head.lm_head.weight.copy_(target.logits(torch.eye(shape.hidden))[:, token_ids].T)
-    head.norm.weight.copy_(target.read(ids).hidden.float().pow(2).mean((0, 1)).sqrt())
+    head.norm.weight.copy_(reading.hidden.float().pow(2).mean((0, 1)).sqrt())
     return head
 
 
@@ -750,15 +770,15 @@ def written_by_model(tokenizer: Tokenizer) -> Callable[[list[int]], list[bool]]:
 @dataclass
 class Task:
     """A model, and what differs between the bundled one and others. shape: of the EAGLE-3 head. end: the token that
-    stands between two texts. prompts, held_out: for training, and for the measurement."""
+    stands between two texts. prompts, held_out: for training, and for the measurement; the prompts of a group."""
 
     name: str
     llm: LLM
     target: Target
     shape: demo.Shape
     recipe: Recipe
-    prompts: Iterator[str]
-    held_out: Iterator[str]
+    prompts: Callable[[int], list[str]]
+    held_out: Callable[[int], list[str]]
     learned: Callable[[list[int]], list[bool]]
     end: int
 
@@ -767,16 +787,19 @@ def demo_task(work: Path) -> Task:
     assert_held_out()
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     recipe = Recipe()
+    held_out = held_out_prompts(recipe.held_out)
     return Task(
         "the bundled model", LLM(max_model_len=2 * recipe.row), DemoTarget.load(work / "states"), demo.Shape(ffn=512),
         recipe,
-        demo_prompts("speculators"), iter(held_out_prompts(recipe.held_out)), written_by_model(tokenizer),
-        tokenizer.token_to_id(END_OF_TEXT),
+        lambda group: list(itertools.islice(demo_prompts("speculators"), GROUP * group, GROUP * (group + 1))),
+        lambda group: held_out[GROUP * group : GROUP * (group + 1)],
+        written_by_model(tokenizer), tokenizer.token_to_id(END_OF_TEXT),
     )  # fmt: skip
 
 
 def served_task(model: str, work: Path) -> Task:
-    recipe = replace(Recipe(), draft_vocab=8192)
+    # a large model's tokens are dear: few of them are held out, and the first draft is learned for longer
+    recipe = replace(Recipe(), draft_vocab=8192, held_out=GROUP, batch=1024, unroll_later=0.5, adam_rate=5e-4)
     lengths = {"max_model_len": recipe.row + 1, "max_num_batched_tokens": recipe.row, "max_num_seqs": 64}
     llm = LLM(model, enable_prefix_caching=False, **lengths)
     target = ServedTarget(llm, work / "states")
@@ -784,7 +807,8 @@ def served_task(model: str, work: Path) -> Task:
     heads = spec.hidden_size // 64
     shape = demo.Shape(spec.vocab_size, spec.hidden_size, 1, heads, heads, 64, 3 * spec.hidden_size)
     return Task(
-        Path(model).name, llm, target, shape, recipe, own_prompts(llm, 1), own_prompts(llm, 10**6),
+        Path(model).name, llm, target, shape, recipe,
+        lambda group: own_prompts(llm, group), lambda group: own_prompts(llm, 10**6 + group),
         lambda ids: [True] * len(ids), llm.processor.eos_token_ids[0],
     )  # fmt: skip
 
@@ -806,11 +830,15 @@ def main() -> None:
     task = served_task(options.model, options.work) if options.model else demo_task(options.work)
     recipe, shape, target = task.recipe, task.shape, task.target
 
-    def written(name: str, prompts: Iterator[str]) -> list[Text]:
-        return texts_of(options.work / name, lambda: write_texts(task.llm, list(prompts), recipe, task.learned))
+    def written(name: str, count: int, prompts: Callable[[int], list[str]]) -> list[Text]:
+        return texts_of(
+            options.work / name,
+            count,
+            lambda group, missing: write_texts(task.llm, prompts(group)[:missing], recipe, task.learned, group),
+        )
 
-    texts = written("texts.jsonl", itertools.islice(task.prompts, options.texts))
-    exam = written("held_out.jsonl", itertools.islice(task.held_out, recipe.held_out))
+    exam = written("held_out", recipe.held_out, task.held_out)
+    texts = written("texts", options.texts, task.prompts)
     ids, learned = pack(texts, recipe.row, task.end)
     print(f"{ids.numel():,} tokens, of which {int(learned.sum()):,} are learned")
 

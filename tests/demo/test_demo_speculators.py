@@ -69,7 +69,7 @@ def test_a_few_steps_lower_the_loss(tool, target, kind):
 def drafted_in_turn(head, reading, newest: int, count: int) -> list[Tensor]:
     """States of drafts as they are made in use: the target's states as far as it has read, then the head's own, each
     step over all inputs so far. newest: the index of the newest token; its own state is not known yet."""
-    embedded, x = reading.embedded[:, 1:], head.fc(reading.taps[:, :newest])
+    embedded, x = reading.embedded[:, 1:], head.fc(reading.taps[:, :newest] * head.tap_scale)
     made = []
     for number in range(count):
         tokens = newest + number
@@ -101,6 +101,33 @@ def test_a_model_is_read_through_quire_as_in_plain_torch(tool, tmp_path):
             right, made = getattr(wanted, part), getattr(read, part)
             assert (made - right).abs().mean() / right.std() < 0.03, "apart from bfloat16 in plain torch"
         torch.testing.assert_close(served.logits(read.hidden), plain.logits(read.hidden), rtol=1e-3, atol=1e-3)
+
+
+def test_texts_are_written_by_groups_and_once(tool, tmp_path):
+    asked = []
+
+    def write(group: int, missing: int):
+        asked.append((group, missing))
+        return [tool.Text([group, number], 1, 0.0, [True, True]) for number in range(min(4, missing))]
+
+    for count in (6, 6, 9):
+        texts = tool.texts_of(tmp_path / "texts", count, write)
+        assert len(texts) == count
+    assert asked == [(0, 6), (1, 2), (2, 3)]
+    assert [text.ids for text in texts[3:7]] == [[0, 3], [1, 0], [1, 1], [2, 0]]
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_model_writes_its_prompts(tool, template, monkeypatch):
+    llm = LLM(max_model_len=128)
+    if not template:
+        monkeypatch.setattr(llm.frontend, "render_chat", lambda *_, **__: (_ for _ in ()).throw(ValueError("none")))
+    monkeypatch.setattr(tool, "GROUP", 4)
+    groups = [tool.own_prompts(llm, group) for group in (0, 1)]
+    assert groups[0] == tool.own_prompts(llm, 0)
+    assert not set(groups[0]) & set(groups[1])
+    for prompt in groups[0] + groups[1]:
+        assert prompt.endswith("<|im_start|>assistant\n") == template
 
 
 class Oracle:
@@ -137,6 +164,7 @@ def test_heads_are_saved_in_the_published_format(tool, target, tmp_path):
     assert set(weights) == EAGLE3_NAMES
     assert (weights["d2t"] + torch.arange(25)).tolist() == weights["t2d"].nonzero().flatten().tolist()
     assert weights["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    assert weights["fc.weight"].equal((head.fc.weight * head.tap_scale).bfloat16())
     config = json.loads((tmp_path / "eagle3/config.json").read_text())
     assert config["draft_vocab_size"] == 25
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
