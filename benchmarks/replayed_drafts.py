@@ -168,6 +168,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """A panel for each head and type of weights: the gain by the number of streams, a line for each acceptance."""
+    top = 1.05 * max(result["ratio"] for result in results)
     panels = list(dict.fromkeys((result["head"], result["dtype"]) for result in results))
     figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
     for (head, dtype), axis in zip(panels, figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], strict=True):
@@ -179,7 +180,7 @@ def draw(path: Path, results: Sequence[dict[str, Any]]) -> None:
             axis.plot(*zip(*points, strict=True), "o-", color=colour, label=label)
         axis.axhline(1, color="#666666", lw=1, ls="--")
         axis.set_xscale("log", base=2)
-        axis.set(title=f"{NAMES[head]}, {dtype}", xlabel="requests at a time", ylim=(0, None))
+        axis.set(title=f"{NAMES[head]}, {dtype}", xlabel="requests at a time", ylim=(0, top))
         axis.xaxis.set_major_formatter("{x:.0f}")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
