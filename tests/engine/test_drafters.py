@@ -31,12 +31,19 @@ ALL = [
 ]
 FAST = [("similar", "llama"), ("p-eagle", WINDOWED), ("mtp", "deepseek_v3")]
 
+OTHERS = ("Adversarial", "Random", "Perfect")
+
 Pair = tuple[str, str]
 
 
 def each(fast: list[Pair]) -> pytest.MarkDecorator:
-    """Each kind of drafter with each variant; `fast` are those that are not slow."""
-    pairs = [pytest.param(*pair, id="-".join(pair), marks=[] if pair in fast else [pytest.mark.slow]) for pair in ALL]
+    """Each kind of drafter with each variant; `fast` are those that are not slow. The model with windows is left to the
+    night."""
+
+    def marks(pair: Pair) -> list[pytest.MarkDecorator]:
+        return [] if pair in fast else [pytest.mark.nightly if pair[1] == WINDOWED else pytest.mark.slow]
+
+    pairs = [pytest.param(*pair, id="-".join(pair), marks=marks(pair)) for pair in ALL]
     return pytest.mark.parametrize(("kind", "target"), pairs)
 
 
@@ -99,9 +106,8 @@ def test_requests_of_all_kinds_say_the_same(plain: Plain, start: Start, kind, ta
         assert stats.accepted_tokens / stats.draft_tokens > 0.2
 
 
-@pytest.mark.slow
-@each(ALL)
-@pytest.mark.parametrize("guesser", ["Mixed", "Adversarial", "Random", "Perfect"])
+@each([])
+@pytest.mark.parametrize("guesser", ["Mixed", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_any_drafts_say_the_same(plain: Plain, start: Start, kind, target, guesser):
     texts, params, expected = plain.all_kinds(target, 20)
     Perfect.learn(expected)
@@ -113,8 +119,7 @@ def test_any_drafts_say_the_same(plain: Plain, start: Start, kind, target, guess
         assert stats.accepted_tokens > 0.8 * stats.draft_tokens
 
 
-@pytest.mark.slow
-@each(ALL)
+@each([])
 def test_adaptive_numbers_of_drafts_say_the_same(plain: Plain, start: Start, kind, target):
     texts, params, expected = plain.all_kinds(target, 20)
     llm = start(kind, target, {"adaptive": True})
