@@ -53,6 +53,23 @@ class Shape:
     eps: float = 1e-6
     context: int = 2048
 
+    def fields(self) -> dict[str, Any]:
+        """The fields of a config.json that say the sizes of the layers."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None,
+            "attention_bias": False,
+        }
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -399,18 +416,7 @@ def export(model: Qwen3, tokenizer: Tokenizer, out: Path) -> None:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
+        **shape.fields(),
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
