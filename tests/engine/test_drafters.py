@@ -126,6 +126,15 @@ def test_adaptive_numbers_of_drafts_say_the_same(plain: Plain, start: Start, kin
     assert said(generate(llm, texts, params)) == said(expected)
 
 
+@pytest.mark.parametrize(("kind", "target"), [("eagle3", "llama"), ("similar", "llama"), ("mtp", "mimo")])
+def test_the_costs_of_drafts_are_measured_without_compiled_kernels_too(start: Start, kind, target):
+    """PyTorch's operations check the shapes of what the dummy steps give them."""
+    llm = start(kind, target, {"adaptive": True}, backend="reference")
+    costs = llm.core.executor.step_costs
+    assert min(*costs.first_draft.values(), *costs.steps.values()) > 0
+    assert len(generate(llm, [[5, 9, 40, 7]], [GREEDY])) == 1
+
+
 @each(FAST[:1])
 def test_stop_strings_within_accepted_drafts_end_the_answer(plain: Plain, start: Start, kind, target):
     texts = prompts(320, 8)

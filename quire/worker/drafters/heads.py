@@ -49,10 +49,11 @@ class ChainDrafter(Drafter):
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         inputs, head = self.inputs.of(step.inputs), self.head
         tokens, last = len(step.token_rows), step.last_kept()
-        if step.hidden is None:
-            hidden = head.combine([self.taps[layer][: inputs.size.tokens] for layer in head.taps])
-        else:
+        if self.reads_hidden:
+            assert step.hidden is not None
             hidden = head.combine([step.hidden])
+        else:
+            hidden = head.combine([self.taps[layer][: inputs.size.tokens] for layer in head.taps])
         following = torch.zeros_like(inputs.positions)  # padded tokens have no successor
         following[:tokens] = self.state.token_ids[step.token_rows, inputs.positions[:tokens] + 1]
         x = head.embed(following, hidden)
