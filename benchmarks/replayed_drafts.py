@@ -1,10 +1,10 @@
 """What drafts gain on Qwen3-0.6B's shapes, with heads of the real size and the acceptance of trained ones.
 
-    python benchmarks/replayed_drafts.py [--head eagle3 medusa] [--dtype bfloat16 int8] [--streams 1 4 16] [--json FILE]
-    python benchmarks/replayed_drafts.py --rates 0.9 --rates 0.7 --rates 0.5 --streams 1 2 4 8 16 32
+    python -m benchmarks.replayed_drafts [--head eagle3 medusa] [--dtype bfloat16 int8] [--streams 1 4 16] [--json FILE]
+    python -m benchmarks.replayed_drafts --rates 0.9 --rates 0.7 --rates 0.5 --streams 1 2 4 8 16 32
 
-Weights are dummies, so what is accepted is replayed: by default at the rates of the heads of the bundled model (see
-docs/speculation.md); --rates has rates of one's own, of which each holds if the drafts before it were accepted. Making
+Weights are dummies, so what is accepted is replayed: by default at the rates of the first heads of the bundled model;
+--rates has rates of one's own, of which each holds if the drafts before it were accepted. Making
 and verifying drafts costs what it would cost. An engine with the head and one without take turns. Prints the median of
 the rounds' throughput ratios: above 1, speculation is faster. Processor time is disturbed less by other programs, but
 does not show waiting. --plot draws the ratios, from this run or a file of --json.
@@ -41,7 +41,8 @@ HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 NAMES = {"eagle3": "EAGLE-3", "medusa": "Medusa"}
 COLOURS = "#2563a8", "#e08a1e", "#3f8f4f", "#c22f2f"
-# Of the drafts at each place, those that are right, by the heads of the bundled model at temperature 0.
+# Of the drafts at each place, those that are right, by the first heads of the bundled model at temperature 0. Its
+# present EAGLE-3 head is better (docs/speculation.md).
 RIGHT = {"eagle3": (0.925, 0.877, 0.789, 0.724, 0.653), "medusa": (0.781, 0.607, 0.466, 0.389, 0.357)}
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import mmap
 import sys
 import threading
 from typing import Any
@@ -21,9 +22,24 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Like torch.empty. On a CPU, a large tensor is on huge pages."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and tensor.nbytes >= _WORTHWHILE and library() is not None:
-        kernel("quire_advise_huge_pages", "pl")(tensor.data_ptr(), tensor.nbytes)
+    if device.type == "cpu":
+        _advise_huge_pages(tensor)
     return tensor
+
+
+def zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Like torch.zeros. On a CPU, memory costs nothing until it is touched, and is on huge pages."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    tensor = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)
+    _advise_huge_pages(tensor)
+    return tensor
+
+
+def _advise_huge_pages(tensor: Tensor) -> None:
+    if tensor.nbytes >= _WORTHWHILE and library() is not None:
+        kernel("quire_advise_huge_pages", "pl")(tensor.data_ptr(), tensor.nbytes)
 
 
 def keep_what_is_freed() -> None:

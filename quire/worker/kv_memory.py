@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.ops.memory import empty, upload
+from quire.ops.memory import upload, zeros
 
 
 class KVMemory:
@@ -22,11 +22,9 @@ class KVMemory:
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
-        # The memory is not filled: an entry is read only after it was stored, and untouched memory costs nothing. The
-        # null block is zeroed, since backends read it for tokens that a window has left behind. These have weight 0,
-        # but 0 * NaN is NaN.
-        self.blocks = empty(num_blocks, block_bytes, dtype=torch.uint8, device=device)
-        self.blocks[0].zero_()
+        # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: those of the null block, for
+        # tokens that a window has left behind, with weight 0; and those of tokens that a drafter has missed.
+        self.blocks = zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         self._words = self.blocks.view(torch.int64)  # torch moves words faster than bytes
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

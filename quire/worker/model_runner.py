@@ -77,7 +77,6 @@ class ModelRunner:
         """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
         the step."""
         self.is_only_rank, self.drafter = is_only_rank, drafter
-        self.forward_all = drafter is not None and drafter.reads_hidden
         self.drafts_stay = False  # whether drafts stay on the device, see Speculation
         self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
         self.device = staging.device
@@ -157,11 +156,12 @@ class ModelRunner:
         scored = bool((self.batch.num_prompt_logprobs[flat.rows] >= 0).any())
         num_places = len(flat.place_tokens)
         wanted = None if num_places == inputs.size.tokens else on_device["place_tokens"]
-        needs_all = scored or self.forward_all
+        reads_hidden = self.drafter is not None and self.drafter.reads_hidden(max(step.num_next_drafts, default=0))
+        needs_all = scored or reads_hidden
         hidden = self.forward(inputs, None if needs_all else wanted)
         drafting = None
         if self.drafter is not None:
-            drafting = SampledStep.of(flat, inputs, hidden if self.drafter.reads_hidden else None, on_device)
+            drafting = SampledStep.of(flat, inputs, hidden if reads_hidden else None, on_device)
         if scored:
             self._score_prompts(flat, hidden)
         if needs_all:

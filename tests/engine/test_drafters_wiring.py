@@ -5,7 +5,8 @@ The hidden states come from transformers. The head is run over a whole text at o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from quire.messages.sampling_params import SamplingParams
 from support.checkpoints import Checkpoints
-from support.drafters import CHAIN_HEADS, MASK, MTP_VARIANTS, STATE_HEADS, Drafters, Guess, assert_right, watch
+from support.drafters import CHAIN_HEADS, MASK, MTP_VARIANTS, STATE_HEADS, Drafted, Drafters, Guess, assert_right, watch
 from support.engines import generate, make_llm
 from support.heads import HeadText
 from support.proposers import Perfect
@@ -61,22 +62,23 @@ class States:
 
 def chain(head: Any, states: States) -> Guess:
     """The head's input at position i is the token at i + 1 with the hidden state at i; then each draft follows with
-    the head's own output, or all masks do at once."""
+    the head's own output, or all masks do at once. Positions that the head has missed are left out."""
 
     @torch.inference_mode()
-    def guess(text: list[int], count: int) -> tuple[list[int], float]:
-        hidden = head.combine([state[: len(text) - 1] for state in states(text, head.taps)])
+    def guess(text: list[int], count: int, missed: list[int] = []) -> tuple[list[int], float]:  # noqa: B006
+        seen = [position for position in range(len(text) - 1) if position not in missed]
+        hidden = head.combine([state[seen] for state in states(text, head.taps)])
         of_text, chosen = HeadText(head, "cpu", LONGEST // 16 + 1), Chosen(head.token_ids)
-        made = of_text.run(head.embed(torch.tensor(text[1:]), hidden))[-1:]
-        token = chosen(head.logits(made))
+        made = of_text.run(head.embed(torch.tensor(text)[1:][seen], hidden), positions=torch.tensor(seen))[-1:]
+        token, following = chosen(head.logits(made)), torch.arange(count - 1) + len(text) - 1
         if head.mask is not None and count > 1:
             mask, masked = head.mask
             x = head.embed(torch.full((count - 1,), mask), masked.expand(count - 1, -1))
-            for state in of_text.run(x).clone():
+            for state in of_text.run(x, positions=following).clone():
                 chosen(head.logits(state[None]))
             return chosen.tokens, chosen.gap
-        for _ in range(count - 1):
-            made = of_text.run(head.embed(token, made))
+        for position in following[:, None]:
+            made = of_text.run(head.embed(token, made), positions=position)
             token = chosen(head.logits(made))
         return chosen.tokens, chosen.gap
 
@@ -125,26 +127,31 @@ def greedy(count: int) -> list[SamplingParams]:
     return [SamplingParams(temperature=0, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(count)]
 
 
-Run = Callable[..., None]
+Run = Callable[..., Sequence[Drafted]]
 
 
 @pytest.fixture
 def run(drafters: Drafters, references: References) -> Run:
     """Runs a mixed batch whose drafts are partly accepted, and compares what was drafted."""
 
-    def run(kind: str, target: str, guess_of: Any, guesser: str | None = "Mixed", **options: Any) -> None:
+    def run(
+        kind: str, target: str, guess_of: Any, guesser: str | None = "Mixed", lengths: Any = None, **options: Any
+    ) -> Sequence[Drafted]:
         texts, path = prompts(320, 12), drafters.target(target)
         Perfect.learn(generate(make_llm(path), texts, greedy(len(texts))))
         config = drafters.config(kind, target)
         llm = make_llm(path, speculative_config=config, **options)
         watched = watch(llm, guesser)
+        if lengths is not None:
+            llm.core.scheduler.speculation.lengths = lengths
         generate(llm, texts, greedy(len(texts)))
         stats = llm.core.stats.speculation
         assert stats is not None
         assert 0.1 * stats.draft_tokens < stats.accepted_tokens < 0.95 * stats.draft_tokens
         assert stats.accepted_at[1] > 0
         part = getattr(watched.real, "head", None)
-        assert_right(watched.made[::3], guess_of(part), at_least=45)
+        assert_right(watched.made[:: 3 if lengths is None else 1], guess_of(part), at_least=45)
+        return watched.made
 
     return run
 
@@ -162,6 +169,19 @@ def run(drafters: Drafters, references: References) -> Run:
 def test_chains_of_drafts(run: Run, references: References, kind, target, options):
     model = references.model(target)
     run(kind, target, lambda head: chain(head, States(model)), enable_prefix_caching=False, **options)
+
+
+@pytest.mark.parametrize(("kind", "target"), [("eagle3", "llama"), ("p-eagle", "llama"), ("mtp", "deepseek_v3")])
+def test_heads_that_have_missed_tokens_attend_to_those_that_they_have_seen(
+    run: Run, references: References, kind, target
+):
+    """Drafts are wanted behind two of seven steps. The tokens of most of the others are missed."""
+    steps = count()
+    made = run(
+        kind, target, lambda head: chain(head, States(references.model(target))), max_num_seqs=5,
+        lengths=lambda *_: 4 * (next(steps) % 7 < 2), enable_prefix_caching=False,
+    )  # fmt: skip
+    assert max(len(drafted.missed) for drafted in made) > 16, "more than a block"
 
 
 @pytest.mark.parametrize("kind", STATE_HEADS)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.ops import OPS, Target
-from quire.ops.cpu.quantized_linear import QuantizedPanels, quantized_linear_cpu
+from quire.ops.cpu.linear import grouped_linear_cpu, linear_cpu
+from quire.ops.cpu.panels import Panels
+from quire.ops.cpu.quantized_linear import QuantizedPanels, quantize_cpu, quantized_linear_cpu
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 Product = Callable[..., Tensor]
@@ -155,6 +157,18 @@ def test_products_in_integers_are_what_they_are_defined_to_be():
     torch.manual_seed(0)
     check_products(quantized_linear_cpu)
     check_that_activations_are_rounded_to_8_bits(quantized_linear_cpu)
+
+
+@needs_kernels
+def test_products_refuse_inputs_of_another_width():
+    """They would read what lies behind the rows."""
+    matrix = quantized_linear_cpu.pack(quantize_cpu(torch.randn(32, 64), 8, 32))
+    dense = Panels.of(torch.randn(32, 64).bfloat16())
+    for product, weight in ((quantized_linear_cpu, matrix), (linear_cpu, dense)):
+        with pytest.raises(ValueError, match="weights for 64 inputs got 62"):
+            product(torch.zeros(3, 62).bfloat16(), weight, None)
+    with pytest.raises(ValueError, match="weights for 64 inputs got 62"):
+        grouped_linear_cpu(torch.zeros(3, 62), torch.zeros(1, 32, 64), None, torch.tensor([0, 3]))
 
 
 @needs_kernels

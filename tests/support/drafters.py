@@ -179,11 +179,13 @@ def write_state_head(directory: Path, kind: str) -> None:
 
 @dataclass
 class Drafted:
-    """What a drafter made behind a text that a step had just extended. num_prompt: tokens of the prompt."""
+    """What a drafter made behind a text that a step had just extended. num_prompt: tokens of the prompt. missed: the
+    positions that a head has not seen."""
 
     text: list[int]
     drafts: list[int]
     num_prompt: int
+    missed: list[int]
 
 
 class WatchedDrafter(Drafter):
@@ -196,18 +198,28 @@ class WatchedDrafter(Drafter):
     def __init__(self, runner: ModelRunner, guesser: str | None = None) -> None:
         assert runner.drafter is not None
         self.real, self.batch = runner.drafter, runner.batch
-        self.reads_hidden, self.taps, self.sampling = self.real.reads_hidden, self.real.taps, self.real.sampling
+        self.taps, self.sampling = self.real.taps, self.real.sampling
         self.made: list[Drafted] = []
+        self.missed: dict[int, list[int]] = {}
         self.guesser: Any = guesser and getattr(proposers, guesser)(SpeculativeOptions(num_speculative_tokens=HEADS))
+
+    def reads_hidden(self, count: int) -> bool:
+        return self.real.reads_hidden(count)
 
     def install(self, new: NewRequest) -> None:
         self.real.install(new)
+        self.missed[new.row] = []
 
     def extend(self, known: TokenEdits) -> None:
         self.real.extend(known)
 
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
+        counts = getattr(self.real, "_missed", self.batch.num_tokens * 0)
+        before = counts.copy()
         drafts = self.real.draft(step, count)
+        for row, position in zip(step.flat.token_rows.tolist(), step.flat.positions.tolist(), strict=True):
+            if counts[row] > before[row]:
+                self.missed[row].append(position)
         if drafts is None:
             return None
         wanted = (step.limits - torch.from_numpy(step.flat.seq_lens)).tolist()
@@ -215,7 +227,8 @@ class WatchedDrafter(Drafter):
             if not step.flat.num_places[index] or not wanted[index]:
                 continue
             text, num_prompt = self.batch.token_ids[row, : self.batch.num_tokens[row]].tolist(), self.batch.num_prompt
-            self.made.append(Drafted(text, drafts[index, : wanted[index]].tolist(), int(num_prompt[row])))
+            of_row = drafts[index, : wanted[index]].tolist()
+            self.made.append(Drafted(text, of_row, int(num_prompt[row]), list(self.missed[row])))
             if self.guesser is not None:
                 known = SimpleNamespace(token_ids=text, num_prompt_tokens=int(num_prompt[row]))
                 guess = [*self.guesser.guess(known, count), *[5] * count][:count]
@@ -230,14 +243,15 @@ def watch(llm: LLM, guesser: str | None = None) -> WatchedDrafter:
     return watched
 
 
-Guess = Callable[[list[int], int], tuple[list[int], float]]
+Guess = Callable[..., tuple[list[int], float]]
 
 
 def assert_right(made: Sequence[Drafted], guess: Guess, at_least: int) -> None:
-    """Compare drafts with those of `guess`: (text, count) -> (drafts, the smallest distance of the two best logits)."""
+    """Compare drafts with those of `guess`: (text, count) -> (drafts, the smallest distance of the two best logits).
+    If the drafter has missed positions of the text, `guess` gets these, too."""
     compared = 0
     for drafted in made:
-        right, gap = guess(drafted.text, len(drafted.drafts))
+        right, gap = guess(drafted.text, len(drafted.drafts), *([drafted.missed] if drafted.missed else []))
         if gap > 1e-3:
             assert drafted.drafts == right, f"behind {len(drafted.text)} tokens"
             compared += 1

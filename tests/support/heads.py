@@ -31,12 +31,13 @@ class HeadText:
         sizes = [spec.page_bytes(b.entry_bytes()) for spec, b in zip(head.kv_specs, self.backends, strict=True)]
         head.bind_cache(self.backends, [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in sizes])
 
-    def run(self, x: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """x: results of `embed` for the next positions of the text -> hidden states"""
+    def run(self, x: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """x: results of `embed` for the next positions of the text, or for others -> hidden states"""
         count, groups, size = len(x), len(self.backends), self.block_size
-        positions = torch.arange(self.length, self.length + count)
+        entries = torch.arange(self.length, self.length + count)
+        positions = entries if positions is None else positions
         self.length += count
-        slots = self.blocks[positions // size] * size + positions % size
+        slots = self.blocks[entries // size] * size + entries % size
         inputs = StepInputs(
             size=StepSize(count, 1, count),
             longest_prompt=count if count == self.length else 0,

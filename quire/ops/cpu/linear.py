@@ -9,11 +9,18 @@ from quire.ops.cpu.panels import Panels
 from quire.ops.reference.elementwise import combine_experts, grouped_linear, linear, linear_by_head
 
 
+def check_width(given: int, expected: int) -> None:
+    """Raises ValueError if they differ. The kernels would read behind the rows."""
+    if given != expected:
+        raise ValueError(f"a product with weights for {expected} inputs got {given}")
+
+
 @linear.implementation("cpu", supports=on_cpu)
 def linear_cpu(x: Tensor, weight: Tensor | Panels, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):  # not packed
         return torch.nn.functional.linear(x, weight, bias)
     rows, columns = x.shape
+    check_width(columns, weight.columns)
     is_bf16 = x.dtype is torch.bfloat16
     x = torch.nn.functional.pad(x, (0, 1)) if is_bf16 and columns % 2 else x
     stride, last = x.stride()
@@ -34,6 +41,7 @@ linear_cpu.pack, linear_cpu.rows = Panels.of, Panels.pick  # type: ignore[attr-d
 def grouped_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
     rows, experts = len(x), len(weight)
     out_features, in_features = weight.shape[1:]
+    check_width(x.shape[1], in_features)
     if weight.stride(2) != 1 or weight.dtype is not x.dtype:
         return grouped_linear.reference(x, weight, bias, offsets)  # type: ignore[no-any-return]
     if x.stride(1) != 1:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.ops.cpu.build import kernel
 from quire.ops.cpu.elementwise import on_cpu
-from quire.ops.cpu.linear import grouped_linear_cpu
+from quire.ops.cpu.linear import check_width, grouped_linear_cpu
 from quire.ops.cpu.panels import Panels
 from quire.ops.memory import lasting
 from quire.ops.reference.quantized import FACTORS, QuantizedMatrix, dense_parts, quantize, quantized_linear
@@ -51,6 +51,7 @@ def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, b
     if isinstance(weight, QuantizedMatrix):  # a form that has no product in integers
         return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     form = weight.form
+    check_width(x.shape[1], form.in_features)
     x = x if form.order is None else x[:, form.order]
     rows = x.shape[0]
     stride, last = x.stride()

@@ -30,9 +30,12 @@ class Cached(Protocol):
 class Drafter(ABC):
     """taps: the tensors that receive hidden states of the target model, see Model.forward. sampling: draws drafts."""
 
-    reads_hidden = False
     taps: Mapping[int, Tensor] = {}
     sampling: DraftSampling
+
+    def reads_hidden(self, count: int) -> bool:
+        """Whether it reads the final hidden states of a step behind which `count` drafts are wanted."""
+        return False
 
     def install(self, new: NewRequest) -> None:  # noqa: B027  # most have nothing to note
         """A request enters the batch, for the first time or again."""
@@ -57,22 +60,34 @@ class DraftInputs:
         self.block_size, self.longest = batch.block_size, batch.max_model_len
         self.group = shared_group(batch.kv_specs)
 
-    def of(self, inputs: StepInputs) -> StepInputs:
-        """The inputs of a forward over the same tokens as the target's."""
-        size, table = (self.groups, -1, -1), inputs.block_tables[self.group]
+    def of(self, step: SampledStep, missed: Tensor | None = None) -> StepInputs:
+        """The inputs of a forward over the same tokens as the target's. missed: see `uniform`."""
+        inputs = step.inputs
+        slots, seq_lens, table = inputs.slot_mapping[self.group], inputs.seq_lens, inputs.block_tables[self.group]
+        if missed is not None:
+            tokens, requests = len(step.token_rows), len(step.rows)
+            entries = inputs.positions[:tokens] - missed[step.token_rows]
+            blocks = self.staging.state.block_tables[self.group, step.token_rows, entries // self.block_size]
+            slots, seq_lens = slots.clone(), seq_lens.clone()  # padding may follow
+            slots[:tokens] = blocks.long() * self.block_size + entries % self.block_size
+            seq_lens[:requests] -= missed[step.rows].int()
         return replace(
-            inputs, slot_mapping=inputs.slot_mapping[self.group].expand(self.groups, -1),
-            block_tables=table.expand(size),
+            inputs, slot_mapping=slots.expand(self.groups, -1), seq_lens=seq_lens,
+            block_tables=table.expand(self.groups, -1, -1),
         )  # fmt: skip
 
-    def uniform(self, step: SampledStep, first: Tensor, count: int, ids: Tensor, width: int) -> StepInputs:
+    def uniform(
+        self, step: SampledStep, first: Tensor, count: int, ids: Tensor, width: int, missed: Tensor | None = None
+    ) -> StepInputs:
         """The inputs of a forward over `count` tokens of each request, of which the first is at the positions `first`
-        [requests]. ids: [requests * count]. width: the most tokens of a request, with these."""
+        [requests]. ids: [requests * count]. width: the most tokens of a request, with these. missed: [rows], how many
+        tokens the drafter has not seen. Its entries lie side by side, so the cache is so much shorter than the text."""
         requests, device = len(first), first.device
         positions = (first[:, None] + torch.arange(count, device=device)).clamp_(max=width - 1)
+        entries = positions if missed is None else positions - missed[step.rows, None]
         blocks = -(-width // self.block_size)
         table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
-        slots = table.gather(1, positions // self.block_size) * self.block_size + positions % self.block_size
+        slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
         return StepInputs(
             size=StepSize(requests * count, requests, count),
@@ -80,7 +95,7 @@ class DraftInputs:
             positions=positions.view(-1),
             slot_mapping=slots.expand(self.groups, -1),
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
-            seq_lens=positions[:, -1].int() + 1,
+            seq_lens=entries[:, -1].int() + 1,
             block_tables=table.expand(self.groups, -1, -1),
         )
 

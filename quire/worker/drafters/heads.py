@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kvcache.specs import FullAttentionSpec
 from quire.layers.forward_state import ForwardState
+from quire.messages.step import NewRequest
 from quire.models.heads.head import ChainHead, StateHead
 from quire.sampling.sampler import Sampler
 from quire.worker.drafters.drafter import Drafter, DraftInputs
@@ -30,7 +33,9 @@ class HeadLayers:
 class ChainDrafter(Drafter):
     """Guesses one token after the other with a ChainHead, or all of them in one forward if the head can.
 
-    The head sees all tokens of all steps, so that its cache is complete whenever drafts are wanted.
+    The head sees the prompts, and all tokens of the steps behind which drafts are wanted. It misses what requests say
+    while the device is too busy for drafts: reading that would cost time, and gain none. Later, it attends to what it
+    has seen. The entries of its cache lie side by side, without gaps, and know their true positions from RoPE.
     """
 
     def __init__(
@@ -42,14 +47,30 @@ class ChainDrafter(Drafter):
         self.head, self.forward, self.eager, self.state = head, forward, eager, staging.state
         self.inputs = DraftInputs(staging, len(head.kv_specs))
         self.sampling = DraftSampling(sampler, staging, head.token_ids)
+        # How many tokens of each row the head has missed. It may miss none if a window takes old blocks from requests,
+        # as its entries would lie in these.
+        self._missed = np.zeros(len(staging.batch.num_tokens), np.int64)
+        self._may_miss = isinstance(staging.batch.kv_specs[self.inputs.group], FullAttentionSpec)
+        self._upload = staging.device.upload
         device = staging.device.torch_device
         self.taps = {layer: torch.empty(most_tokens, hidden_size, dtype=dtype, device=device) for layer in head.taps}
-        self.reads_hidden = not head.taps
+
+    def reads_hidden(self, count: int) -> bool:
+        return not self.head.taps
+
+    def install(self, new: NewRequest) -> None:
+        self._missed[new.row] = 0
 
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
-        inputs, head = self.inputs.of(step.inputs), self.head
+        if not count and self._may_miss and step.flat.tokens_per_request == 1:
+            self._missed[step.flat.rows] += 1
+            return None
+        missed = None
+        if self._missed[step.flat.rows].any():
+            missed = self._upload({"missed": self._missed.copy()})["missed"]
+        inputs, head = self.inputs.of(step, missed), self.head
         tokens, last = len(step.token_rows), step.last_kept()
-        if self.reads_hidden:
+        if not head.taps:
             assert step.hidden is not None
             hidden = head.combine([step.hidden])
         else:
@@ -65,20 +86,22 @@ class ChainDrafter(Drafter):
         drafts = [self.sampling.choose(head.logits(hidden), 0)]
         first, width = inputs.positions[last] + 1, self.inputs.width(step, count)
         if head.mask is not None and count > 1:
-            return self._at_once(step, drafts[0], first, count, width)
+            return self._at_once(step, drafts[0], first, count, width, missed)
         for number in range(1, count):
             ids = drafts[-1]
-            inputs = self.inputs.uniform(step, first + number - 1, 1, ids, width)
+            inputs = self.inputs.uniform(step, first + number - 1, 1, ids, width, missed)
             hidden = self.forward.layers(head.embed(ids, hidden), inputs)
             drafts.append(self.sampling.choose(head.logits(hidden), number))
         return torch.stack(drafts, 1)
 
-    def _at_once(self, step: SampledStep, draft: Tensor, first: Tensor, count: int, width: int) -> Tensor:
+    def _at_once(
+        self, step: SampledStep, draft: Tensor, first: Tensor, count: int, width: int, missed: Tensor | None
+    ) -> Tensor:
         """The drafts behind the first one, from masks in the place of the tokens that are not known."""
         assert self.head.mask is not None
         (mask, hidden), masks = self.head.mask, count - 1
         ids = torch.full((len(first) * masks,), mask, dtype=torch.int64, device=first.device)
-        inputs = self.inputs.uniform(step, first, masks, ids, width)
+        inputs = self.inputs.uniform(step, first, masks, ids, width, missed)
         guessed = self.forward.layers(self.head.embed(ids, hidden.expand(len(ids), -1)), inputs)
         logits = self.head.logits(guessed).view(len(first), masks, -1)
         return torch.stack([draft, *(self.sampling.choose(logits[:, i], i + 1) for i in range(masks))], 1)
@@ -87,10 +110,11 @@ class ChainDrafter(Drafter):
 class StateDrafter(Drafter):
     """Guesses all tokens from the last hidden state of each request with a StateHead."""
 
-    reads_hidden = True
-
     def __init__(self, head: StateHead, staging: Staging, sampler: Sampler) -> None:
         self.head, self.state, self.sampling = head, staging.state, DraftSampling(sampler, staging)
+
+    def reads_hidden(self, count: int) -> bool:
+        return count > 0
 
     def draft(self, step: SampledStep, count: int) -> Tensor | None:
         if not count:
