@@ -4,10 +4,10 @@
     python -m benchmarks.replayed_drafts --rates 0.9 --rates 0.7 --rates 0.5 --streams 1 2 4 8 16 32
 
 Weights are dummies, so what is accepted is replayed: by default at the rates of the first heads of the bundled model;
---rates has rates of one's own, of which each holds if the drafts before it were accepted. Making
-and verifying drafts costs what it would cost. An engine with the head and one without take turns. Prints the median of
-the rounds' throughput ratios: above 1, speculation is faster. Processor time is disturbed less by other programs, but
-does not show waiting. --plot draws the ratios, from this run or a file of --json.
+--rates has rates of one's own, of which each holds if the drafts before it were accepted. Making and verifying drafts
+costs what it would cost. An engine with the head and one without take turns. Prints the median of the rounds'
+throughput ratios: above 1, speculation is faster. Processor time is disturbed less by other programs, but does not show
+waiting. --plot draws the ratios, from this run or a file of --json.
 """
 
 from __future__ import annotations
