@@ -1,4 +1,4 @@
-"""`quire bench serve`: its flags, which have vLLM's names, and the run of the benchmark."""
+"""`quire bench serve`: the run of the benchmark."""
 
 import argparse
 import asyncio
@@ -8,11 +8,9 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.flags import REQUEST_FLAGS, Flag, add_flags, make_requests
-from quire.bench.vllm_flags import BACKENDS, add_vllm_flags, backend
+from quire.bench.flags import BACKENDS, add_flags, add_vllm_flags, make_requests
 
 if TYPE_CHECKING:
     from quire.bench.datasets import BenchRequest
@@ -25,106 +23,8 @@ that contain tokens. TPOT is the time after the first token divided by the numbe
 from the server's usage, or from the events with text if the server reports none."""
 
 
-def _header(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    return name, value
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
-def _metrics(text: str) -> list[str]:
-    if not set(text.split(",")) <= {"ttft", "tpot", "itl", "e2el"}:
-        raise argparse.ArgumentTypeError(f"{text!r} has others than ttft, tpot, itl and e2el")
-    return text.split(",")
-
-
-def _percentiles(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
-    if not all(0 <= value <= 100 for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} has numbers that are not from 0 to 100")
-    return values
-
-
-def _goodput(text: str) -> tuple[str, float]:
-    name, _, limit = text.partition(":")
-    if name not in ("ttft", "tpot", "e2el") or float(limit) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not ttft:MS, tpot:MS or e2el:MS")
-    return name, float(limit)
-
-
-_GROUPS: dict[tuple[str, str | None], list[Flag]] = {
-    ("Server", None): [
-        ("--base-url", str, None, "URL of the server, such as https://example.com, instead of --host and --port"),
-        ("--host", str, "127.0.0.1", "address of the server"),
-        ("--port", int, 8000, "port of the server"),
-        ("--backend --endpoint-type", backend, "openai", "openai (or vllm) for completions, openai-chat for chats"),
-        ("--endpoint", str, None, "path on the server (default: the path of the backend)"),
-        ("--served-model-name", str, None, "the model's name on the server (default: the value of --model)"),
-        ("--insecure", bool, False, "do not check the server's certificate"),
-        ("--ready-check-timeout-sec", float, 0.0, "seconds to wait for a server that does not answer yet"),
-        ("--request-id-prefix", str, None, "send an X-Request-Id that consists of this prefix and a number"),
-        ("--header", [_header], [], "KEY=VALUE ...: HTTP headers of each request"),
-        ("--extra-body", _json_object, {}, "JSON: fields of each request; null removes a field, such as temperature"),
-        ("--ignore-eos", bool, False, "request outputs of the full length"),
-    ],
-    ("Requests", "Random prompts are token ids below the vocabulary's size, which --vocab-size or the server's list of "
-     "models gives. If neither does, they are ids below 1000, which every vocabulary has. Chat endpoints and servers "
-     "that accept no token ids get English words of about the same length by the server's own count."): [
-        *REQUEST_FLAGS,
-        ("--trace", Path, None, 'replay a file, one request per line: "arrival" (s) or "timestamp" (ms); "prompt", '
-         '"prompt_token_ids" or "input_length", with Mooncake\'s optional "hash_ids"; "output_length"'),
-        ("--vocab-size", int, None, "upper limit of random token ids (exclusive)"),
-        ("--num-warmups", int, 0, "unmeasured random requests before the run, with the lengths of its first requests"),
-        ("--seed", int, 0, "seed of prompts and arrivals; a repeated seed may hit prefixes in the cache"),
-    ],
-    ("Sampling, for each request", None): [
-        ("--temperature", float, None, "temperature of sampling (default: 0)"),
-        ("--top-p", float, None, "top_p of each request"),
-        ("--top-k", int, None, "top_k of each request"),
-        ("--min-p", float, None, "min_p of each request"),
-        ("--frequency-penalty", float, None, "frequency_penalty of each request"),
-        ("--presence-penalty", float, None, "presence_penalty of each request"),
-        ("--repetition-penalty", float, None, "repetition_penalty of each request"),
-        ("--logprobs", int, None, "request the log-probabilities of this many tokens at each position"),
-        ("--chat-template-kwargs", _json_object, None, "JSON: arguments for the server's chat template"),
-    ],
-    ("Load", None): [
-        ("--request-rate", float, None, "requests per second (default: inf, which sends all at once)"),
-        ("--burstiness", float, 1.0, "shape of the gamma distribution of gaps: 1 is a Poisson process, a smaller value "
-         "is more bursty"),
-        ("--max-concurrency", int, None, "maximum number of requests that run at once"),
-        ("--ramp-up-strategy", ("linear", "exponential"), None, "let the request rate grow during the run, instead of "
-         "--request-rate"),
-        ("--ramp-up-start-rps", float, None, "requests per second at the beginning"),
-        ("--ramp-up-end-rps", float, None, "requests per second at the end"),
-    ],
-    ("Report", None): [
-        ("--percentile-metrics", _metrics, "ttft,tpot,itl,e2el", "metrics to report"),
-        ("--metric-percentiles", _percentiles, "99", "percentiles to report, such as 50,90,99.9"),
-        ("--goodput", [_goodput], [], "NAME:MS ...: count requests within limits, such as ttft:500 tpot:50 e2el:9000"),
-        ("--plot", Path, None, "FILE.png: plot distributions and a timeline"),
-        ("--save-result", bool, False, "write the result as JSON, with vLLM's field names"),
-        ("--save-detailed", bool, False, "add each request's times, text and error to the result"),
-        ("--result-dir", Path, Path(), "directory of the result"),
-        ("--result-filename", str, None, "name of the file of the result (default: label, rate, model and date)"),
-        ("--append-result", bool, False, "append to the result's file instead of replacing it"),
-        ("--label", str, "quire", "name of this run, in the result and in its file's name"),
-        ("--metadata", [_header], [], "KEY=VALUE ...: additional fields of the result"),
-        ("--disable-tqdm", bool, False, "disable the progress bar, which only a terminal shows"),
-    ],
-}  # fmt: skip
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    for (title, description), flags in _GROUPS.items():
-        add_flags(parser.add_argument_group(title, description), flags)
+    add_flags(parser, "server", "requests", "serve")
     add_vllm_flags(parser)
 
 

@@ -1,60 +1,131 @@
-"""Flags as tables, and the flags that `quire bench serve` and the offline benchmarks share: those of the requests."""
+"""The flags of the benchmarks, which flags.toml lists, and the requests that they describe."""
 
 import argparse
-from collections.abc import Iterable
+import json
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from quire.bench.vllm_flags import dataset
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from quire.bench.datasets import BenchRequest, RandomPrompts
 
-# (flag and other names of it, type, default, help). The type is a function that converts the text, bool for a switch, a
-# tuple of choices, or a list of one function for a flag that takes several values.
-Flag = tuple[str, Any, Any, str]
+DATASETS = ("random", "prefix_repetition", "custom")
+BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_VLLM = _TABLES["vllm"]
 
 
-def add_flags(group: Any, flags: Iterable[Flag]) -> None:
-    for names, kind, default, text in flags:
-        flag, *others = names.split()
-        options: dict[str, Any] = {"default": default, "metavar": flag.rsplit("-", 1)[-1].upper()}
-        if kind is bool:
-            options = {"action": "store_true"}
-        elif isinstance(kind, tuple):
-            options = {"default": default, "choices": kind}
-        elif isinstance(kind, list):
-            options |= {"nargs": "+", "type": kind[0]}
-        else:
-            options["type"] = kind
-        shown = f"(default: {default})" if default and kind is not bool else ""
-        group.add_argument(flag, *others, help=f"{text} {shown}".strip(), **options)
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add the flags of the tables with these names."""
+    groups: dict[str, Any] = {}
+    for title, flags in (item for name in names for item in _TABLES[name].items()):
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        for flag, entry in flags.items():
+            if flag == "description":
+                groups[title].description = entry
+            else:
+                _add_flag(groups[title], flag.split(), **entry)
 
 
-def positive(text: str) -> int:
+def _add_flag(
+    group: Any, names: list[str], help: str, type: str | list[str] = "text", default: Any = None, several: bool = False
+) -> None:
+    options: dict[str, Any] = {"default": default, "metavar": names[0].rsplit("-", 1)[-1].upper()}
+    if type == "switch":
+        options = {"action": "store_true"}
+    elif isinstance(type, list):
+        options = {"default": default, "choices": type}
+    else:
+        options |= {"type": TYPES[type], **({"nargs": "+"} if several else {})}
+    group.add_argument(*names, help=f"{help} (default: {default})" if default else help, **options)
+
+
+def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of vLLM's that have no effect or are refused, without listing them in the help."""
+    hidden: Any = {"help": argparse.SUPPRESS, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    for flag in _VLLM["switches_without_effect"].split():
+        parser.add_argument(flag, action="store_true", **hidden)
+    for flag in _VLLM["without_effect"].split():
+        parser.add_argument(flag, **hidden)
+    for flag, accepted in _VLLM["neutral"].items():
+        parser.add_argument(flag, choices=accepted, **hidden)
+    for flag in _VLLM["refused"].split():
+        parser.add_argument(flag, nargs="*", action=_Refuse, **hidden)
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        raise argparse.ArgumentError(None, f"{self.option_strings[0]} is not supported by Quire yet")
+
+
+# ---- types
+
+
+def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
 
 
-REQUEST_FLAGS: list[Flag] = [
-    ("--dataset-name", dataset, "random", "random, prefix_repetition or custom"),
-    ("--dataset-path", Path, None, 'for custom, one request per line: {"prompt" or "prompt_token_ids": ..., '
-     '"output_tokens": ...}'),
-    ("--input-len", positive, None, "the same as --random-input-len"),
-    ("--output-len", positive, None, "tokens per answer, for every dataset"),
-    ("--num-prompts", positive, None, "number of requests (default: 1000, or the whole file)"),
-    ("--random-input-len", int, 1024, "tokens per random prompt"),
-    ("--random-output-len", int, 128, "tokens per answer to a random prompt"),
-    ("--random-prefix-len --prefix-len", int, 0, "length of a prefix that all random prompts share"),
-    ("--random-range-ratio", float, 0.0, "lengths are uniform within plus or minus this fraction"),
-    ("--prefix-repetition-prefix-len", positive, 256, "tokens per prefix"),
-    ("--prefix-repetition-suffix-len", positive, 256, "tokens after the prefix"),
-    ("--prefix-repetition-num-prefixes", positive, 10, "number of prefixes"),
-    ("--prefix-repetition-output-len", positive, 128, "tokens per answer"),
-    ("--custom-output-len", positive, 256, "tokens per answer if the file does not give a number"),
-]  # fmt: skip
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return name, value
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
+
+
+def _metrics(text: str) -> list[str]:
+    if not set(text.split(",")) <= {"ttft", "tpot", "itl", "e2el"}:
+        raise argparse.ArgumentTypeError(f"{text!r} has others than ttft, tpot, itl and e2el")
+    return text.split(",")
+
+
+def _percentiles(text: str) -> list[float]:
+    values = [float(part) for part in text.split(",")]
+    if not all(0 <= value <= 100 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} has numbers that are not from 0 to 100")
+    return values
+
+
+def _goodput(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    if name not in ("ttft", "tpot", "e2el") or float(limit) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ttft:MS, tpot:MS or e2el:MS")
+    return name, float(limit)
+
+
+def _dataset(text: str) -> str:
+    return _one_of(text, DATASETS, _VLLM["refused_datasets"].split())
+
+
+def _backend(text: str) -> str:
+    return _one_of(text, tuple(BACKENDS), _VLLM["refused_backends"].split())
+
+
+def _one_of(text: str, known: tuple[str, ...], unsupported: list[str]) -> str:
+    if text in unsupported:
+        raise argparse.ArgumentTypeError(f"{text} is not supported by Quire yet; there are {', '.join(known)}")
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(known)}")
+    return text
+
+
+TYPES = {
+    "text": str, "int": int, "float": float, "path": Path, "positive": _positive, "pair": _pair, "json": _json_object,
+    "metrics": _metrics, "percentiles": _percentiles, "goodput": _goodput, "dataset": _dataset, "backend": _backend,
+}  # fmt: skip
+
+
+# ---- requests
 
 
 def make_requests(a: argparse.Namespace, prompts: "RandomPrompts", trace: Path | None = None) -> "list[BenchRequest]":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.bench import command
-from quire.bench.flags import REQUEST_FLAGS, Flag, add_flags, make_requests, positive
+from quire.bench.flags import add_flags, make_requests
 from quire.cli.flags import add_engine_flags, add_log_level, engine_options
 from quire.cli.model import add_model
 
@@ -23,34 +23,15 @@ answers have exactly the requested length. With --requests, the prompts (or thos
 one output token each; the difference gives separate speeds of prefill and decoding."""
 _LATENCY = """Run one batch of random prompts repeatedly, and print the time from the first request in to the last token
 out. The prefix cache is reset before each iteration."""
-_OFFLINE_FLAGS: list[Flag] = [
-    ("--n", positive, 1, "answers per prompt"),
-    ("--disable-detokenize", bool, False, "do not decode answers to text"),
-    ("--output-json", Path, None, "write the result here, in vLLM's format"),
-]
-_THROUGHPUT_FLAGS: list[Flag] = [
-    *REQUEST_FLAGS,
-    ("--requests", Path, None, 'run these requests instead, one per line: {"prompt_token_ids": [...]} or '
-     '{"prompt": "..."}, with any sampling parameters'),
-    ("--prefill-requests", Path, None, "prompts that measure prefill"),
-    ("--json", bool, False, "print one line of JSON"),
-]  # fmt: skip
-_LATENCY_FLAGS: list[Flag] = [
-    ("--input-len --random-input-len", positive, 32, "tokens per prompt"),
-    ("--output-len --random-output-len", positive, 128, "tokens per answer"),
-    ("--batch-size", positive, 8, "prompts in the batch"),
-    ("--num-iters-warmup", int, 10, "iterations that are not counted"),
-    ("--num-iters", positive, 30, "iterations"),
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     throughput = _add_offline(
-        benches, "throughput", "requests and tokens per second, offline", _THROUGHPUT, _THROUGHPUT_FLAGS
+        benches, "throughput", "requests and tokens per second, offline", _THROUGHPUT, "requests", "throughput"
     )
     throughput.set_defaults(bench=_throughput, parser=throughput)
-    latency = _add_offline(benches, "latency", "time that one batch takes, offline", _LATENCY, _LATENCY_FLAGS)
+    latency = _add_offline(benches, "latency", "time that one batch takes, offline", _LATENCY, "latency")
     latency.set_defaults(bench=_latency, parser=latency)
     serve = benches.add_parser("serve", help=command.HELP, description=command.DESCRIPTION)
     add_model(serve, "the model's name on the server (default: the first model that the server lists)")
@@ -64,11 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.bench(arguments))
 
 
-def _add_offline(benches: Any, name: str, help: str, description: str, flags: list[Flag]) -> argparse.ArgumentParser:
-    """Add a benchmark without a server. flags: its own."""
+def _add_offline(benches: Any, name: str, help: str, description: str, *flags: str) -> argparse.ArgumentParser:
+    """Add a benchmark without a server. flags: the names of the tables with its own flags."""
     parser: argparse.ArgumentParser = benches.add_parser(name, help=help, description=description)
     add_model(parser)
-    add_flags(parser.add_argument_group("Requests"), [*flags, *_OFFLINE_FLAGS])
+    add_flags(parser, *flags, "offline")
     add_log_level(parser, "WARNING")
     add_engine_flags(parser)
     return parser
