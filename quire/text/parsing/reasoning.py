@@ -1,4 +1,4 @@
-"""The formats of reasoning, by the names that vLLM gives them."""
+"""The formats of reasoning, which reasoning.toml lists, by the names that vLLM gives them."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import msgspec
 from quire.text.parsing.events import Content, Parser, Reasoning
 from quire.text.parsing.harmony import harmony
 from quire.text.parsing.reader import Parsing, Reader, Steps
+from quire.text.parsing.tables import formats
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,28 +62,4 @@ def read_reasoning(reader: Reader, format: ReasoningFormat, is_open: bool) -> St
         pass
 
 
-_THINK = ReasoningFormat()
-_INSIDE = ReasoningFormat(starts_inside=True)
-
-REASONING: dict[str, ReasoningFormat] = {
-    "qwen3": ReasoningFormat(implicit_ends=("<tool_call>\n<function=",)),
-    "deepseek_r1": _INSIDE,
-    **dict.fromkeys(("deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "mimo"), _THINK),
-    **dict.fromkeys(("minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _INSIDE),
-    "kimi_k2": ReasoningFormat(implicit_ends=("<|tool_calls_section_begin|>",)),
-    "ernie45": ReasoningFormat(starts_inside=True, wrapper=("<response>", "</response>")),
-    "hunyuan_a13b": ReasoningFormat(wrapper=("<answer>", "</answer>")),
-    "granite": ReasoningFormat(
-        start=("Here is my thought process:", "Here's my thought process:"),
-        end=("Here is my response:", "Here's my response:"),
-    ),
-    "seed_oss": ReasoningFormat(start=("<seed:think>",), end=("</seed:think>",), starts_inside=True),
-    "mistral": ReasoningFormat(start=("[THINK]",), end=("[/THINK]",), needs_special_tokens=True),
-    "openai_gptoss": ReasoningFormat(
-        start=("<|channel|>analysis<|message|>",),
-        end=("<|channel|>final<|message|>",),
-        closing="<|end|><|start|>assistant<|channel|>final<|message|>",
-        needs_special_tokens=True,
-        whole=harmony,
-    ),
-}
+REASONING: dict[str, ReasoningFormat] = formats(__file__, ReasoningFormat, (harmony,))

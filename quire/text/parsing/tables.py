@@ -1,0 +1,24 @@
+"""Reads the tables of formats."""
+
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Format = TypeVar("Format")
+
+
+def formats(module: str, kind: type[Format], functions: Iterable[Callable[..., Any]]) -> dict[str, Format]:
+    """The formats in the TOML file beside a module, by their names. functions: those that the file names."""
+    by_name = {function.__name__: function for function in functions}
+    found: dict[str, Format] = {}
+    for names, table in tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8")).items():
+        fields = {
+            field: by_name[value] if field in ("body", "whole") else _frozen(value) for field, value in table.items()
+        }
+        found |= dict.fromkeys(names.split(), kind(**fields))
+    return found
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
