@@ -1,10 +1,13 @@
 """An engine's statistics, as Prometheus metrics with vLLM's names and as log lines."""
 
 import time
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,10 +15,7 @@ from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
 from quire.metrics.requests import RequestLog
 from quire.metrics.throughput import ThroughputLog
 
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 @dataclass(slots=True)
@@ -62,74 +62,28 @@ class EngineMetrics:
         self._cache_config: Gauge | None = None
         labels = {"model_name": model_name, "engine": "0"}
 
-        def gauge(name: str, text: str, **extra: str) -> Gauge:
-            names = [*labels, *extra]
-            return Gauge(f"{prefix}:{name}", text, names, registry=self.registry).labels(**labels, **extra)
+        def declared(kind: Any, name: str, text: str, *extra: str, **options: Any) -> Callable[..., Any]:
+            """The function that makes the metric for the values of the extra labels."""
+            metric = kind(f"{prefix}:{name}", text, [*labels, *extra], registry=self.registry, **options)
+            return partial(metric.labels, **labels)
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"{prefix}:{name}", text, list(labels), registry=self.registry).labels(**labels)
-
-        def counters(name: str, text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
-            parent = Counter(f"{prefix}:{name}", text, [*labels, label], registry=self.registry)
-            return {value: parent.labels(**labels, **{label: value}) for value in values}
-
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            parent = Histogram(f"{prefix}:{name}", text, list(labels), registry=self.registry, buckets=tuple(buckets))
-            return parent.labels(**labels)
-
-        self.running = gauge("num_requests_running", "Sequences that have a row in the batch")
-        self.waiting = gauge("num_requests_waiting", "Sequences that wait for a row or for blocks")
-        self.waiting_for_capacity = gauge(
-            "num_requests_waiting_by_reason", "Sequences that wait, by the reason for it", reason="capacity"
-        )
-        self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1")
-        self.preemptions = counter("num_preemptions", "Times that a sequence lost its blocks to another")
-        self.queries = counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache")
-        self.hits = counter("prefix_cache_hits", "Tokens that were found in the prefix cache")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences with a first token")
-        self.prompt_sources = counters(
-            "prompt_tokens_by_source", "These prompt tokens, by where their keys and values came from",
-            "source", ("local_compute", "local_cache_hit"),
-        )  # fmt: skip
-        self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens that came from the prefix cache")
-        self.generated = counter("generation_tokens", "Tokens generated")
-        self.finished = counters(
-            "request_success", "Sequences that ended, by reason", "finished_reason", [r.value for r in FinishReason]
-        )
-        self.drafts = counter("spec_decode_num_drafts", "Times that drafts of a sequence were verified")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were drafted")
-        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted")
+        self.gauges = {name: declared(Gauge, name, text)() for name, text in _TABLES["gauges"].items()}
+        self.counters = {name: declared(Counter, name, text)() for name, text in _TABLES["counters"].items()}
+        self.histograms = {
+            name: declared(Histogram, name, text, buckets=table["buckets"])()
+            for table in _TABLES["histograms"]
+            for name, text in table["metrics"].items()
+        }
+        text = "Sequences that wait, by the reason for it"
+        waiting_for = declared(Gauge, "num_requests_waiting_by_reason", text, "reason")
+        self.waiting_for_capacity = waiting_for(reason="capacity")
+        text = "These prompt tokens, by where their keys and values came from"
+        tokens_from = declared(Counter, "prompt_tokens_by_source", text, "source")
+        self.prompt_sources = {name: tokens_from(source=name) for name in ("local_compute", "local_cache_hit")}
+        finished = declared(Counter, "request_success", "Sequences that ended, by reason", "finished_reason")
+        self.finished = {reason.value: finished(finished_reason=reason.value) for reason in FinishReason}
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by place"
-        accepted_at = Counter(f"{prefix}:{name}", text, [*labels, "position"], registry=self.registry)
-        self.accepted_at = partial(accepted_at.labels, **labels)
-        self.iteration = histogram(
-            "iteration_tokens_total", "Tokens of a step: prompt tokens computed, and tokens generated", _STEP_TOKENS
-        )
-        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a finished sequence", _TOKENS)
-        self.computed_length = histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a finished sequence that were not cached", _TOKENS
-        )
-        self.output_length = histogram("request_generation_tokens", "Generated tokens of a finished sequence", _TOKENS)
-        self.longest_output = histogram(
-            "request_max_num_generation_tokens", "Generated tokens of a finished request's longest sequence", _TOKENS
-        )
-        self.params_n = histogram("request_params_n", "The parameter n of a finished request", (1, 2, 5, 10, 20))
-        self.params_max_tokens = histogram(
-            "request_params_max_tokens", "The parameter max_tokens of a finished sequence", _TOKENS
-        )
-        self.times_preempted = histogram(
-            "request_num_preemptions", "Times that a finished sequence was preempted", (0, 1, 2, 3, 4, 5, 10, 20)
-        )
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token", _SHORT)
-        self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens of a sequence", _SHORT)
-        self.per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time of a finished sequence's tokens but the first", _SHORT
-        )
-        self.end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the last token", _LONG)
-        self.queue = histogram("request_queue_time_seconds", "From arrival to a row in the batch", _LONG)
-        self.prefill = histogram("request_prefill_time_seconds", "From a row to the first token", _LONG)
-        self.decode = histogram("request_decode_time_seconds", "From the first token to the last", _LONG)
-        self.inference = histogram("request_inference_time_seconds", "From a row to the last token", _LONG)
+        self.accepted_at = declared(Counter, name, text, "position")
 
     def set_cache_config(self, config: Mapping[str, object]) -> None:
         """Report options and size of the KV cache as labels of a gauge that is 1. The names must always be the same."""
@@ -193,15 +147,15 @@ class EngineMetrics:
             sequence.scheduled_at = output.scheduled_at or now
             sequence.first_token_at = now
             sequence.num_cached_tokens = cached
-            self.first_token.observe(now - sequence.arrived_at)
-            self.queue.observe(max(0.0, sequence.scheduled_at - sequence.arrived_at))
-            self.prefill.observe(max(0.0, now - sequence.scheduled_at))
-            self.prompt_tokens.inc(sequence.num_prompt_tokens)
-            self.cached_tokens.inc(cached)
+            self.histograms["time_to_first_token_seconds"].observe(now - sequence.arrived_at)
+            self.histograms["request_queue_time_seconds"].observe(max(0.0, sequence.scheduled_at - sequence.arrived_at))
+            self.histograms["request_prefill_time_seconds"].observe(max(0.0, now - sequence.scheduled_at))
+            self.counters["prompt_tokens"].inc(sequence.num_prompt_tokens)
+            self.counters["prompt_tokens_cached"].inc(cached)
             self.prompt_sources["local_cache_hit"].inc(cached)
             self.prompt_sources["local_compute"].inc(computed)
         else:
-            self.inter_token.observe(now - sequence.last_token_at)
+            self.histograms["inter_token_latency_seconds"].observe(now - sequence.last_token_at)
         sequence.last_token_at = now
         sequence.num_tokens += len(output.new_token_ids)
         sequence.num_preemptions = output.num_preemptions
@@ -214,24 +168,28 @@ class EngineMetrics:
             self._throughput.end_work()
         now = time.monotonic()
         self.finished[reason].inc()
-        self.end_to_end.observe(now - sequence.arrived_at)
-        self.prompt_length.observe(sequence.num_prompt_tokens)
-        self.output_length.observe(sequence.num_tokens)
-        self.params_max_tokens.observe(sequence.max_tokens)
-        self.times_preempted.observe(sequence.num_preemptions)
+        self.histograms["e2e_request_latency_seconds"].observe(now - sequence.arrived_at)
+        self.histograms["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
+        self.histograms["request_generation_tokens"].observe(sequence.num_tokens)
+        self.histograms["request_params_max_tokens"].observe(sequence.max_tokens)
+        self.histograms["request_num_preemptions"].observe(sequence.num_preemptions)
         first, last = sequence.first_token_at, sequence.last_token_at
         if first:
-            self.computed_length.observe(sequence.num_prompt_tokens - sequence.num_cached_tokens)
-            self.decode.observe(last - first)
-            self.inference.observe(max(0.0, last - sequence.scheduled_at))
+            self.histograms["request_prefill_kv_computed_tokens"].observe(
+                sequence.num_prompt_tokens - sequence.num_cached_tokens
+            )
+            self.histograms["request_decode_time_seconds"].observe(last - first)
+            self.histograms["request_inference_time_seconds"].observe(max(0.0, last - sequence.scheduled_at))
             if sequence.num_tokens > 1:
-                self.per_token.observe((last - first) / (sequence.num_tokens - 1))
+                self.histograms["request_time_per_output_token_seconds"].observe(
+                    (last - first) / (sequence.num_tokens - 1)
+                )
         request = sequence.request
         request.longest = max(request.longest, sequence.num_tokens)
         request.unfinished -= 1
         if not request.unfinished:
-            self.params_n.observe(request.n)
-            self.longest_output.observe(request.longest)
+            self.histograms["request_params_n"].observe(request.n)
+            self.histograms["request_max_num_generation_tokens"].observe(request.longest)
         self._request_log.ended(
             request_id, reason, sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_tokens,
             first - sequence.arrived_at if first else None, now - sequence.arrived_at,
@@ -244,23 +202,23 @@ class EngineMetrics:
         # A sequence's last token is generated but never computed, so a sequence has one token more than were computed.
         step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
         if step_tokens:
-            self.iteration.observe(step_tokens)
-            self.generated.inc(generated)
+            self.histograms["iteration_tokens_total"].observe(step_tokens)
+            self.counters["generation_tokens"].inc(generated)
         if stats.speculation is not None:
             self._count_drafts(stats.speculation, before.speculation or SpeculationStats())
-        self.preemptions.inc(stats.preemptions - before.preemptions)
-        self.queries.inc(queries)
-        self.hits.inc(hits)
-        self.running.set(stats.num_running)
-        self.waiting.set(stats.num_waiting)
+        self.counters["num_preemptions"].inc(stats.preemptions - before.preemptions)
+        self.counters["prefix_cache_queries"].inc(queries)
+        self.counters["prefix_cache_hits"].inc(hits)
+        self.gauges["num_requests_running"].set(stats.num_running)
+        self.gauges["num_requests_waiting"].set(stats.num_waiting)
         self.waiting_for_capacity.set(stats.num_waiting)
-        self.kv_usage.set(stats.kv_cache_usage)
+        self.gauges["kv_cache_usage_perc"].set(stats.kv_cache_usage)
         self._before = stats
         self._throughput.step(stats, max(0, step_tokens - generated), generated, queries, hits)
 
     def _count_drafts(self, stats: SpeculationStats, before: SpeculationStats) -> None:
-        self.drafts.inc(stats.drafts - before.drafts)
-        self.draft_tokens.inc(stats.draft_tokens - before.draft_tokens)
-        self.accepted_tokens.inc(stats.accepted_tokens - before.accepted_tokens)
+        self.counters["spec_decode_num_drafts"].inc(stats.drafts - before.drafts)
+        self.counters["spec_decode_num_draft_tokens"].inc(stats.draft_tokens - before.draft_tokens)
+        self.counters["spec_decode_num_accepted_tokens"].inc(stats.accepted_tokens - before.accepted_tokens)
         for place, (after, earlier) in enumerate(zip_longest(stats.accepted_at, before.accepted_at, fillvalue=0)):
             self.accepted_at(position=str(place)).inc(after - earlier)
