@@ -2,48 +2,19 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from quire.loading.errors import WeightError
 from quire.loading.gguf import GgufFile, Stored
 
-_NAMES = {  # tensor names of Llama and of most other architectures
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{e}.gate_proj", "ffn_up_exps": "mlp.experts.{e}.up_proj",
-    "ffn_down_exps": "mlp.experts.{e}.down_proj", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}  # fmt: skip
-_FIELDS = {  # field of config.json: key of the metadata, without the architecture's name before it
-    "hidden_size": "embedding_length", "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
-    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length", "intermediate_size": "feed_forward_length", "rope_theta": "rope.freq_base",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
-    "sliding_window": "attention.sliding_window", "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-}  # fmt: skip
-_SANDWICH = {
-    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class _Family:
-    """How GGUF stores one architecture.
-
-    architecture: its name in config.json. names, fields: additions to _NAMES and _FIELDS. fixed: config fields that the
-    metadata leaves out. pairs: llama.cpp stores the two elements of a rotated pair as neighbors. norm_shift: the number
-    that llama.cpp's converter adds to norm weights.
-    """
+    """How GGUF stores one architecture: see gguf_models.toml."""
 
     architecture: str
     names: Mapping[str, str] = field(default_factory=dict)
@@ -53,36 +24,8 @@ class _Family:
     norm_shift: float = 0.0
 
 
-_MIXTRAL = {
-    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{e}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{e}.w3", "ffn_down_exps": "block_sparse_moe.experts.{e}.w2",
-}  # fmt: skip
-_GRANITE = {
-    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    "attention_multiplier": "attention.scale",
-}  # fmt: skip
-_GLM4 = {
-    "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-}  # fmt: skip
-_FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", pairs=True),
-    "llama with experts": _Family("MixtralForCausalLM", _MIXTRAL, {"num_local_experts": "expert_count"}, pairs=True),
-    "qwen2": _Family("Qwen2ForCausalLM"),
-    "qwen2moe": _Family("Qwen2MoeForCausalLM", fixed={"norm_topk_prob": False}),
-    "qwen3": _Family("Qwen3ForCausalLM"),
-    "qwen3moe": _Family("Qwen3MoeForCausalLM", fixed={"norm_topk_prob": True}),
-    "gemma": _Family("GemmaForCausalLM", norm_shift=1.0),
-    "gemma2": _Family("Gemma2ForCausalLM", _SANDWICH, norm_shift=1.0),
-    "gemma3": _Family("Gemma3ForCausalLM", _SANDWICH, norm_shift=1.0),
-    "phi3": _Family("Phi3ForCausalLM", {"ffn_up": "mlp.gate_up_proj"}),
-    "olmo2": _Family("Olmo2ForCausalLM", _SANDWICH),
-    "granite": _Family("GraniteForCausalLM", fields=_GRANITE, pairs=True),
-    "smollm3": _Family("SmolLM3ForCausalLM", pairs=True),
-    "command-r": _Family("CohereForCausalLM", fields={"logit_scale": "logit_scale"}),
-    "cohere2": _Family("Cohere2ForCausalLM", fields={"logit_scale": "logit_scale"}),
-    "glm4": _Family("Glm4ForCausalLM", _GLM4),
-}
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_FAMILIES = {name: _Family(**fields) for name, fields in _TABLES["families"].items()}
 
 
 def _family(gguf: GgufFile) -> tuple[str, _Family]:
@@ -97,7 +40,7 @@ def gguf_config(gguf: GgufFile) -> dict[str, Any]:
     """The fields of config.json, from the metadata. Raises ValueError for an architecture that is not supported."""
     arch, family = _family(gguf)
     read = {key.removeprefix(f"{arch}."): value for key, value in gguf.metadata.items() if key.startswith(f"{arch}.")}
-    fields = {**_FIELDS, **family.fields}
+    fields = {**_TABLES["fields"], **family.fields}
     config = {name: read[key] for name, key in fields.items() if key in read}
     for name, value in config.items():
         if isinstance(value, list):  # one value for each layer
@@ -177,7 +120,7 @@ def gguf_generation_config(gguf: GgufFile) -> dict[str, Any]:
 def gguf_tensors(gguf: GgufFile) -> dict[str, Stored]:
     """The file's tensors by their names in the Hugging Face layout."""
     arch, family = _family(gguf)
-    names = {**_NAMES, **family.names}
+    names = {**_TABLES["names"], **family.names}
     heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"} if family.pairs else {}
     found: dict[str, Stored] = {}
     for name, tensor in gguf.tensors.items():
