@@ -15,18 +15,13 @@ from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, bad_value, json_response
 from quire.server.fields import Positive, Strings
 from quire.server.generation import EventStream, Server
-from quire.server.protocol import Body, ChatRequest
+from quire.server.protocol import TABLES, Body, ChatRequest
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 
 
 class AnthropicRoute(StrictRoute):
-    names = {  # noqa: RUF012  (read only)
-        "stop": "stop_sequences",
-        "response_format": "output_config.format",
-        "reasoning_effort": "output_config.effort",
-        "thinking_token_budget": "thinking.budget_tokens",
-    }
+    names = TABLES["anthropic"]["names"]
 
 
 router = APIRouter(route_class=AnthropicRoute)

@@ -22,23 +22,12 @@ from quire.server.answering import Answering, FunctionCall
 from quire.server.errors import ApiError, json_response
 from quire.server.fields import Logprobs, Objects
 from quire.server.generation import Call, EventStream, Server
-from quire.server.protocol import Body, ChatRequest
+from quire.server.protocol import TABLES, Body, ChatRequest
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Reasoning
 
 OLLAMA_VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to find out what they may use
-# The options that Quire has, and their names in ChatRequest.
-_OPTIONS = {
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    **{name: name for name in "temperature top_k top_p min_p seed stop presence_penalty frequency_penalty".split()},
-}
-_REFUSED = {
-    "suffix": "is not supported: the models complete text, they do not fill gaps",
-    "template": "is not supported; --chat-template sets the template of the server",
-    "context": "is not supported; send the messages of the conversation to /api/chat",
-    "images": "is not supported by Quire yet",
-}
+_OPTIONS: dict[str, str] = TABLES["ollama"]["options"]  # and their names in ChatRequest
 
 
 class OllamaRoute(StrictRoute):
@@ -81,7 +70,8 @@ class Generation(NamedModel):
         return name
 
     def unsupported(self) -> tuple[str, str] | None:
-        return next(((name, why) for name, why in _REFUSED.items() if (self.model_extra or {}).get(name)), None)
+        given, refused = self.model_extra or {}, TABLES["ollama"]["refused"]
+        return next(((name, why) for name, why in refused.items() if given.get(name)), None)
 
     def unknown(self) -> list[str]:
         return [*super().unknown(), *(f"options.{name}" for name in self.options or () if name not in _OPTIONS)]

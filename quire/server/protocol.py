@@ -1,9 +1,11 @@
 """What requests may say: OpenAI's fields and vLLM's.
 
-Every field of vLLM's that could change the answer is built or refused with a 400 that names it. What is not listed is
-ignored, and logged once.
+Every field of vLLM's that could change the answer is built, or refused with a 400 that names it (fields.toml). What is
+listed nowhere is ignored, and logged once.
 """
 
+import tomllib
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -34,36 +36,12 @@ from quire.server.messages import Messages
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 
-NOT_YET = "is not supported by Quire yet"
-UNSUPPORTED = {
-    **dict.fromkeys(
-        """use_beam_search prompt_embeds logits_processors kv_transfer_params ec_transfer_params watermarking
-        return_weight_versions""".split(),
-        NOT_YET,
-    ),
-    "suffix": "is not supported: the models complete text, they do not fill gaps",
-}
-UNSUPPORTED_IN_CHAT = {
-    **UNSUPPORTED,
-    **dict.fromkeys("functions function_call audio modalities web_search_options".split(), NOT_YET),
-}
-# Values of these fields, besides null, false and what is empty, that ask for nothing.
-_NEUTRAL: dict[str, list[Any]] = {"thinking_token_budget": [-1], "modalities": [["text"]]}
-# Fields of vLLM that change nothing for a request that Quire takes, since they are about something else that it refuses
-# or does not have: beam search, images, rendering endpoints, several engines, back ends chosen by requests.
-WITHOUT_EFFECT = frozenset(
-    """length_penalty mm_processor_kwargs media_io_kwargs mm_payload return_mm_kwargs return_token_offsets
-    routed_experts_prompt_start session_id guided_decoding_backend""".split()
-)
-# The fields of earlier versions of vLLM that became fields of structured_outputs.
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "guided_whitespace_pattern": "whitespace_pattern",
-    "structural_tag": "structural_tag",
-}
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+UNSUPPORTED: dict[str, str] = TABLES["completions"]["refused"]
+UNSUPPORTED_IN_CHAT = UNSUPPORTED | TABLES["chat"]["refused"]
+WITHOUT_EFFECT = frozenset(TABLES["without_effect"].split())
+_NEUTRAL: dict[str, list[Any]] = TABLES["completions"]["neutral"]
+_GUIDED: dict[str, str] = TABLES["completions"]["structured_outputs"]
 
 
 class Body(BaseModel):

@@ -12,7 +12,7 @@ from quire.server.answering import Answer
 from quire.server.errors import ApiError
 from quire.server.fields import FunctionName, Positive, TemplateArguments
 from quire.server.messages import ContentPart, Message
-from quire.server.protocol import ChatRequest, Generation
+from quire.server.protocol import TABLES, ChatRequest, Generation
 from quire.server.routing import validated
 from quire.text.chat_template import TEXT_PARTS
 from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
@@ -111,28 +111,7 @@ class ReasoningOptions(_Object):
 
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
-_NOT_OF_RESPONSES = "is not a field of /v1/responses"
-UNSUPPORTED = {
-    **dict.fromkeys(
-        "conversation prompt previous_response previous_input_messages enable_response_messages".split(),
-        "is not supported by Quire",
-    ),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), f"{_NOT_OF_RESPONSES}; use max_output_tokens"),
-    "messages": f"{_NOT_OF_RESPONSES}; use input",
-}
-# Fields of OpenAI's that ask for nothing here: they are about tools, tiers and caches that Quire does not have.
-_WITHOUT_EFFECT = frozenset(
-    """max_tool_calls service_tier prompt_cache_key prompt_cache_retention prompt_cache_options
-    safety_identifier""".split()
-)
-# Fields of chats that are translated from others, and those others.
-_ORIGINS = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
+_FIELDS = TABLES["responses"]
 
 
 class ResponsesRequest(Generation):
@@ -163,15 +142,15 @@ class ResponsesRequest(Generation):
     def unsupported(self) -> tuple[str, str] | None:
         for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "response_format"):
             if getattr(self, name):
-                return name, _NOT_OF_RESPONSES
+                return name, "is not a field of /v1/responses"
         if (self.n or 1) > 1:
             return "n", "is 1 for /v1/responses"
         if self.background and self.store is False:
             return "background", "needs store, so that the response can be read later"
-        return self.refused(UNSUPPORTED)
+        return self.refused(_FIELDS["refused"])
 
     def unknown(self) -> list[str]:
-        return [name for name in super().unknown() if name not in _WITHOUT_EFFECT]
+        return [name for name in super().unknown() if name not in _FIELDS["without_effect"].split()]
 
     def drop_prompt(self) -> None:
         self.input = ""
@@ -220,9 +199,9 @@ class ResponsesRequest(Generation):
 
 def in_terms_of_responses(error: ApiError) -> ApiError:
     """The error of a translated request, with the name of the field from which the wrong one was translated."""
-    name = re.split(r"[.\[]", error.param or "")[0]
-    if name in _ORIGINS:
-        error.param, error.detail = _ORIGINS[name], error.detail.replace(name, _ORIGINS[name])
+    names, name = _FIELDS["names"], re.split(r"[.\[]", error.param or "")[0]
+    if name in names:
+        error.param, error.detail = names[name], error.detail.replace(name, names[name])
     return error
 
 

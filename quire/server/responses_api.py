@@ -29,7 +29,7 @@ REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a backgroun
 LOST_SECONDS = 60.0  # without such a sign, after which the response has failed
 
 T = TypeVar("T")
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 class ResponseStream(EventStream):
@@ -296,6 +296,7 @@ def _new_response(server: Server, body: ResponsesRequest, answering: Answering) 
     }
 
 
+@router.post("/v1/responses", responses=stream_answers(Item), response_model=None)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer the input, which may continue an earlier response."""
     request.app.state.server.accept(body)
@@ -417,9 +418,3 @@ async def list_input_items(
         "has_more": len(items) > begin + limit,
     }
     return json_response(listed)
-
-
-router.add_api_route(
-    "/v1/responses", create_response, methods=["POST"], responses=stream_answers(Item), response_model=None,
-    route_class_override=StrictRoute,
-)  # fmt: skip

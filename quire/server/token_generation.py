@@ -13,11 +13,10 @@ from quire.server.errors import ApiError, json_response
 from quire.server.fields import MAX_INT, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
 from quire.server.generation import Call, Chunks, EventStream
 from quire.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
-from quire.server.protocol import NOT_YET, UNSUPPORTED, Body, Generation
+from quire.server.protocol import TABLES, UNSUPPORTED, Body, Generation
 from quire.server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
-_REFUSED = {**UNSUPPORTED, **dict.fromkeys(("features", "content_parts"), NOT_YET)}
 
 
 class TokenSampling(Generation):
@@ -35,7 +34,7 @@ class TokenSampling(Generation):
         return None if field is None else f"sampling_params.{field}"
 
     def unsupported(self) -> tuple[str, str] | None:
-        return self.refused(_REFUSED)
+        return self.refused(UNSUPPORTED | TABLES["generate"]["refused"])
 
 
 class GenerateRequest(Body):
