@@ -3,6 +3,7 @@
 Tokens are spelled in GPT-2's alphabet, with one printable character per byte, as in tokenizer.json.
 """
 
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,58 +11,12 @@ from typing import Any
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DEEPSEEK_V3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
-)
-# The letters of DeepSeek-LLM: letters with case, except those of some scripts.
-_WITH_CASE = (
-    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
-    "\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001df1e]]"
-)
-
-
-def _gpt_4(numbers: str, mark: str = "") -> str:
-    """mark: the class of combining marks, for models that count them as part of a word."""
-    word, other = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}{mark}]+", rf" ?[^\s\p{{L}}{mark}\p{{N}}]+[\r\n]*"
-    return f"{_CONTRACTION}|{word}|{numbers}|{other}|{_SPACES}"
-
-
-def _gpt_4o(numbers: str, ending: str = "", excluded: str = "", line_ends: str = r"[\r\n/]*") -> str:
-    """A word ends before a capital that follows a small letter."""
-    capitals = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
-    smalls = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
-    first, second = (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{word}{ending}" for word in (f"{capitals}*{smalls}+", f"{capitals}+{smalls}*")
-    )
-    return rf"{first}|{second}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{line_ends}|{_SPACES}"
-
-
-# Expressions by the names that GGUF files use. Each one splits the pieces of the earlier ones further.
+_TABLE: dict[str, list[list[str]]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 SPLITS = {
-    name: splits
-    for names, splits in {
-        "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", "[0-9][0-9][0-9]"),
-        "gpt-2 phi-2 mpt olmo jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling": (_GPT_2,),
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": (r"\p{N}", _GPT_2),
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2": (_gpt_4(r"\p{N}{1,3}"),),
-        "dbrx smaug-bpe glm4 chatglm-bpe": (_gpt_4(r"\p{N}{1,3}"),),
-        "qwen2 deepseek-r1-qwen kormo stablelm2 hunyuan megrez solar-open grok-2": (_gpt_4(r"\p{N}"),),
-        "qwen35": (_gpt_4(r"\p{N}", r"\p{M}"),),
-        "tekken": (_gpt_4o(r"\p{N}"),),
-        "gpt-4o llama4 kanana2 minimax-m2": (_gpt_4o(r"\p{N}{1,3}", f"{_CONTRACTION}?"),),
-        "kimi-k2": (r"[\p{Han}]+|" + _gpt_4o(r"\p{N}{1,3}", f"{_CONTRACTION}?", r"&&[^\p{Han}]", r"[\r\n]*"),),
-        "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]"),
-        "deepseek-llm": (
-            r"[\r\n]", rf"\s?{_WITH_CASE}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}+",
-        ),
-        "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-        "deepseek-v3 hunyuan-dense joyai-llm": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3 + _SPACES),
-    }.items()
+    name: tuple("|".join(alternatives) for alternatives in expressions)
+    for names, expressions in _TABLE.items()
     for name in names.split()
-}  # fmt: skip
+}
 _COMPOSED = ("qwen2", "qwen35", "command-r", "mpt", "olmo")  # characters are composed first (NFC)
 
 
