@@ -1,24 +1,20 @@
 """Refuses JSON schemas with keywords that a back end would ignore."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.structured.references import Schema, UnsupportedError
+from quire.structured.references import KEYWORDS, Schema, UnsupportedError
 
 _ALONE = ("$ref", "anyOf", "enum", "const")  # keywords beside which these back ends ignore others
 
 
-def check_keywords(schema: Schema, keywords: Mapping[str, Sequence[str]], backend: str) -> None:
-    """Raises UnsupportedError unless a back end enforces every keyword of a rewritten schema.
-
-    keywords: those that it enforces beside each type.
-    """
+def check_keywords(schema: Schema, backend: str) -> None:
+    """Raises UnsupportedError unless a back end enforces every keyword of a rewritten schema."""
     if isinstance(schema, bool):
         raise UnsupportedError(f"the back end {backend} needs a schema with a type, not true or false")
     given = schema.keys() - {"$defs"}
     alone = [keyword for keyword in _ALONE if keyword in given]
     kind = schema.get("type")
-    known = {"type", *keywords.get(kind, ())} if isinstance(kind, str) else set()
+    known = {"type", *KEYWORDS[backend].get(kind, ())} if isinstance(kind, str) else set()
     if alone and given == {"type", alone[0]} and alone[0] in ("enum", "const"):
         values = schema.get("enum", [schema.get("const")])
         names = {"string": str, "boolean": bool, "null": type(None)}
@@ -41,4 +37,4 @@ def check_keywords(schema: Schema, keywords: Mapping[str, Sequence[str]], backen
     if extra is not False:
         parts.append(extra)
     for part in parts:
-        check_keywords(part, keywords, backend)
+        check_keywords(part, backend)

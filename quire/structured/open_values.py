@@ -12,15 +12,10 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from quire.structured.references import Schema, UnsupportedError
+from quire.structured.references import KEYWORDS, Schema, UnsupportedError
 from quire.structured.schema import TYPES, types_of
 
-_KEYWORDS = {
-    "object": {"properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems"},
-    "string": {"pattern", "format", "minLength", "maxLength"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
-}
+_LIMITS = {kind: set(keywords) for kind, keywords in KEYWORDS["limits"].items()}
 _MAX_STEPS = 2_000  # branches of all values, in all their combinations
 _LARGEST = 10**15  # readers of JSON keep numbers of 15 digits exactly
 _LARGEST_INTEGER = 10**18
@@ -106,13 +101,13 @@ class _Narrowing:
         limits: dict[str, Any] = {}
         is_open = kinds >= {"object", "array", "string"}
         if is_open:
-            kinds_said = {name for name in kinds if given & _KEYWORDS.get(name, set())}
+            kinds_said = {name for name in kinds if given & _LIMITS.get(name, set())}
             if not kinds_said:
                 return {**_ANY, "type": sorted(kinds)}
             limits["type"], kinds = sorted(kinds_said), kinds_said
-        if "object" in kinds and (is_open or given & _KEYWORDS["object"]):
+        if "object" in kinds and (is_open or given & _LIMITS["object"]):
             limits |= self._object(parts, given)
-        if "array" in kinds and (is_open or given & _KEYWORDS["array"]):
+        if "array" in kinds and (is_open or given & _LIMITS["array"]):
             limits |= self._array(parts, given)
         if "number" in kinds:
             limits |= _number(parts, given)
@@ -150,7 +145,7 @@ class _Narrowing:
 def _number(parts: list[Part], given: set[str]) -> dict[str, Any]:
     """Limits of a number: as many digits as readers of JSON keep. A number without any limits may have an exponent."""
     is_integer = any("integer" in part.get("type", ()) for part in parts)
-    if not is_integer and not given & _KEYWORDS["number"]:
+    if not is_integer and not given & _LIMITS["number"]:
         return {}
     largest = _LARGEST_INTEGER if is_integer else _LARGEST
     lower, upper = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}

@@ -14,14 +14,6 @@ from quire.structured.keywords import check_keywords
 from quire.structured.schema import rewritten
 from quire.structured.vocabulary import Vocabulary
 
-# The keywords that outlines-core enforces, by the type of documents. Its texts with a pattern may
-# contain quotes and control characters that are not escaped.
-_KEYWORDS = {
-    "object": ("properties", "required", "additionalProperties"),
-    "array": ("items", "minItems", "maxItems"),
-    "string": ("minLength", "maxLength"),
-}
-
 
 class OutlinesMatcher:
     """The state of one sequence in an automaton of outlines-core."""
@@ -89,7 +81,7 @@ class OutlinesBackend:
         if params.json is None:
             raise ValueError("the back end outlines has json, regex and choice; other kinds need the back end guidance")
         schema = rewritten(json.loads(str(params.json)), closed=self._closed or params.disable_additional_properties)
-        check_keywords(schema, _KEYWORDS, "outlines")
+        check_keywords(schema, "outlines")
         spaces = "" if self._compact or params.disable_any_whitespace else "[ ]?"
         try:
             pattern: str = build_regex_from_schema(

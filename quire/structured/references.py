@@ -1,22 +1,15 @@
 """References of a JSON schema ($ref, $dynamicRef, $id, $anchor), resolved to names of definitions."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 MAX_SCHEMAS = 5_000  # subschemas; a schema that a person writes has a few hundred at most
 MAX_DEPTH = 50  # levels of subschemas
 
-SINGLE = """additionalProperties contains else if items not propertyNames then unevaluatedItems
-    unevaluatedProperties""".split()
-LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-MAPS = ("dependentSchemas", "patternProperties", "properties")
-_DEFINITIONS = ("$defs", "definitions")
-_VALUES = """const dependentRequired enum exclusiveMaximum exclusiveMinimum format maxContains maxItems maxLength
-    maxProperties maximum minContains minItems minLength minProperties minimum multipleOf pattern required type
-    uniqueItems""".split()
-_COUNTS = """maxContains maxItems maxLength maxProperties minContains minItems minLength minProperties""".split()
-# Keywords that would change what is valid, of other drafts and of OpenAPI.
-_FOREIGN = ("$recursiveRef", "additionalItems", "dependencies", "discriminator", "extends", "nullable")
+KEYWORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("keywords.toml").read_text(encoding="utf-8"))
+_SINGLE, _LISTS, _MAPS, _COUNTS, _OTHER, _FOREIGN = (keywords.split() for keywords in KEYWORDS["kinds"].values())
 
 Schema = dict[str, Any] | bool
 
@@ -61,12 +54,12 @@ class References:
                 if keyword == "$dynamicAnchor":
                     self._dynamic.add(f"{base}#{anchor}")
         for keyword, value in schema.items():
-            if keyword in SINGLE:
+            if keyword in _SINGLE:
                 self._index(value, base, depth + 1)
-            elif keyword in LISTS and isinstance(value, list):
+            elif keyword in _LISTS and isinstance(value, list):
                 for item in value:
                     self._index(item, base, depth + 1)
-            elif (keyword in MAPS or keyword in _DEFINITIONS) and isinstance(value, dict):
+            elif (keyword in _MAPS or keyword in ("$defs", "definitions")) and isinstance(value, dict):
                 for item in value.values():
                     self._index(item, base, depth + 1)
 
@@ -87,13 +80,13 @@ class References:
         result: dict[str, Any] = {}
         references: list[Schema] = []
         for keyword, value in schema.items():
-            if keyword in SINGLE:
+            if keyword in _SINGLE:
                 result[keyword] = self._convert(value, base, scope, depth + 1)
-            elif keyword in LISTS:
+            elif keyword in _LISTS:
                 if not isinstance(value, list):
                     raise ValueError(f"{keyword} must be a list of schemas")
                 result[keyword] = [self._convert(item, base, scope, depth + 1) for item in value]
-            elif keyword in MAPS:
+            elif keyword in _MAPS:
                 if not isinstance(value, dict):
                     raise ValueError(f"{keyword} must be an object of schemas")
                 result[keyword] = {name: self._convert(item, base, scope, depth + 1) for name, item in value.items()}
@@ -101,7 +94,7 @@ class References:
                 references.append({"$ref": self._name(str(value), keyword, base, scope)})
             elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
                 result[keyword] = int(value)
-            elif keyword in _VALUES:
+            elif keyword in _COUNTS or keyword in _OTHER:
                 result[keyword] = value
             elif keyword in _FOREIGN:
                 raise UnsupportedError(f"the keyword {keyword!r} is not supported")

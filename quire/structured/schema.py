@@ -14,7 +14,7 @@ from itertools import combinations, product
 from typing import Any
 
 from quire.messages.errors import error_text
-from quire.structured.references import References, Schema, UnsupportedError
+from quire.structured.references import KEYWORDS, References, Schema, UnsupportedError
 
 TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAX_ALTERNATIVES = 64  # of the ways in which properties can be evaluated
@@ -22,39 +22,8 @@ _MAX_CONTAINED = 100
 _MAX_PROPERTIES = 400  # of an object; the parser keeps track of all that may follow
 _MAX_ALL = 8  # patterns that a text must match at once; their product is an automaton
 
-# Formats that JSON Schema defines, and that a stricter format or a pattern stands for. None: any text.
-_POINTER = r"(/([^/~\x00-\x1f]|~[01])*)*"
-_FORMATS: dict[str, dict[str, Any]] = {
-    "idn-email": {"format": "email"},
-    "idn-hostname": {"format": "hostname"},
-    "iri": {"format": "uri"},
-    "iri-reference": {"format": "uri"},
-    "uri-reference": {"format": "uri"},
-    "uri-template": {"format": "uri"},
-    "json-pointer": {"pattern": f"^{_POINTER}$"},
-    "relative-json-pointer": {"pattern": f"^(0|[1-9][0-9]{{0,3}})(#|{_POINTER})$"},
-    "regex": {"pattern": "^[A-Za-z0-9_ ]*$"},
-    "password": {},
-    "int32": {"minimum": -(2**31), "maximum": 2**31 - 1},
-    "int64": {"minimum": -(2**63), "maximum": 2**63 - 1},
-    "float": {},
-    "double": {},
-}
-_KNOWN = """type enum const required minProperties maxProperties minItems maxItems minLength maxLength pattern format
-    minimum maximum exclusiveMinimum exclusiveMaximum multipleOf""".split()
-# What makes a document of a type fail a keyword: the keyword of the opposite, and how much to add to the value.
-_OPPOSITES = {
-    "minimum": ("number", "exclusiveMaximum", 0),
-    "maximum": ("number", "exclusiveMinimum", 0),
-    "exclusiveMinimum": ("number", "maximum", 0),
-    "exclusiveMaximum": ("number", "minimum", 0),
-    "minLength": ("string", "maxLength", -1),
-    "maxLength": ("string", "minLength", 1),
-    "minItems": ("array", "maxItems", -1),
-    "maxItems": ("array", "minItems", 1),
-    "minProperties": ("object", "maxProperties", -1),
-    "maxProperties": ("object", "minProperties", 1),
-}
+_KNOWN = KEYWORDS["known"]["keywords"].split()
+_FORMATS: dict[str, dict[str, Any]] = KEYWORDS["formats"]
 
 
 def rewritten(schema: Schema, *, closed: bool = False) -> dict[str, Any]:
@@ -389,8 +358,8 @@ def _failures(schema: dict[str, Any]) -> Iterator[Schema]:
             yield {"type": [name for name in TYPES if name not in {*names, *numeric}]}
         elif keyword in ("const", "enum"):
             yield from _other_values([value] if keyword == "const" else value)
-        elif keyword in _OPPOSITES:
-            name, opposite, change = _OPPOSITES[keyword]
+        elif keyword in KEYWORDS["opposites"]:
+            name, opposite, change = KEYWORDS["opposites"][keyword]
             if value + change >= 0 or name == "number":
                 yield {"type": name, opposite: value + change}
         elif keyword == "required":

@@ -16,14 +16,6 @@ from quire.structured.schema import rewritten
 from quire.structured.vocabulary import Vocabulary
 from quire.system.limits import processors
 
-# The keywords that xgrammar enforces, by the type of the documents that they are about. Its texts with a pattern or a
-# limit of length may contain control characters, which JSON does not allow.
-_KEYWORDS = {
-    "object": ("properties", "required", "additionalProperties"),
-    "array": ("items", "prefixItems", "minItems", "maxItems"),
-    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-}
-
 
 class XgrammarMatcher:
     """The state of one sequence in a grammar of xgrammar."""
@@ -102,7 +94,7 @@ class XgrammarBackend:
     def _schema(self, schema: Schema, params: StructuredOutputsParams, checked: bool = True) -> Any:
         result = rewritten(schema, closed=self._closed or params.disable_additional_properties)
         if checked:
-            check_keywords(result, _KEYWORDS, "xgrammar")
+            check_keywords(result, "xgrammar")
         separators = (",", ":") if self._compact or params.disable_any_whitespace else (", ", ": ")
         return self._compiler.compile_json_schema(
             json.dumps(result), any_whitespace=False, separators=separators, strict_mode=False
