@@ -13,7 +13,7 @@ from quire.messages.errors import error_text
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.metrics.logging import logger
 from quire.structured.constraint import Constraint
-from quire.structured.grammar import Backend, Grammar, Matcher
+from quire.structured.grammar import Backend, Matcher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class _Compilation:
 
     def __init__(self, params: StructuredOutputsParams) -> None:
         self.params = params
-        self.grammar: Grammar | None = None
+        self.grammar: Matcher | None = None  # at the beginning of a text
         self.error: str | None = None
 
     @property
@@ -80,7 +80,7 @@ class GrammarGate:
             backend, eos_token_ids = self._load()
             # It may have left the cache in the meantime.
             grammar = self._compilation(params.structured_outputs).grammar or backend.compile(params.structured_outputs)
-            return Constraint(grammar.matcher(), request.thinking, eos_token_ids)
+            return Constraint(grammar.fork(), request.thinking, eos_token_ids)
         except KeyboardInterrupt:
             raise
         except BaseException as reason:  # a library's panic is no Exception

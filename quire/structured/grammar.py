@@ -30,18 +30,14 @@ class Matcher(Protocol):
         """Why the matcher cannot go on; None while it can."""
 
 
-class Grammar(Protocol):
-    """A compiled constraint. Requests with equal parameters share it."""
-
-    def matcher(self) -> Matcher:
-        """The state at the beginning of a text."""
-
-
 class Backend(Protocol):
     """A library for one tokenizer. Its methods may be called from any thread."""
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Raises ValueError with the reason if the constraint is wrong, too large, or not supported."""
+    def compile(self, params: StructuredOutputsParams) -> Matcher:
+        """The state at the beginning of a text. Requests with equal parameters share it, and each works with a fork.
+
+        Raises ValueError with the reason if the constraint is wrong, too large, or not supported.
+        """
 
     def fill(self, matchers: Sequence[Matcher], bits: "np.ndarray") -> None:
         """Write which tokens may follow, for each matcher one row of bits: int32 [matchers, ceil(vocab_size / 32)]."""

@@ -38,6 +38,7 @@ class GuidanceMatcher:
         return self.state.compute_ff_tokens()
 
     def fork(self) -> "GuidanceMatcher":
+        """The copy also has the states of the lexer that were visited, such as by the trial."""
         return GuidanceMatcher(self.state.deep_copy())
 
     @property
@@ -49,15 +50,6 @@ class GuidanceMatcher:
         return _reason(self.state.get_error()) if self.state.is_error() else None
 
 
-class GuidanceGrammar:
-    def __init__(self, prototype: LLMatcher) -> None:
-        self._prototype = prototype
-
-    def matcher(self) -> GuidanceMatcher:
-        """A copy also has the states of the lexer that the trial has visited."""
-        return GuidanceMatcher(self._prototype.deep_copy())
-
-
 class GuidanceBackend:
     def __init__(
         self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
@@ -66,7 +58,7 @@ class GuidanceBackend:
         self._tokenizer = LLTokenizer(vocabulary, vocabulary.vocab_size, vocabulary.eos_token_ids)  # type: ignore[arg-type]
         self._executor = LLExecutor(processors())
 
-    def compile(self, params: StructuredOutputsParams) -> GuidanceGrammar:
+    def compile(self, params: StructuredOutputsParams) -> GuidanceMatcher:
         """Raises ValueError. A schema that no document matches once it is narrowed is taken as it is."""
         try:
             return self._compiled(params, narrowed)
@@ -84,10 +76,10 @@ class GuidanceBackend:
         states = [(matcher.state, row) for row, matcher in enumerate(matchers)]
         self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, words * 4, count)
 
-    def _compiled(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> GuidanceGrammar:
+    def _compiled(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> GuidanceMatcher:
         matcher = LLMatcher(self._tokenizer, self._source(params, narrow), log_level=0, limits=_LIMITS)
         _try(matcher)
-        return GuidanceGrammar(matcher)
+        return GuidanceMatcher(matcher)
 
     def _source(self, params: StructuredOutputsParams, narrow: Callable[[dict[str, Any]], Schema]) -> str:
         """The constraint in llguidance's own language. Raises ValueError."""

@@ -41,14 +41,6 @@ class OutlinesMatcher:
         return OutlinesMatcher(self._index, self._token_ids)
 
 
-class OutlinesGrammar:
-    def __init__(self, index: outlines_core.Index) -> None:
-        self._index = index
-
-    def matcher(self) -> OutlinesMatcher:
-        return OutlinesMatcher(self._index)
-
-
 class OutlinesBackend:
     def __init__(
         self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
@@ -61,10 +53,10 @@ class OutlinesBackend:
                 ids.setdefault(token, []).append(token_id)
         self._vocabulary = outlines_core.Vocabulary(vocabulary.eos_token_id, ids)
 
-    def compile(self, params: StructuredOutputsParams) -> OutlinesGrammar:
+    def compile(self, params: StructuredOutputsParams) -> OutlinesMatcher:
         pattern = self._pattern(params)
         try:
-            return OutlinesGrammar(outlines_core.Index(pattern, self._vocabulary))
+            return OutlinesMatcher(outlines_core.Index(pattern, self._vocabulary))
         except Exception as error:  # the library raises Exception itself
             raise ValueError(error_text(error)[:500]) from error
 

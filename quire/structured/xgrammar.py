@@ -44,15 +44,6 @@ class XgrammarMatcher:
         return bool(self.state.is_terminated())
 
 
-class XgrammarGrammar:
-    def __init__(self, grammar: Any, vocabulary: Vocabulary) -> None:
-        self._grammar, self._vocabulary = grammar, vocabulary
-
-    def matcher(self) -> XgrammarMatcher:
-        state = xgrammar.GrammarMatcher(self._grammar, override_stop_tokens=self._vocabulary.eos_token_ids)
-        return XgrammarMatcher(state, self._vocabulary)
-
-
 class XgrammarBackend:
     def __init__(
         self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
@@ -67,9 +58,11 @@ class XgrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=processors())
 
-    def compile(self, params: StructuredOutputsParams) -> XgrammarGrammar:
+    def compile(self, params: StructuredOutputsParams) -> XgrammarMatcher:
         try:
-            return XgrammarGrammar(self._compile(params), self._vocabulary)
+            stop_tokens = self._vocabulary.eos_token_ids
+            state = xgrammar.GrammarMatcher(self._compile(params), override_stop_tokens=stop_tokens)
+            return XgrammarMatcher(state, self._vocabulary)
         except RuntimeError as error:
             raise ValueError(error_text(error)[:500]) from error
 

@@ -60,7 +60,7 @@ def backend(request, tokenizer):
 
 def text_of(backend, tokenizer, params: StructuredOutputsParams, seed: int) -> str | None:
     chance = random.Random(seed)
-    constraint, output = Constraint(backend.compile(params).matcher(), None, [EOS]), []
+    constraint, output = Constraint(backend.compile(params), None, [EOS]), []
     while len(output) < 120:
         bits = np.full((1, -(-(tokenizer.vocab_size + 40) // 32)), -1, np.int32)
         backend.fill([constraint.matcher], bits)

@@ -20,7 +20,7 @@ class Word:
     def __init__(self, word: str) -> None:
         self.word = word
 
-    def matcher(self) -> "Word":
+    def fork(self) -> "Word":
         if self.word == "fragile":
             raise BaseException("the library is broken")
         return Word(self.word)

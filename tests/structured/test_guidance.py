@@ -39,7 +39,7 @@ def allowed(backend, matcher, vocab_size: int) -> np.ndarray:
 def text_of(backend, tokenizer, params: StructuredOutputsParams, seed: int, length: int = 200) -> str | None:
     """A text of uniformly drawn tokens under the masks; None if it did not end within `length` tokens."""
     chance, vocab_size = random.Random(seed), tokenizer.vocab_size + 40
-    constraint = Constraint(backend.compile(params).matcher(), None, [EOS, 0])
+    constraint = Constraint(backend.compile(params), None, [EOS, 0])
     output: list[int] = []
     while len(output) < length:
         choices = allowed(backend, constraint.matcher, vocab_size)
@@ -100,7 +100,7 @@ def test_texts_that_end_match_the_constraint(backend, tokenizer, params, holds):
 
 
 def accepts(backend, tokenizer, params: StructuredOutputsParams, text: str) -> bool:
-    matcher = backend.compile(params).matcher()
+    matcher = backend.compile(params)
     return all(map(matcher.accept, tokenizer.encode(text, add_special_tokens=False))) and matcher.accept(EOS)
 
 
@@ -221,7 +221,7 @@ def test_a_model_without_end_of_sequence_is_refused(tokenizer):
 
 
 def test_ids_without_a_token_are_never_allowed_and_several_tokens_may_end_a_text(backend, tokenizer):
-    matcher = backend.compile(StructuredOutputsParams(regex="(.|\\n)*")).matcher()
+    matcher = backend.compile(StructuredOutputsParams(regex="(.|\\n)*"))
     choices = allowed(backend, matcher, tokenizer.vocab_size + 40)
     assert choices.max() < tokenizer.vocab_size
     assert {0, EOS} <= set(choices.tolist())
@@ -230,7 +230,7 @@ def test_ids_without_a_token_are_never_allowed_and_several_tokens_may_end_a_text
 
 def test_forced_tokens_are_those_that_the_tokenizer_writes(backend, tokenizer):
     schema = {"const": {"a long name of a property": ["and", "its", "value"], "<|im_start|>": 12345}}
-    matcher = backend.compile(StructuredOutputsParams(json=schema)).matcher()
+    matcher = backend.compile(StructuredOutputsParams(json=schema))
     forced: list[int] = []
     while not matcher.is_finished:
         tokens = matcher.forced()
@@ -246,9 +246,9 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(backend, tokenizer):
 def test_a_replayed_text_is_in_the_same_state(backend, tokenizer):
     grammar = backend.compile(StructuredOutputsParams(json=PERSON))
     tokens = tokenizer.encode('{"name": "Ann", "age": 7}', add_special_tokens=False)
-    constraint = Constraint(grammar.matcher(), None, [EOS])
+    constraint = Constraint(grammar.fork(), None, [EOS])
     for count, token in enumerate(tokens):
-        replayed = Constraint(grammar.matcher(), None, [EOS])
+        replayed = Constraint(grammar.fork(), None, [EOS])
         for earlier in tokens[:count]:
             replayed.advance(earlier)
         assert list(replayed.forced()) == list(constraint.forced())

@@ -24,7 +24,7 @@ def is_allowed():
     backend = GuidanceBackend(Vocabulary(tokenizer, tokenizer.vocab_size, [EOS]))
 
     def answer(schema: dict | bool, text: str) -> bool:
-        matcher = backend.compile(StructuredOutputsParams(json=json.dumps(schema))).matcher()
+        matcher = backend.compile(StructuredOutputsParams(json=json.dumps(schema)))
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return all(map(matcher.accept, tokens)) and matcher.state.is_accepting()
 

@@ -46,7 +46,7 @@ def test_three_quarters_of_the_suite_are_accepted(cases, accepted):
 
 def random_text(grammar, tokenizer, start: str, chance: random.Random) -> str | None:
     """A text of random tokens that begins with `start` if the grammar allows it; None if it does not end."""
-    matcher, output = grammar.matcher(), []
+    matcher, output = grammar.fork(), []
     likely = [token for character in LIKELY for token in tokenizer.encode(character, add_special_tokens=False)]
     for token in tokenizer.encode(start, add_special_tokens=False):
         if matcher.state.validate_tokens([token]) == 0:

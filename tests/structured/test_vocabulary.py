@@ -34,7 +34,7 @@ def test_tokens_of_a_text_spell_it_wherever_it_stands(tokenizer, text):
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_only_text_of_a_grammar_is_forced_and_accepted(tokenizer, text):
     vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size + 7, [end(tokenizer)])
-    matcher = GuidanceBackend(vocabulary).compile(StructuredOutputsParams(choice=[text])).matcher()
+    matcher = GuidanceBackend(vocabulary).compile(StructuredOutputsParams(choice=[text]))
     tokens: list[int] = []
     while forced := matcher.forced():
         assert all(map(matcher.accept, forced))

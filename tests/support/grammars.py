@@ -93,15 +93,6 @@ class PanickingMatcher(AutomatonMatcher):
 BROKEN = [BrokenMatcher, RaisingMatcher, PanickingMatcher]
 
 
-class AutomatonGrammar:
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def matcher(self) -> AutomatonMatcher:
-        kind = AutomatonMatcher if self.seed >= 0 else BROKEN[(-1 - self.seed) // 100]
-        return kind(automaton(self.seed))
-
-
 class AutomatonBackend:
     """The text of a grammar is the seed of an automaton: negative for one that breaks; see BROKEN."""
 
@@ -110,11 +101,13 @@ class AutomatonBackend:
         self.may_compile = Event()
         self.may_compile.set()
 
-    def compile(self, params: StructuredOutputsParams) -> AutomatonGrammar:
+    def compile(self, params: StructuredOutputsParams) -> AutomatonMatcher:
         self.may_compile.wait()
         if params.grammar == "bad":
             raise ValueError("the grammar has no end")
-        return AutomatonGrammar(int(params.grammar or 0))
+        seed = int(params.grammar or 0)
+        kind = AutomatonMatcher if seed >= 0 else BROKEN[(-1 - seed) // 100]
+        return kind(automaton(seed))
 
     def fill(self, matchers: Sequence[Any], bits: np.ndarray) -> None:
         self.num_filled += len(matchers)
