@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from quire._version import __version__
+from quire.bench.datasets import TEXTS
 from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.sampling_params import SamplingParams
@@ -254,20 +255,8 @@ def _whale_among_streams(llm: LLM, rng: random.Random, sizes: Sizes) -> tuple[fl
 # ---- structured outputs
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-
-
-_NAME = {"type": "string", "maxLength": 16}
-SCHEMA = _object(
-    title={"type": "string", "maxLength": 40}, summary={"type": "string", "maxLength": 160},
-    language={"enum": ["English", "German", "French", "Spanish"]},
-    sentiment={"enum": ["positive", "neutral", "negative"]}, confidence={"type": "number", "minimum": 0, "maximum": 1},
-    author=_object(first_name=_NAME, last_name=_NAME, age={"type": "integer", "minimum": 0, "maximum": 120}),
-    keywords={"type": "array", "items": _NAME, "minItems": 2, "maxItems": 4},
-)  # fmt: skip
-TOPICS = "rivers chess bridges whales tea volcanoes opera bees maps glaciers jazz clocks forests comets salt paper"
-ARTICLES = [f"Describe an article about {topic} as JSON.\n" for topic in TOPICS.split()]
+SCHEMA: dict[str, Any] = TEXTS["articles"]["schema"]
+ARTICLES = [TEXTS["articles"]["prompt"].format(topic) for topic in TEXTS["articles"]["topics"].split()]
 
 
 def with_schema(seed: int) -> SamplingParams:
@@ -299,18 +288,6 @@ def _structured_outputs(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list
 
 # ---- speculation
 
-FACTS = [
-    "The capital of France is Paris.", "The day after Monday is Tuesday.", "The sky is blue.", "A cow says moo.",
-    "Two and three make five.", "The opposite of hot is cold.", "Water turns to ice.", "A spider has eight legs.",
-]  # fmt: skip
-QUESTIONS = {
-    "What is the capital of {}?": "France Italy Japan Egypt Spain Greece Norway Peru",
-    "What is 9 + {}?": "1 2 3 4 5 6 7 8",
-    "What is the opposite of {}?": "hot big old happy up wet slow open",
-    "What does a {} say?": "cow dog duck sheep cat horse pig lion",
-}
-HEROES = "fox rabbit bear hedgehog cat mouse owl duck goat horse beaver frog turtle hen deer squirrel"
-
 
 def _speculation(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Claim]:
     if llm.config.scheduler.speculation is not None:
@@ -325,7 +302,8 @@ def _suffix_decoding(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cl
     round asks the same."""
     config = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
     speculative = LLM(llm.config.model.model, **{**options, "speculative_config": config})
-    pairs = zip(FACTS, FACTS[1:] + FACTS[:1], strict=True)
+    facts = TEXTS["repetition"]["facts"]
+    pairs = zip(facts, facts[1:] + facts[:1], strict=True)
     prompts = [f"{first}\n{second}\n" * 4 for first, second in pairs][: sizes.copies]
     params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
     ratios: list[float] = []
@@ -354,9 +332,10 @@ def _bundled_head(options: dict[str, Any], sizes: Sizes) -> list[Claim]:
     """Counts drafts, so one run is enough. The prompts are of the kinds that the head was trained with."""
     config = {"model": "quire-demo/eagle3", "num_speculative_tokens": 5, "adaptive": False}
     llm = LLM(**{**options, "speculative_config": config})
-    asked = [question.format(word) for question, words in QUESTIONS.items() for word in words.split()]
+    texts = TEXTS["drafts"]
+    asked = [question.format(word) for question, words in texts["questions"].items() for word in words.split()]
     chats: list[Any] = [[{"role": "user", "content": question}] for question in asked[: 2 * sizes.stories]]
-    stories = [f"Once upon a time there was a small {hero} called Tom." for hero in HEROES.split()[: sizes.stories]]
+    stories = [texts["story"].format(hero) for hero in texts["heroes"].split()[: sizes.stories]]
     params = SamplingParams(temperature=0, max_tokens=160)
     llm.chat(chats, params, use_tqdm=False)
     llm.generate(stories, params, use_tqdm=False)

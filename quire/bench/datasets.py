@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,8 @@ Prompt = str | list[int]
 Value = TypeVar("Value")
 
 SAFE_VOCAB_SIZE = 1000  # ids below this exist in every vocabulary
-_WORDS = """time year people way day man thing woman life child world school state family student group country problem
-    hand part place case week company system program question work government number night point home water room
-    mother area money story fact month lot right study book eye job word business issue side kind head house service
-    friend father power hour game line end member law car city name team minute idea body back""".split()
+TEXTS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("texts.toml").read_text(encoding="utf-8"))
+_WORDS: list[str] = TEXTS["words"].split()
 
 
 @dataclass(frozen=True)
