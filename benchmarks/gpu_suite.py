@@ -11,7 +11,7 @@ At the end come a table and gpu-suite.png. docs/gpu.md says what to do with them
 Needs torch, triton, numpy, safetensors, tokenizers, transformers, huggingface_hub, jinja2 and msgspec. A picture needs
 matplotlib; `--draw gpu-suite.json` makes it later. To try changes of this file without a GPU: `--small` runs everything
 in small on a CPU, and `--stand-in sm_90` runs it with fewer tokens on a GPU that computes nothing
-(quire/gpu/stand_in.py).
+(benchmarks/gpu/tracing.py).
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ def _stand_in(target: str | None) -> Any:
     from unittest import mock
 
     from benchmarks.gpu.profiler import stand_in_profiler
+    from benchmarks.gpu.tracing import stand_in
     from quire.gpu.cards import CARDS
-    from quire.gpu.stand_in import stand_in
 
     warnings.simplefilter("ignore")
     with stand_in(CARDS[target]) as device, stand_in_profiler(device):

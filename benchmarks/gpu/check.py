@@ -34,8 +34,8 @@ from typing import Any
 
 from benchmarks.gpu.cases import Case, all_cases
 from benchmarks.gpu.report import failures, write_report
+from benchmarks.gpu.tracing import TracedStandIn, stand_in
 from quire.gpu.cards import CARDS
-from quire.gpu.stand_in import StandIn, stand_in
 from quire.options.declaration import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def save(path: Path, results: Iterable[Result]) -> None:
 # ---- one case, in a process of its own
 
 
-def run_case(case: Case, device: StandIn) -> Result:
+def run_case(case: Case, device: TracedStandIn) -> Result:
     """What became of the case. state: done, refused (a ValueError at start, such as ConfigError), or crashed."""
     from benchmarks.gpu.engine import serve, start
     from benchmarks.gpu.rules import judged

@@ -85,7 +85,7 @@ class Traced:
 def trace(cards: list[str]) -> dict[str, dict[str, Any]]:
     """What all figures launch on each of some cards of the same capability, and how many kernels the start of an engine
     compiles. The process must not have imported the engine."""
-    from quire.gpu.stand_in import stand_in
+    from benchmarks.gpu.tracing import stand_in
 
     warnings.simplefilter("ignore")
     found: dict[str, dict[str, Any]] = {card: {} for card in cards}

@@ -1,4 +1,4 @@
-"""The work of a launch that was traced on the stand-in device (quire/gpu/stand_in.py), for the time model.
+"""The work of a launch that was traced on the stand-in device (tracing.py), for the time model.
 
 Triton's kernels: the machine code says which instructions a program executes, and how many programs fit a processor.
 Operations of torch run kernels of libraries, of which there is no machine code: products are taken for good ones, with
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.machine_code import Loop, MachineCode, read
 from benchmarks.gpu.model import WARP, Work, estimate, resident_programs
 from benchmarks.gpu.rates import SMALL_PRODUCT_SHARE, Rates
-from quire.gpu.stand_in import Launch
+from benchmarks.gpu.tracing import Launch
 
 CHUNK = 4096  # bytes that a program of a simple kernel of torch moves
 STAGE = 64  # inputs of a product that a stage of its pipeline holds

@@ -1,4 +1,4 @@
-"""torch.profiler on the stand-in for a GPU (quire/gpu/stand_in.py)."""
+"""torch.profiler on the stand-in for a GPU (tracing.py)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 
-from quire.gpu.stand_in import StandIn
+from benchmarks.gpu.tracing import TracedStandIn
 
 
-def stand_in_profiler(device: StandIn) -> Any:
+def stand_in_profiler(device: TracedStandIn) -> Any:
     """A context in which torch.profiler.profile sees what is launched on the device."""
     return mock.patch.object(torch.profiler, "profile", partial(Profiler, device))
 
@@ -21,7 +21,7 @@ class Profiler:
     """torch.profiler.profile for the stand-in. A launch of a Triton kernel or of a matrix product of torch is an
     event of the device, and takes 1 us."""
 
-    def __init__(self, device: StandIn, **options: Any) -> None:
+    def __init__(self, device: TracedStandIn, **options: Any) -> None:
         self._traced = device.traced()
 
     def __enter__(self) -> Profiler:

@@ -158,7 +158,7 @@ def compile_for_gpu(
                 )
     logger.info(
         "%s: %d kernels, of which %d were compiled and the others were in the cache, in %.0f s; %s holds %s",
-        target, len(device.compilations), len(device.cache_misses), time.perf_counter() - started,
+        target, device.num_loaded, len(device.cache_misses), time.perf_counter() - started,
         triton.knobs.cache.dir, _size(_bytes_below(Path(triton.knobs.cache.dir))),
     )  # fmt: skip
 

@@ -29,43 +29,32 @@ _BASE = 2**40  # the address at which every allocation of the stand-in begins, a
 
 
 @dataclass
-class Launch:
-    """Work that the engine gave to the device. arguments: the tensors and numbers; tensors are of the stand-in.
-
-    kernel: Triton's compiled kernel with its machine code, or None if `name` is an operation of torch.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    grid: tuple[int, ...] = ()
-    kernel: Any = None
-    result: Any = None
-
-
-@dataclass
 class StandIn:
     """What happened on the device so far.
 
-    compilations: one line for each kernel that Triton compiled or read from its cache. cache_misses: the names of those
-    that Triton had to compile. kernels: those that were launched, by hash. waits: how often the host waited for a
-    value. launches: filled while `traced` is entered.
+    num_loaded: kernels that Triton compiled or read from its cache. cache_misses: the names of those that it had to
+    compile. kernels: those that were launched, by hash. waits: how often the host waited for a value.
     """
 
     card: Card
-    compilations: list[str] = field(default_factory=list)
+    num_loaded: int = 0
     cache_misses: list[str] = field(default_factory=list)
     kernels: dict[str, Any] = field(default_factory=dict)
     waits: int = 0
-    launches: list[Launch] | None = None
 
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[list[Launch]]:
-        """Record the launches of this block."""
-        before, self.launches = self.launches, []
-        try:
-            yield self.launches
-        finally:
-            self.launches = before
+    @property
+    def graph(self) -> type:
+        """The class of the device's graphs."""
+        return _Graph
+
+    def launched(
+        self, name: str, arguments: dict[str, Any], grid: tuple[int, ...] = (), kernel: Any = None, result: Any = None
+    ) -> None:
+        """Called for work that the engine gave to the device.
+
+        arguments: the tensors and numbers; tensors are of the stand-in. kernel: Triton's compiled kernel with its
+        machine code, or None if `name` is an operation of torch.
+        """
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,8 +100,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, kwargs = aten.empty_like.default, {"dtype": kwargs.get("dtype"), "device": target}
         with self.shapes:
             result = func(*args, **kwargs)
-        if self.device.launches is not None and func.namespace == "aten":
-            self.device.launches.append(Launch(str(func), {"args": args, **kwargs}, result=result))
+        if func.namespace == "aten":
+            self.device.launched(str(func), {"args": args, **kwargs}, result=result)
         return result
 
 
@@ -147,67 +136,36 @@ class _Driver:
         return torch.device("cuda", 0)
 
 
-def _specialization(function: Any, compilation: Any) -> str:
-    """A kernel and what it is compiled for: types of arguments ("*bf16 % 16" is an aligned pointer) and constants."""
-    aligned = {path[0] for path, value in compilation["configs"][0].items() if value}
-    constants = {path[0]: value for path, value in compilation["constants"].items()}
-    arguments = [
-        f"{name}={constants[place]!r}" if place in constants else f"{name}: {kind}{' % 16' * (place in aligned)}"
-        for place, (name, kind) in enumerate(compilation["signature"].items())
-    ]
-    return f"{function.name}[num_warps={compilation['num_warps']}]({', '.join(arguments)})"
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What is left of an effect that only a GPU has."""
 
 
-class _Event:
-    """An event of a device that is always done."""
-
+class _Idle:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record(self, stream: Any = None) -> None:
-        pass
+
+class _Event(_Idle):
+    """An event of a device that is always done."""
+
+    record = synchronize = wait = _nothing
 
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
 
     def elapsed_time(self, end: Any) -> float:
         return 1.0  # milliseconds
 
 
 class _Stream(_Event):
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    wait_stream = wait_event = _nothing
 
     def record_event(self, event: Any = None) -> _Event:
         return event or _Event()
 
 
-class _Graph:
-    """Remembers the launches that it captures. A replay adds them to the device's launches."""
-
-    _device: StandIn  # of a subclass
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._launches: list[Launch] = []
-
-    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._before, self._device.launches = self._device.launches, self._launches
-
-    def capture_end(self) -> None:
-        self._device.launches = self._before
-
-    def replay(self) -> None:
-        if self._device.launches is not None:
-            self._device.launches += self._launches
+class _Graph(_Idle):
+    capture_begin = capture_end = replay = _nothing
 
 
 class _Generator(torch.Generator):
@@ -228,21 +186,18 @@ def _torch_cuda(device: StandIn, count: int) -> dict[str, Any]:
         gcnArchName=card.capability if card.backend == "hip" else "",
     )  # fmt: skip
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
     def zero(*args: Any, **kwargs: Any) -> int:
         return 0
 
     return {
-        "_lazy_init": nothing, "init": nothing, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: count, "current_device": zero, "set_device": nothing, "synchronize": nothing,
-        "empty_cache": nothing, "ipc_collect": nothing, "_sleep": nothing, "set_sync_debug_mode": nothing,
+        "_lazy_init": _nothing, "init": _nothing, "is_available": lambda: True, "is_initialized": lambda: True,
+        "device_count": lambda: count, "current_device": zero, "set_device": _nothing, "synchronize": _nothing,
+        "empty_cache": _nothing, "ipc_collect": _nothing, "_sleep": _nothing, "set_sync_debug_mode": _nothing,
         "get_device_name": lambda *_: card.name, "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: (major, minor), "is_bf16_supported": lambda *_: True,
         "mem_get_info": lambda *_: (card.memory, card.memory), "memory_allocated": zero, "memory_reserved": zero,
-        "max_memory_allocated": zero, "reset_peak_memory_stats": nothing, "graph_pool_handle": lambda: (0, 0),
-        "Event": _Event, "Stream": _Stream, "CUDAGraph": type("_Graph", (_Graph,), {"_device": device}),
+        "max_memory_allocated": zero, "reset_peak_memory_stats": _nothing, "graph_pool_handle": lambda: (0, 0),
+        "Event": _Event, "Stream": _Stream, "CUDAGraph": device.graph,
         "current_stream": lambda *_: _Stream(), "stream": lambda *_: contextlib.nullcontext(),
     }  # fmt: skip
 
@@ -258,8 +213,7 @@ def _collectives(device: StandIn) -> dict[str, Any]:
             is_ours = any(isinstance(x, FakeTensor) for x in tree_flatten(args)[0])
             if torch.distributed.is_initialized() and not is_ours:
                 return collective(*args, **kwargs)
-            if device.launches is not None:
-                device.launches.append(Launch(name, {"args": args, **kwargs}))
+            device.launched(name, {"args": args, **kwargs})
             return None
 
         return run
@@ -286,28 +240,25 @@ def _allow_device_type() -> None:
 
 
 @contextlib.contextmanager
-def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
+def stand_in(card: Card, count: int = 1, device: StandIn | None = None) -> Iterator[StandIn]:
     """Within this block, torch finds `count` GPUs of the kind `card`, as devices cuda:0 and so on. This holds for this
-    thread and for threads that are started within the block."""
+    thread and for threads that are started within the block. device: told of what happens; a new one if None."""
     import triton
     from triton.runtime.jit import JITFunction
 
-    device, run = StandIn(card), JITFunction.run
+    device, run = device or StandIn(card), JITFunction.run
     operations = _Operations(device)  # made first: it imports parts of torch that look at torch.cuda
 
     def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         pointers = [_Pointer(x) if isinstance(x, Tensor) else x for x in args]
         compiled = run(kernel, *pointers, grid=grid, warmup=True, **options)
         device.kernels[compiled.hash] = compiled
-        if device.launches is not None:
-            names = dict(zip(kernel.arg_names, args, strict=False)) | options
-            device.launches.append(Launch(kernel.__name__, names, tuple(grid), compiled))
+        names = dict(zip(kernel.arg_names, args, strict=False)) | options
+        device.launched(kernel.__name__, names, tuple(grid), compiled)
         return compiled
 
-    def compiled(*, fn: Any, compile: Any, **_: Any) -> None:
-        device.compilations.append(_specialization(fn, compile))
-
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        device.num_loaded += 1
         if not cache_hit:
             device.cache_misses.append(src.name)
 
@@ -332,7 +283,6 @@ def stand_in(card: Card, count: int = 1) -> Iterator[StandIn]:
         stack.enter_context(mock.patch.object(JITFunction, "run", launch))
         stack.callback(triton.runtime.driver.set_active, triton.runtime.driver._active)
         triton.runtime.driver.set_active(_Driver(card))
-        stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_post_compile_hook", compiled))
         stack.enter_context(mock.patch.object(triton.knobs.compilation, "listener", listen))
         stack.enter_context(operations)
         yield device

@@ -15,15 +15,15 @@ import sys
 import warnings
 sys.path += {folders!r}
 warnings.simplefilter("ignore")
+from benchmarks.gpu.tracing import stand_in
 from quire.gpu.cards import CARDS
-from quire.gpu.stand_in import stand_in
 with stand_in(CARDS[{card!r}]) as device:
 {code}
 """
 
 
 def run_on_stand_in(code: str, card: str = "sm_90", timeout: float = 600, **variables: str) -> str:
-    """What the code prints. In it, `device` is the StandIn. Triton's interpreter is off.
+    """What the code prints. In it, `device` is the TracedStandIn. Triton's interpreter is off.
 
     variables: of its environment.
     """

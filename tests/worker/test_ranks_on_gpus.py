@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from quire.parallel.mesh import open_meeting
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
+sys.path.append(sys.argv.pop())
+from benchmarks.gpu.tracing import stand_in
 from quire.gpu.cards import CARDS
-from quire.gpu.stand_in import stand_in
 rank, port, count = map(int, sys.argv[1:])
 with stand_in(CARDS["sm_90"], count):
     from quire.config import EngineConfig
@@ -45,8 +47,8 @@ def two_ranks(gpus: int) -> list[list[Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(store.port), str(gpus)], stdout=subprocess.PIPE, text=True,
-            env={"GLOO_SOCKET_IFNAME": "lo", **environment},
+            [sys.executable, "-c", PROGRAM, str(rank), str(store.port), str(gpus), str(Path(__file__).parents[2])],
+            stdout=subprocess.PIPE, text=True, env={"GLOO_SOCKET_IFNAME": "lo", **environment},
         )
         for rank in range(2)
     ]  # fmt: skip

@@ -1,0 +1,94 @@
+"""The stand-in for a GPU (quire/gpu/stand_in.py), with a record of what the engine launches and compiles."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from quire.gpu import stand_in as plain
+from quire.gpu.cards import Card
+
+
+@dataclass
+class Launch:
+    """Work that the engine gave to the device. For the fields see StandIn.launched."""
+
+    name: str
+    arguments: dict[str, Any]
+    grid: tuple[int, ...] = ()
+    kernel: Any = None
+    result: Any = None
+
+
+@dataclass
+class TracedStandIn(plain.StandIn):
+    """compilations: one line for each kernel that Triton compiled or read from its cache. launches: filled while
+    `traced` is entered."""
+
+    compilations: list[str] = field(default_factory=list)
+    launches: list[Launch] | None = None
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[list[Launch]]:
+        """Record the launches of this block."""
+        before, self.launches = self.launches, []
+        try:
+            yield self.launches
+        finally:
+            self.launches = before
+
+    def launched(self, *what: Any, **more: Any) -> None:
+        if self.launches is not None:
+            self.launches.append(Launch(*what, **more))
+
+    @property
+    def graph(self) -> type:
+        return type("Graph", (_Graph,), {"_device": self})
+
+
+class _Graph:
+    """Remembers the launches that it captures. A replay adds them to the device's launches."""
+
+    _device: TracedStandIn  # of a subclass
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._launches: list[Launch] = []
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._before, self._device.launches = self._device.launches, self._launches
+
+    def capture_end(self) -> None:
+        self._device.launches = self._before
+
+    def replay(self) -> None:
+        if self._device.launches is not None:
+            self._device.launches += self._launches
+
+
+@contextlib.contextmanager
+def stand_in(card: Card, count: int = 1) -> Iterator[TracedStandIn]:
+    """As quire.gpu.stand_in.stand_in."""
+    import triton
+
+    device = TracedStandIn(card)
+
+    def compiled(*, fn: Any, compile: Any, **_: Any) -> None:
+        device.compilations.append(_specialization(fn, compile))
+
+    hook = mock.patch.object(triton.knobs.runtime, "jit_post_compile_hook", compiled)
+    with plain.stand_in(card, count, device), hook:
+        yield device
+
+
+def _specialization(function: Any, compilation: Any) -> str:
+    """A kernel and what it is compiled for: types of arguments ("*bf16 % 16" is an aligned pointer) and constants."""
+    aligned = {path[0] for path, value in compilation["configs"][0].items() if value}
+    constants = {path[0]: value for path, value in compilation["constants"].items()}
+    arguments = [
+        f"{name}={constants[place]!r}" if place in constants else f"{name}: {kind}{' % 16' * (place in aligned)}"
+        for place, (name, kind) in enumerate(compilation["signature"].items())
+    ]
+    return f"{function.name}[num_warps={compilation['num_warps']}]({', '.join(arguments)})"
