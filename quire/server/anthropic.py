@@ -13,9 +13,9 @@ from typing_extensions import TypedDict
 from quire.server.answering import Answer, Answering
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, bad_value, json_response
-from quire.server.fields import Positive, Strings
+from quire.server.fields import TABLES, Positive, Strings
 from quire.server.generation import EventStream, Server
-from quire.server.protocol import TABLES, Body, ChatRequest
+from quire.server.protocol import Body, ChatRequest
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 

@@ -4,7 +4,9 @@ Values are read as pydantic's lax mode reads them, which is vLLM's: "5" is an in
 """
 
 import json
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -16,6 +18,7 @@ from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.text.chat_template import RESERVED
 
 MAX_INT = 2**31 - 1
+TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
@@ -134,13 +137,7 @@ def _check_bias(value: Any) -> Any:
     raise fail("bias", f"Input should have token ids as keys, such as '50256'{named}, and numbers from -100 to 100")
 
 
-_BIAS_SCHEMA = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-    "description": "Token id → what is added to its logit.",
-}
-LogitBias = Annotated[Any, AfterValidator(_check_bias), WithJsonSchema(_BIAS_SCHEMA)]
+LogitBias = Annotated[Any, AfterValidator(_check_bias), WithJsonSchema(TABLES["logit_bias"]["schema"])]
 
 
 def _check_sendable(value: dict[str, Any]) -> dict[str, Any]:
@@ -166,17 +163,7 @@ def _check_prompt(value: Any) -> Any:
     raise fail("prompt", "Input should be a string, token ids, a list of strings or a list of lists of token ids")
 
 
-_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-        _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
-    ],
-    "description": "A text, the token ids of one, or a list of either.",
-}
-Prompts = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+Prompts = Annotated[Any, AfterValidator(_check_prompt), WithJsonSchema(TABLES["prompt"]["schema"])]
 
 
 def _check_kwargs(value: dict[str, Any]) -> dict[str, Any]:

@@ -80,16 +80,9 @@ def token_id_logprobs(token_ids: Sequence[int], places: Sequence[Mapping[int, Lo
 
 def prompt_logprobs(places: Places) -> PromptLogprobs:
     """vLLM's shape: for each place {token id: {logprob, rank, decoded_token}}, null for the first."""
-    return [
-        None
-        if place is None
-        else {
-            str(token_id): {
-                "logprob": max(value.logprob, _LOWEST),
-                "rank": value.rank,
-                "decoded_token": value.decoded_token,
-            }
-            for token_id, value in place.items()
-        }
-        for place in places
-    ]
+
+    def entry(value: Logprob) -> dict[str, Any]:
+        logprob = max(value.logprob, _LOWEST)
+        return {"logprob": logprob, "rank": value.rank, "decoded_token": value.decoded_token}
+
+    return [place if place is None else {str(i): entry(value) for i, value in place.items()} for place in places]

@@ -20,9 +20,9 @@ from starlette.responses import Response
 from quire.messages.outputs import CompletionOutput
 from quire.server.answering import Answering, FunctionCall
 from quire.server.errors import ApiError, json_response
-from quire.server.fields import Logprobs, Objects
+from quire.server.fields import TABLES, Logprobs, Objects
 from quire.server.generation import Call, EventStream, Server
-from quire.server.protocol import TABLES, Body, ChatRequest
+from quire.server.protocol import Body, ChatRequest
 from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Reasoning
 

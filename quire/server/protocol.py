@@ -4,8 +4,6 @@ Every field of vLLM's that could change the answer is built, or refused with a 4
 listed nowhere is ignored, and logged once.
 """
 
-import tomllib
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +12,7 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire.server.fields import (
     MAX_INT,
+    TABLES,
     Count,
     ExtraArguments,
     LogitBias,
@@ -36,7 +35,6 @@ from quire.server.messages import Messages
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 
-TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 UNSUPPORTED: dict[str, str] = TABLES["completions"]["refused"]
 UNSUPPORTED_IN_CHAT = UNSUPPORTED | TABLES["chat"]["refused"]
 WITHOUT_EFFECT = frozenset(TABLES["without_effect"].split())

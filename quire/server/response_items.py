@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from quire.server.answering import Answer
 from quire.server.errors import ApiError
-from quire.server.fields import FunctionName, Positive, TemplateArguments
+from quire.server.fields import TABLES, FunctionName, Positive, TemplateArguments
 from quire.server.messages import ContentPart, Message
-from quire.server.protocol import TABLES, ChatRequest, Generation
+from quire.server.protocol import ChatRequest, Generation
 from quire.server.routing import validated
 from quire.text.chat_template import TEXT_PARTS
 from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
