@@ -18,21 +18,9 @@ import msgspec
 import torch
 
 from quire.config import EngineConfig
+from quire.executor import messages
 from quire.executor.base import Executor
-from quire.executor.link import (
-    BEAT_SECONDS,
-    Broken,
-    Heartbeat,
-    Hello,
-    Link,
-    Ready,
-    Reply,
-    Result,
-    Sample,
-    Start,
-    Submit,
-    encode,
-)
+from quire.executor.link import Link
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logging_level
 from quire.parallel.mesh import open_meeting
@@ -43,7 +31,7 @@ RANK_PROGRAM = ("-m", "quire.executor.rank")
 SILENCE_SECONDS = 5.0  # a rank counts as stopped after so long without a heartbeat
 SILENT_START_SECONDS = 60.0  # the same until a rank is ready: on a busy machine, imports block its threads for long
 _END_SECONDS = 2.0  # time for ranks to end by themselves
-_replies = msgspec.msgpack.Decoder(Reply)
+_replies = msgspec.msgpack.Decoder(messages.Reply)
 
 
 class MultiprocExecutor(Executor):
@@ -57,7 +45,7 @@ class MultiprocExecutor(Executor):
         """Raises ValueError if the options do not fit the model, RuntimeError if a rank fails otherwise."""
         sizes = MeshSizes(tp=config.parallel.tensor_parallel_size)
         meeting = open_meeting(HOST)
-        start = Start(
+        start = messages.Start(
             config,
             str(directory),
             max_model_len,
@@ -77,11 +65,11 @@ class MultiprocExecutor(Executor):
             raise
 
     def submit(self, step: SchedulerOutput) -> None:
-        self._ranks.order(Submit(step))
+        self._ranks.order(messages.Submit(step))
 
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
         result = self._ranks.expect(step_id)
-        self._ranks.order(Sample(step_id, masks))
+        self._ranks.order(messages.Sample(step_id, masks))
         return result
 
     def shutdown(self) -> None:
@@ -95,7 +83,7 @@ class _Ranks:
     """
 
     def __init__(self, size: int) -> None:
-        self.ready: list[Future[Ready]] = [Future() for _ in range(size)]
+        self.ready: list[Future[messages.Ready]] = [Future() for _ in range(size)]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Link] = {}  # by rank
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -103,10 +91,11 @@ class _Ranks:
         self._problem: Exception | None = None
         self._lock = threading.Lock()  # guards the results and the problem
 
-    def start(self, start: Start) -> None:
+    def start(self, start: messages.Start) -> None:
         """Start the processes, and wait until they have connected. Raises RuntimeError if one does not."""
-        key, first = secrets.token_bytes(32), encode(start)
-        quiet = encode(msgspec.structs.replace(start, log_level="ERROR"))  # all ranks log the same, so rank 0 does
+        key, first = secrets.token_bytes(32), messages.encode(start)
+        # All ranks log the same, so only rank 0 does.
+        quiet = messages.encode(msgspec.structs.replace(start, log_level="ERROR"))
         with socket.create_server((HOST, 0)) as listener:
             for rank in range(len(self.ready)):
                 self._processes.append(_start_process(rank, listener.getsockname()[1], key))
@@ -117,14 +106,14 @@ class _Ranks:
                 self._check_start(deadline)
                 with contextlib.suppress(OSError, msgspec.DecodeError):  # a timeout, or a peer that is not a rank
                     link = Link(listener.accept()[0], key, b"executor")
-                    rank = msgspec.msgpack.decode(link.receive(), type=Hello).rank
+                    rank = msgspec.msgpack.decode(link.receive(), type=messages.Hello).rank
                     link.expect_within(SILENT_START_SECONDS)
                     link.send(quiet if rank else first)
                     self._links[rank] = link
                     threading.Thread(target=self._listen, args=(rank, link), name=f"rank {rank}", daemon=True).start()
 
-    def order(self, order: Submit | Sample) -> None:
-        self._orders.put(encode(order))
+    def order(self, order: messages.Submit | messages.Sample) -> None:
+        self._orders.put(messages.encode(order))
 
     def expect(self, step_id: int) -> Future[ModelRunnerOutput]:
         result: Future[ModelRunnerOutput] = Future()
@@ -159,10 +148,10 @@ class _Ranks:
 
     def _send(self) -> None:
         """Send orders to all ranks, and heartbeats while there are no orders."""
-        beat = encode(Heartbeat())
+        beat = messages.encode(messages.Heartbeat())
         while True:
             try:
-                message = self._orders.get(timeout=BEAT_SECONDS)
+                message = self._orders.get(timeout=messages.BEAT_SECONDS)
             except queue.Empty:
                 message = beat
             if message is None:
@@ -177,15 +166,15 @@ class _Ranks:
         try:
             while True:
                 reply = _replies.decode(link.receive())
-                if isinstance(reply, Result):
+                if isinstance(reply, messages.Result):
                     self._take(reply.output)
-                elif isinstance(reply, Ready):
+                elif isinstance(reply, messages.Ready):
                     silence = SILENCE_SECONDS
                     link.expect_within(silence)
                     with self._lock:
                         if self._problem is None:
                             self.ready[rank].set_result(reply)
-                elif isinstance(reply, Broken):
+                elif isinstance(reply, messages.Broken):
                     time.sleep(0.2)  # if it failed because another rank ended, report the other rank first
                     self._fail(
                         ValueError(reply.reason)

@@ -14,35 +14,23 @@ from pathlib import Path
 
 import msgspec
 
-from quire.executor.link import (
-    BEAT_SECONDS,
-    Broken,
-    Heartbeat,
-    Hello,
-    Link,
-    Order,
-    Ready,
-    Result,
-    Sample,
-    Start,
-    Submit,
-)
-from quire.executor.link import encode as encoded
+from quire.executor import messages
+from quire.executor.link import Link
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
 
 SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
-_orders = msgspec.msgpack.Decoder(Order)
+_orders = msgspec.msgpack.Decoder(messages.Order)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor handles Ctrl-C, and ends the ranks if needed
     host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     link = Link.connect(host, port, bytes.fromhex(sys.stdin.readline()))
-    link.send(encoded(Hello(rank)))
+    link.send(messages.encode(messages.Hello(rank)))
     start = _orders.decode(link.receive())
-    assert isinstance(start, Start)
+    assert isinstance(start, messages.Start)
     link.expect_within(SILENCE_SECONDS)
     configure_logging(start.log_level)
     threading.Thread(target=_beat, args=(link,), name="heartbeat", daemon=True).start()
@@ -51,14 +39,14 @@ def main() -> None:
     except Exception as error:
         by_user = isinstance(error, (ValueError, TypeError, OSError))
         with contextlib.suppress(OSError):
-            link.send(encoded(Broken(error_text(error), by_user)))
+            link.send(messages.encode(messages.Broken(error_text(error), by_user)))
         if not by_user:
             raise
     finally:
         skip_last_collection()
 
 
-def _work(link: Link, start: Start, rank: int) -> None:
+def _work(link: Link, start: messages.Start, rank: int) -> None:
     """Load the model and execute steps until the executor has gone."""
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
@@ -69,28 +57,28 @@ def _work(link: Link, start: Start, rank: int) -> None:
     torch.set_num_threads(start.num_threads)
     mesh = join(start.sizes, rank, *start.meeting, kind="cuda" if on_gpu(start.config.kernels.device) else "cpu")
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
-    link.send(encoded(Ready(worker.kv_cache, worker.step_costs)))
+    link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))
     while True:
         try:
             order = _orders.decode(link.receive())
         except OSError:
             return
-        if isinstance(order, Submit):
+        if isinstance(order, messages.Submit):
             worker.runner.submit(order.step)
-        elif isinstance(order, Sample):
+        elif isinstance(order, messages.Sample):
             output = worker.runner.sample(order.step_id, order.masks)()
             if rank == 0:
-                link.send(encoded(Result(output)))
+                link.send(messages.encode(messages.Result(output)))
 
 
 def _beat(link: Link) -> None:
     """Send heartbeats to the executor. When it has gone, end this process."""
-    beat = encoded(Heartbeat())
+    beat = messages.encode(messages.Heartbeat())
     with contextlib.suppress(OSError):
         while True:
             link.send(beat)
-            time.sleep(BEAT_SECONDS)
-    time.sleep(BEAT_SECONDS)  # lets the main thread end the process itself, if it was waiting for orders
+            time.sleep(messages.BEAT_SECONDS)
+    time.sleep(messages.BEAT_SECONDS)  # lets the main thread end the process itself, if it was waiting for orders
     os._exit(1)
 
 

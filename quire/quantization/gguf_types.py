@@ -1,6 +1,8 @@
 """The tensor types of GGUF files: names and block sizes. The decoders are in gguf.py."""
 
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -16,19 +18,5 @@ class TensorType:
         return self.elements == 1
 
 
-_SIZES = [  # number in the file, name, elements of a block, bytes of a block
-    (0, "F32", 1, 4),
-    (1, "F16", 1, 2),
-    (2, "Q4_0", 32, 18),
-    (3, "Q4_1", 32, 20),
-    (6, "Q5_0", 32, 22),
-    (7, "Q5_1", 32, 24),
-    (8, "Q8_0", 32, 34),
-    (10, "Q2_K", 256, 84),
-    (11, "Q3_K", 256, 110),
-    (12, "Q4_K", 256, 144),
-    (13, "Q5_K", 256, 176),
-    (14, "Q6_K", 256, 210),
-    (30, "BF16", 1, 2),
-]
-TYPES = {number: TensorType(name, elements, nbytes) for number, name, elements, nbytes in _SIZES}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TYPES = {row["number"]: TensorType(name, row["elements"], row["nbytes"]) for name, row in _TABLE.items()}  # by number

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from quire.config import EngineConfig
-from quire.executor.link import Broken, Hello, Link, Ready, Reply, Result, Sample, Start, Submit, encode
+from quire.executor.link import Link
+from quire.executor.messages import Broken, Hello, Ready, Reply, Result, Sample, Start, Submit, encode
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 from support.engines import GREEDY, MAX_MODEL_LEN, core_request, make_llm

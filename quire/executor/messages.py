@@ -1,0 +1,92 @@
+"""What the executor and its ranks say to each other, in msgpack."""
+
+from typing import Any
+
+import msgspec
+
+from quire.config import ConfigError, EngineConfig
+from quire.kvcache.specs import KVCacheSize
+from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
+from quire.parallel.sizes import MeshSizes
+
+BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag=True):
+    """Sent in both directions while there are no other messages, to show that the sender is not stopped."""
+
+
+# ---- from the executor to a rank
+
+
+class Start(msgspec.Struct, array_like=True, tag=True):
+    """The first message: which part of which model the rank loads. directory, max_model_len: arguments of Worker."""
+
+    config: EngineConfig
+    directory: str
+    max_model_len: int
+    sizes: MeshSizes
+    meeting: tuple[str, int]  # host and port of the store at which the ranks meet
+    num_threads: int
+    log_level: str
+
+
+class Submit(msgspec.Struct, array_like=True, tag=True):
+    step: SchedulerOutput
+
+
+class Sample(msgspec.Struct, array_like=True, tag=True):
+    step_id: int
+    masks: TokenMasks | None = None
+
+
+Order = Start | Submit | Sample | Heartbeat
+
+
+# ---- from a rank to the executor
+
+
+class Hello(msgspec.Struct, array_like=True, tag=True):
+    """The first message."""
+
+    rank: int
+
+
+class Ready(msgspec.Struct, array_like=True, tag=True):
+    """The rank has loaded its part of the model."""
+
+    kv_cache: KVCacheSize
+    step_costs: StepCosts = StepCosts()
+
+
+class Result(msgspec.Struct, array_like=True, tag=True):
+    """The result of a sampled step. Only rank 0 sends it, since all ranks have the same."""
+
+    output: ModelRunnerOutput
+
+
+class Broken(msgspec.Struct, array_like=True, tag=True):
+    """The last message of a rank that fails. by_user: whether an option or the model is wrong; `reason` says which."""
+
+    reason: str
+    by_user: bool = False
+
+
+Reply = Hello | Ready | Result | Broken | Heartbeat
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message as msgpack. Raises ConfigError for an option whose value cannot be sent to another process."""
+    return msgspec.msgpack.encode(message, enc_hook=_as_data)
+
+
+def _as_data(value: Any) -> str:
+    """Classes (of logits processors) are sent by name, as "package.module:Class"."""
+    if not isinstance(value, type):
+        raise ConfigError(f"{value!r} cannot be sent to the processes that share the model; give it as plain data")
+    if value.__module__ == "__main__" or "<locals>" in value.__qualname__:
+        raise ConfigError(
+            f"logits_processors: the processes that share the model cannot import {value.__qualname__}, which is "
+            f"defined in {'the main program' if value.__module__ == '__main__' else 'a function'}; put it into a module"
+        )
+    return f"{value.__module__}:{value.__qualname__}"
