@@ -10,22 +10,10 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.flags import BACKENDS, add_flags, add_vllm_flags, make_requests
+from quire.bench.flags import BACKENDS, make_requests
 
 if TYPE_CHECKING:
     from quire.bench.datasets import BenchRequest
-
-HELP = "latency and throughput of an OpenAI-compatible server under load"
-DESCRIPTION = """Send requests to a server at a rate (--request-rate), at a fixed concurrency (--max-concurrency), or at
-the times of a trace (--trace). Stream the answers, and report latencies and throughput. TTFT and end-to-end latency
-start when a request is sent; the wait for --max-concurrency is reported separately. ITL is the gap between two events
-that contain tokens. TPOT is the time after the first token divided by the number of later tokens. Token counts come
-from the server's usage, or from the events with text if the server reports none."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "server", "requests", "serve")
-    add_vllm_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,10 +15,14 @@ _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read
 _VLLM = _TABLES["vllm"]
 
 
-def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add the flags of the tables with these names."""
+def add_command(commands: Any, name: str) -> argparse.ArgumentParser:
+    """Add a command of `quire bench` with its own flags, and return its parser."""
+    command = _TABLES["commands"][name]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=command["help"], description=command["description"]
+    )
     groups: dict[str, Any] = {}
-    for title, flags in (item for name in names for item in _TABLES[name].items()):
+    for title, flags in (item for table in command["flags"] for item in _TABLES[table].items()):
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         for flag, entry in flags.items():
@@ -26,10 +30,17 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
                 groups[title].description = entry
             else:
                 _add_flag(groups[title], flag.split(), **entry)
+    return parser
 
 
 def _add_flag(
-    group: Any, names: list[str], help: str, type: str | list[str] = "text", default: Any = None, several: bool = False
+    group: Any,
+    names: list[str],
+    help: str,
+    type: str | list[str] = "text",
+    default: Any = None,
+    several: bool = False,
+    repeated: bool = False,
 ) -> None:
     options: dict[str, Any] = {"default": default, "metavar": names[0].rsplit("-", 1)[-1].upper()}
     if type == "switch":
@@ -37,7 +48,7 @@ def _add_flag(
     elif isinstance(type, list):
         options = {"default": default, "choices": type}
     else:
-        options |= {"type": TYPES[type], **({"nargs": "+"} if several else {})}
+        options |= {"type": TYPES[type], "nargs": "+" if several else None, "action": "append" if repeated else "store"}
     group.add_argument(*names, help=f"{help} (default: {default})" if default else help, **options)
 
 

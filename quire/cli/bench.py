@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench import command
-from quire.bench.flags import add_flags, make_requests
+from quire.bench import command as serve
+from quire.bench.flags import add_command, add_vllm_flags, make_requests
 from quire.cli.flags import add_engine_flags, add_log_level, engine_options
 from quire.cli.model import add_model
 
@@ -18,41 +18,23 @@ if TYPE_CHECKING:
 
 HELP = "measure the engine, or any OpenAI-compatible server"
 
-_THROUGHPUT = """Run all requests at once, and print requests and tokens per second. By default, prompts are random and
-answers have exactly the requested length. With --requests, the prompts (or those of --prefill-requests) first run with
-one output token each; the difference gives separate speeds of prefill and decoding."""
-_LATENCY = """Run one batch of random prompts repeatedly, and print the time from the first request in to the last token
-out. The prefix cache is reset before each iteration."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    throughput = _add_offline(
-        benches, "throughput", "requests and tokens per second, offline", _THROUGHPUT, "requests", "throughput"
-    )
-    throughput.set_defaults(bench=_throughput, parser=throughput)
-    latency = _add_offline(benches, "latency", "time that one batch takes, offline", _LATENCY, "latency")
-    latency.set_defaults(bench=_latency, parser=latency)
-    serve = benches.add_parser("serve", help=command.HELP, description=command.DESCRIPTION)
-    add_model(serve, "the model's name on the server (default: the first model that the server lists)")
-    command.add_arguments(serve)
-    add_log_level(serve, "WARNING")
-    serve.set_defaults(bench=command.run, parser=serve)
-    _add_claims(benches)
+    for name, bench in _BENCHES.items():
+        command = add_command(benches, name)
+        if name == "serve":
+            add_model(command, "the model's name on the server (default: the first model that the server lists)")
+            add_vllm_flags(command)
+        else:
+            add_model(command)
+            add_engine_flags(command)
+        add_log_level(command, "WARNING")
+        command.set_defaults(bench=bench, parser=command)
 
 
 def run(arguments: argparse.Namespace) -> int:
     return int(arguments.bench(arguments))
-
-
-def _add_offline(benches: Any, name: str, help: str, description: str, *flags: str) -> argparse.ArgumentParser:
-    """Add a benchmark without a server. flags: the names of the tables with its own flags."""
-    parser: argparse.ArgumentParser = benches.add_parser(name, help=help, description=description)
-    add_model(parser)
-    add_flags(parser, *flags, "offline")
-    add_log_level(parser, "WARNING")
-    add_engine_flags(parser)
-    return parser
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
@@ -132,24 +114,6 @@ def _write(path: Path | None, record: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=4) + "\n", encoding="utf-8")
 
 
-# ---- claims
-
-
-def _add_claims(benches: Any) -> None:
-    parser = benches.add_parser(
-        "claims",
-        help="gains of the engine's mechanisms, compared with their goals",
-        description="Measure the engine with and without each mechanism, alternately, and print medians and goals.",
-    )
-    add_model(parser)
-    parser.add_argument("--only", action="append", metavar="NAME", help="run only claims whose name contains this")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each measurement (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
-    add_log_level(parser, "WARNING")
-    add_engine_flags(parser)
-    parser.set_defaults(bench=_claims, parser=parser)
-
-
 def _claims(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     from quire.bench import claims  # imports torch
@@ -159,3 +123,6 @@ def _claims(arguments: argparse.Namespace) -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+_BENCHES = {"throughput": _throughput, "latency": _latency, "serve": serve.run, "claims": _claims}
