@@ -3,7 +3,6 @@
 import time
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -12,35 +11,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason, SpeculationStats
-from quire.metrics.requests import RequestLog
+from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
 from quire.metrics.throughput import ThroughputLog
 
 _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request of n sequences, until the last of them has ended."""
-
-    n: int
-    unfinished: int
-    longest: int = 0  # tokens of its longest output
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """An unfinished sequence. Times are by time.monotonic(), and 0 for events that have not happened."""
-
-    request: _Request
-    num_prompt_tokens: int
-    max_tokens: int
-    arrived_at: float
-    scheduled_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
 
 
 class EngineMetrics:
@@ -57,7 +31,7 @@ class EngineMetrics:
         self._prefix = prefix
         self._request_log = request_log or RequestLog(enabled=False)
         self._throughput = ThroughputLog()
-        self._sequences: dict[str, _Sequence] = {}  # by core request id
+        self._sequences: dict[str, SequenceRecord] = {}  # by core request id
         self._before = CoreStats()
         self._cache_config: Gauge | None = None
         labels = {"model_name": model_name, "engine": "0"}
@@ -106,10 +80,10 @@ class EngineMetrics:
             return
         if not self._sequences:
             self._throughput.begin_work()
-        request = _Request(len(sequences), len(sequences))
+        request = RequestRecord(len(sequences), len(sequences))
         for core_request in sequences:
             num_prompt_tokens, max_tokens = len(core_request.prompt_token_ids), core_request.max_tokens
-            sequence = _Sequence(request, num_prompt_tokens, max_tokens, core_request.arrival_time)
+            sequence = SequenceRecord(request, num_prompt_tokens, max_tokens, core_request.arrival_time)
             self._sequences[core_request.request_id] = sequence
 
     def abort(self, request_ids: list[str]) -> None:
@@ -141,7 +115,7 @@ class EngineMetrics:
 
     # ---- counting
 
-    def _advance(self, sequence: _Sequence, output: EngineCoreOutput, now: float) -> None:
+    def _advance(self, sequence: SequenceRecord, output: EngineCoreOutput, now: float) -> None:
         if not sequence.first_token_at:
             cached, computed = output.num_cached_tokens, sequence.num_prompt_tokens - output.num_cached_tokens
             sequence.scheduled_at = output.scheduled_at or now
@@ -190,10 +164,7 @@ class EngineMetrics:
         if not request.unfinished:
             self.histograms["request_params_n"].observe(request.n)
             self.histograms["request_max_num_generation_tokens"].observe(request.longest)
-        self._request_log.ended(
-            request_id, reason, sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_tokens,
-            first - sequence.arrived_at if first else None, now - sequence.arrived_at,
-        )  # fmt: skip
+        self._request_log.ended(request_id, reason, sequence, now)
 
     def _count(self, stats: CoreStats, generated: int, first_tokens: int) -> None:
         """Add the changes since the last step. A new core counts from zero, and the metrics continue."""

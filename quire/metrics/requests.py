@@ -1,12 +1,38 @@
-"""Log lines about requests, for --enable-log-requests."""
+"""What is recorded of requests, and the log lines about them, for --enable-log-requests."""
 
 import logging
+from dataclasses import dataclass
 
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger, printable
 
 MAX_PARAMETERS = 2000  # characters of a request's sampling parameters in the log
 _DEFAULTS = SamplingParams()
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request of n sequences, until the last of them has ended."""
+
+    n: int
+    unfinished: int
+    longest: int = 0  # tokens of its longest output
+
+
+@dataclass(slots=True)
+class SequenceRecord:
+    """An unfinished sequence. Times are by time.monotonic(), and 0 for events that have not happened."""
+
+    request: RequestRecord
+    num_prompt_tokens: int
+    max_tokens: int
+    arrived_at: float
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 class RequestLog:
@@ -31,21 +57,12 @@ class RequestLog:
             text = None if prompt is None else prompt[: self.max_length]
             logger.debug("Request %s: prompt %r, token ids %s", request_id, text, token_ids[: self.max_length])
 
-    def ended(
-        self,
-        request_id: str,
-        reason: str,
-        num_prompt_tokens: int,
-        num_cached_tokens: int,
-        num_tokens: int,
-        first_token_seconds: float | None,
-        seconds: float,
-    ) -> None:
+    def ended(self, request_id: str, reason: str, sequence: SequenceRecord, now: float) -> None:
         if not self.enabled:
             return
+        first = sequence.first_token_at - sequence.arrived_at
         logger.info(
             "Request %s ended (%s): %d prompt tokens (%d cached), %d generated; %s, %.2f s in all",
-            request_id, reason, num_prompt_tokens, num_cached_tokens, num_tokens,
-            "no token" if first_token_seconds is None else f"first token after {first_token_seconds:.3f} s",
-            seconds,
+            request_id, reason, sequence.num_prompt_tokens, sequence.num_cached_tokens, sequence.num_tokens,
+            f"first token after {first:.3f} s" if sequence.first_token_at else "no token", now - sequence.arrived_at,
         )  # fmt: skip

@@ -91,3 +91,13 @@ def family(config: Mapping[str, Any]) -> str | None:
 def added_ids(config: Mapping[str, Any]) -> dict[str, int]:
     """The tokens that tokenizer_config.json adds to the vocabulary: content → id."""
     return {token["content"]: int(token_id) for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
+
+
+def completed(config: Mapping[str, Any], named: Mapping[str, str], added: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, with what a file of the vocabulary implies: BOS is added by default.
+
+    named: named special tokens that count if they are added tokens. added: all added tokens.
+    """
+    known = {token["content"] for token in added.values()}
+    named = {name: token for name, token in named.items() if token in known}
+    return {"add_bos_token": True, **named, **config, "added_tokens_decoder": added}

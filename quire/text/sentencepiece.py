@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from quire.text.bpe import merges_of
+from quire.text.bpe import completed, merges_of
 
 
 class Kind(IntEnum):
@@ -134,13 +134,7 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         (48, "pad_token", b"<pad>"),
     )
     named = {name: trainer.get(number, default).decode() for number, name, default in names}
-    known = {token["content"] for token in added.values()}
-    return backend, {
-        "add_bos_token": True,
-        **{name: token for name, token in named.items() if token in known},
-        **config,
-        "added_tokens_decoder": added,
-    }
+    return backend, completed(config, named, added)
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from quire.text.bpe import added_ids, byte_level, family, merges_of
+from quire.text.bpe import added_ids, byte_level, completed, family, merges_of
 from quire.text.token_bytes import BYTE_OF_CHARACTER
 
 _CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
@@ -69,12 +69,7 @@ def read_tekken(data: bytes, config: dict[str, Any]) -> tuple[Backend, dict[str,
     backend = byte_level(vocab | added_ids(config), merges_of(tokens), [file.config.pattern], ignore_merges=True)
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     added = {str(token_id): {"content": token, "special": True} for token_id, token in enumerate(specials)}
-    return backend, {
-        "add_bos_token": True,
-        **{name: token for name, token in named.items() if token in specials},
-        **config,
-        "added_tokens_decoder": {**added, **(config.get("added_tokens_decoder") or {})},
-    }
+    return backend, completed(config, named, {**added, **(config.get("added_tokens_decoder") or {})})
 
 
 def _spell(token: bytes) -> str:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
-from quire.metrics.requests import MAX_PARAMETERS, RequestLog
+from quire.metrics.requests import MAX_PARAMETERS, RequestLog, RequestRecord, SequenceRecord
 
 
 @pytest.fixture
@@ -42,14 +42,15 @@ def test_long_parameters_are_cut_and_cannot_forge_lines(log: pytest.LogCaptureFi
     assert message.isprintable()
 
 
-@pytest.mark.parametrize(("first", "said"), [(0.25, "first token after 0.250 s"), (None, "no token")])
-def test_the_end_of_a_sequence_is_logged(log: pytest.LogCaptureFixture, first: float | None, said: str):
-    RequestLog(enabled=True).ended("r1", "stop", 10, 4, 7, first, 1.5)
+@pytest.mark.parametrize(("first", "said"), [(1.25, "first token after 0.250 s"), (0.0, "no token")])
+def test_the_end_of_a_sequence_is_logged(log: pytest.LogCaptureFixture, first: float, said: str):
+    sequence = SequenceRecord(RequestRecord(1, 1), 10, 7, 1.0, first_token_at=first, num_tokens=7, num_cached_tokens=4)
+    RequestLog(enabled=True).ended("r1", "stop", sequence, 2.5)
     assert log.messages == [f"Request r1 ended (stop): 10 prompt tokens (4 cached), 7 generated; {said}, 1.50 s in all"]
 
 
 def test_nothing_is_logged_unless_it_is_asked_for(log: pytest.LogCaptureFixture):
     silent = RequestLog(enabled=False)
     silent.received("r1", "a", [1], SamplingParams())
-    silent.ended("r1", "stop", 1, 0, 1, 0.1, 0.1)
+    silent.ended("r1", "stop", SequenceRecord(RequestRecord(1, 1), 1, 1, 0.1), 0.2)
     assert not log.messages

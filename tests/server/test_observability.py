@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
-from quire.metrics.requests import RequestLog
+from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
 from quire.server.observability import HttpMetrics
 from support.server import Answer, Host, Service, eventually
 
@@ -253,7 +253,7 @@ def test_requests_are_logged_with_their_parameters_and_prompts_only_for_debuggin
     caplog.set_level("DEBUG", "quire")
     log.received("cmpl-1", "Te\nll me a secret", [1, 2, 3, 4, 5, 6, 7], params)
     assert caplog.records[1].getMessage() == r"Request cmpl-1: prompt 'Te\nll', token ids [1, 2, 3, 4, 5]"
-    log.ended("cmpl-1", "stop", 7, 0, 3, 0.1, 0.5)
+    log.ended("cmpl-1", "stop", SequenceRecord(RequestRecord(1, 1), 7, 3, 1.0, first_token_at=1.1, num_tokens=3), 1.5)
     assert "first token after 0.100 s" in caplog.records[2].getMessage()
     caplog.clear()
     RequestLog(enabled=False).received("cmpl-1", "x", [1], params)
