@@ -1,4 +1,7 @@
-"""`quire compile`: fill the cache folder with compiled kernels on a machine without a GPU."""
+"""Compile the kernels of a model for GPUs and processors that need not be present, such as when an image is built.
+quire serve with the same options then compiles nothing. All options of quire serve are accepted. No weights are read,
+except those of a GGUF file.
+"""  # the description of the command in its help
 
 import argparse
 import os
@@ -22,11 +25,7 @@ HELP = "compile the kernels of a model for GPUs and processors that need not be 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Compile the kernels of a model for GPUs and processors that need not be present, such as when an image is "
-        "built. quire serve with the same options then compiles nothing. All options of quire serve are accepted. No "
-        "weights are read, except those of a GGUF file."
-    )
+    parser.description = __doc__
     add_model(parser)
     parser.add_argument(
         "--target", action="append", default=[], metavar="TARGET", type=_target,

@@ -1,4 +1,8 @@
-"""`quire run-batch`: answer the requests of an OpenAI batch file."""
+"""Answer the requests of an OpenAI batch file. Each line of the input is a request, with custom_id, method, url and
+body. Each line of the output is an answer. Answers are appended as requests finish, in any order; custom_id tells which
+belongs to which. After an interruption, the same command goes on where it stopped. All options of quire serve are
+accepted; those of connections have no effect.
+"""  # the description of the command in its help
 
 import argparse
 import hashlib
@@ -22,12 +26,7 @@ HELP = "answer the requests of an OpenAI batch file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Answer the requests of an OpenAI batch file. Each line of the input is a request, with custom_id, method, url "
-        "and body. Each line of the output is an answer. Answers are appended as requests finish, in any order; "
-        "custom_id tells which belongs to which. After an interruption, the same command goes on where it stopped. All "
-        "options of quire serve are accepted; those of connections have no effect."
-    )
+    parser.description = __doc__
     parser.add_argument(
         "-i", "--input-file", required=True, metavar="FILE",
         help="requests, one JSON object a line; a path, or a URL to read with GET",
