@@ -33,8 +33,8 @@ def load_backend(options: Mapping[str, Any], vocabulary: Vocabulary) -> Backend:
     _, module, class_name = _BACKENDS[_name(options)]
     backend: Backend = getattr(import_module(module), class_name)(
         vocabulary,
-        disable_any_whitespace=options.get("disable_any_whitespace", False),
-        disable_additional_properties=options.get("disable_additional_properties", False),
+        compact=options.get("disable_any_whitespace", False),
+        closed=options.get("disable_additional_properties", False),
     )
     return backend
 

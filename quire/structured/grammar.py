@@ -31,7 +31,11 @@ class Matcher(Protocol):
 
 
 class Backend(Protocol):
-    """A library for one tokenizer. Its methods may be called from any thread."""
+    """A library for one tokenizer. Its methods may be called from any thread.
+
+    They are made with (vocabulary, compact, closed). compact: JSON has no spaces. closed: objects have no properties
+    besides those that a schema lists.
+    """
 
     def compile(self, params: StructuredOutputsParams) -> Matcher:
         """The state at the beginning of a text. Requests with equal parameters share it, and each works with a fork.

@@ -51,10 +51,8 @@ class GuidanceMatcher:
 
 
 class GuidanceBackend:
-    def __init__(
-        self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
-    ) -> None:
-        self._compact, self._closed = disable_any_whitespace, disable_additional_properties
+    def __init__(self, vocabulary: Vocabulary, compact: bool = False, closed: bool = False) -> None:
+        self._compact, self._closed = compact, closed
         self._tokenizer = LLTokenizer(vocabulary, vocabulary.vocab_size, vocabulary.eos_token_ids)  # type: ignore[arg-type]
         self._executor = LLExecutor(processors())
 

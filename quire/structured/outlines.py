@@ -42,10 +42,8 @@ class OutlinesMatcher:
 
 
 class OutlinesBackend:
-    def __init__(
-        self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
-    ) -> None:
-        self._compact, self._closed = disable_any_whitespace, disable_additional_properties
+    def __init__(self, vocabulary: Vocabulary, compact: bool = False, closed: bool = False) -> None:
+        self._compact, self._closed = compact, closed
         ids: dict[bytes, list[int]] = {}
         special = set(vocabulary.special_token_ids)
         for token_id, token in enumerate(vocabulary.tokens):

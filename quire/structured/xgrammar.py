@@ -45,11 +45,9 @@ class XgrammarMatcher:
 
 
 class XgrammarBackend:
-    def __init__(
-        self, vocabulary: Vocabulary, disable_any_whitespace: bool = False, disable_additional_properties: bool = False
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, compact: bool = False, closed: bool = False) -> None:
         self._vocabulary = vocabulary
-        self._compact, self._closed = disable_any_whitespace, disable_additional_properties
+        self._compact, self._closed = compact, closed
         special = set(vocabulary.special_token_ids)
         tokens = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
         tokenizer = xgrammar.TokenizerInfo(
