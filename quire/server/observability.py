@@ -8,8 +8,11 @@ import asyncio
 import logging
 import re
 import time
+import tomllib
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,7 +35,7 @@ PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, no
 MAX_PATH, MAX_MESSAGE = 200, 500  # characters in the log
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
-_FINE = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
+_KINDS: dict[str, type[Any]] = {"counter": Counter, "histogram": Histogram, "summary": Summary}
 
 
 class HttpMetrics:
@@ -40,35 +43,22 @@ class HttpMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._metrics: dict[str, Any] = {}
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
-        route, call = ["handler"], ["handler", "method"]
-        registry = self.registry
-        self.requests = Counter(
-            "http_requests_total", "HTTP requests, by group of their status", [*call, "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "http_request_duration_seconds", "From a request's headers to the end of its answer, few buckets", call,
-            buckets=(0.1, 0.5, 1), registry=registry,
-        )  # fmt: skip
-        self.fine_seconds = Histogram(
-            "http_request_duration_highr_seconds", "The same of all requests together, many buckets",
-            buckets=_FINE, registry=registry,
-        )  # fmt: skip
-        self.request_bytes = Summary(
-            "http_request_size_bytes", "Bytes of a request's body, as its headers say", route, registry=registry
-        )
-        self.response_bytes = Summary("http_response_size_bytes", "Bytes of an answer's body", route, registry=registry)
+        for name, options in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
+            kind, labels = _KINDS[options.pop("kind")], options.pop("labels")
+            self._metrics[name] = kind(name, labelnames=labels, registry=self.registry, **options)
 
     def count(self, handler: str, method: str, status: int, seconds: float, received: int, sent: int) -> None:
         """handler: the route's path, not the request's, and "none" without a route: labels must not be endless."""
         method = method if method in _METHODS else "other"
-        self.requests.labels(handler, method, f"{status // 100}xx").inc()
-        self.seconds.labels(handler, method).observe(seconds)
-        self.fine_seconds.observe(seconds)
-        self.request_bytes.labels(handler).observe(received)
-        self.response_bytes.labels(handler).observe(sent)
+        self._metrics["http_requests_total"].labels(handler, method, f"{status // 100}xx").inc()
+        self._metrics["http_request_duration_seconds"].labels(handler, method).observe(seconds)
+        self._metrics["http_request_duration_highr_seconds"].observe(seconds)
+        self._metrics["http_request_size_bytes"].labels(handler).observe(received)
+        self._metrics["http_response_size_bytes"].labels(handler).observe(sent)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
