@@ -26,20 +26,8 @@ ROW_BYTES = 256  # what a row takes beside its record, about
 LOCK_SECONDS = 10  # in which another server should have finished its write
 _BATCH = 64  # rows that are deleted at once
 
-_TABLES = """
-CREATE TABLE IF NOT EXISTS quire_responses (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, used DOUBLE PRECISION NOT NULL, size BIGINT NOT NULL,
-    record {blob} NOT NULL);
-CREATE INDEX IF NOT EXISTS quire_responses_used ON quire_responses (used, id);
-CREATE TABLE IF NOT EXISTS quire_responses_size (total BIGINT NOT NULL);
-INSERT INTO quire_responses_size SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM quire_responses_size)"""
-_CHAIN = """
-WITH RECURSIVE chain (id, previous, used, record, depth) AS (
-    SELECT id, previous, used, record, 0 FROM quire_responses WHERE id = ? AND owner = ? AND used >= ?
-    UNION ALL
-    SELECT older.id, older.previous, older.used, older.record, chain.depth + 1
-    FROM quire_responses AS older JOIN chain ON older.id = chain.previous WHERE older.owner = ?)
-SELECT id, used, record FROM chain ORDER BY depth DESC"""
+_TABLES = Path(__file__).with_name("response_tables.sql").read_text(encoding="utf-8")
+_CHAIN = Path(__file__).with_name("response_chain.sql").read_text(encoding="utf-8")  # a response and those before it
 
 T = TypeVar("T")
 
