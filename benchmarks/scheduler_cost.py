@@ -19,7 +19,8 @@ from quire.kvcache.specs import KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 EOS = 0

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM as LLM
     from quire.messages.outputs import CompletionOutput as CompletionOutput
     from quire.messages.outputs import Logprob as Logprob
+    from quire.messages.outputs import PoolingRequestOutput as PoolingRequestOutput
     from quire.messages.outputs import RequestOutput as RequestOutput
+    from quire.messages.pooling_params import PoolingParams as PoolingParams
     from quire.messages.sampling_params import BeamSearchParams as BeamSearchParams
     from quire.messages.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from quire.messages.sampling_params import RequestOutputKind as RequestOutputKind
@@ -29,6 +31,8 @@ _HOME = {
     "BeamSearchParams": "quire.messages.sampling_params",
     "RepetitionDetectionParams": "quire.messages.sampling_params",
     "RequestOutputKind": "quire.messages.sampling_params",
+    "PoolingParams": "quire.messages.pooling_params",
+    "PoolingRequestOutput": "quire.messages.outputs",
     "StructuredOutputsParams": "quire.messages.structured_outputs",
     "RequestOutput": "quire.messages.outputs",
     "CompletionOutput": "quire.messages.outputs",

@@ -56,6 +56,18 @@ class ModelConfig:
     load_format: Literal["auto", "safetensors", "dummy"] = option(
         "auto", "dummy fills the weights with random values instead of reading the checkpoint's weights"
     )
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto",
+        "what the model is for: generating text, or pooling (embeddings, scores); auto recognizes the checkpoint",
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = option(
+        "auto", "make embeddings, or the scores of a classifier, with a model that generates or has another head"
+    )
+    pooler_config: dict[str, Any] = option(
+        {},
+        'pooling of an embedding model or classifier, such as {"pooling_type": "MEAN", "normalize": true}',
+        json=True,
+    )
     quantization: str | None = option(
         None,
         "quantize dense weights while loading: int8 with one scale per channel, or int4 in groups of 128 (the "

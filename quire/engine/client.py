@@ -20,7 +20,8 @@ from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_tokenizer
 from quire.metrics.logging import logger
 from quire.models.description import describe
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.speculative.choice import make_proposer
 from quire.speculative.lengths import DraftLengths
@@ -40,15 +41,16 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
         if options.async_scheduling:
             raise ConfigError("async_scheduling: proposers on the host need the results of a step before the next one")
         is_async = False
-    tokens = options.tokens_of_a_step(gpu)
+    tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
     return SchedulerLimits(
         options.max_num_seqs,
-        tokens,
+        max(tokens, max_model_len) if pools else tokens,
         max_model_len,
         options.scheduling_policy,
         2 if is_async else 1,
-        options.long_prefill_token_threshold,
+        0 if pools else options.long_prefill_token_threshold,
         options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
+        pools,
     )
 
 
@@ -95,7 +97,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
             longest = options.max_model_len or limits.max_model_len
             speculation = Speculation(proposer, lengths, limits.depth > 1, longest)
         scheduler = Scheduler(
-            limits, kv.num_blocks, list(kv.specs), block_size, config.cache.enable_prefix_caching,
+            limits, kv.num_blocks, list(kv.specs), block_size,
+            config.cache.enable_prefix_caching and bool(kv.specs),
             cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,
             speculation=speculation,
         )  # fmt: skip

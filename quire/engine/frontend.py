@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import ConfigError, EngineConfig, ModelConfig
+from quire.engine.pooling import PoolingProcessor
 from quire.engine.processor import Processor
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_generation_config, load_tokenizer
@@ -53,6 +54,13 @@ class Frontend:
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
         )
+        self.pooling: PoolingProcessor | None = None
+        if description.pooling is not None:
+            self.processor.generates = False
+            spec, pooler = description.spec, description.pooling.pooler
+            layers = pooler.layers or pooler.of_tokens
+            out = layers[-1].out_features if layers else spec.hidden_size
+            self.pooling = PoolingProcessor(self.processor, description.pooling, spec.token_types, out)
         if reserved := sorted(RESERVED.intersection(m.default_chat_template_kwargs)):
             raise ConfigError(f"default_chat_template_kwargs cannot set {reserved[0]!r}")
         if m.override_generation_config:

@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from msgspec import structs
 from tqdm import tqdm
 
 from quire.config import EngineConfig
@@ -13,9 +15,17 @@ from quire.engine.client import make_core
 from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
+from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, result, similarity, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.engine import FinishReason
-from quire.messages.outputs import RequestOutput
+from quire.messages.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from quire.messages.pooling_params import PoolingParams, PoolingTask
 from quire.messages.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from quire.models.heads.resolve import with_files
 from quire.text.chat_template import RESERVED
@@ -133,6 +143,65 @@ class LLM:
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._complete(self._process(prompts, sampling_params, priority, tokenization), use_tqdm)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Pool each prompt: to an embedding, to scores, or to vectors of its tokens, as the tensor `outputs.data`.
+
+        pooling_task: None is the model's usual one. options: use_tqdm; truncate_prompt_tokens, as in PoolingParams;
+        prompt_name, of one of the checkpoint's prompts, which is put before each text; add_special_tokens. Raises
+        ValueError or TypeError for a wrong prompt, for wrong parameters, and for a model that only generates.
+        """
+        return self._pool(_as_list(prompts), pooling_params, pooling_task, **options)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """An embedding of each prompt, as `outputs.embedding`. options: as for `encode`."""
+        return self._pool(_as_list(prompts), pooling_params, "embed", EmbeddingOutput, **options)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """The scores of each prompt's labels, as `outputs.probs`. options: as for `encode`."""
+        return self._pool(_as_list(prompts), pooling_params, "classify", ClassificationOutput, **options)
+
+    def reward(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
+    ) -> list[PoolingRequestOutput]:
+        """The scores of a reward model for each prompt, as the tensor `outputs.data`. options: as for `encode`."""
+        return self._pool(_as_list(prompts), pooling_params, None, **options)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """How well texts fit together, as `outputs.score`: one text with each of several, or each with its partner.
+
+        A cross-encoder reads both texts at once. Embeddings are compared by their cosine, and vectors of tokens as in
+        ColBERT. options: as for `encode`.
+        """
+        firsts, seconds = pairs_of(data_1, data_2)
+        if self._pooling.description.scores_pairs:
+            pairs = [Pair(*pair) for pair in zip(firsts, seconds, strict=True)]
+            return self._pool(pairs, pooling_params, "score", ScoringOutput, **options)
+        texts = list(dict.fromkeys([*firsts, *seconds]))
+        outputs = self._pool(texts, pooling_params, None, lambda values: values, **options)
+        vectors: dict[str, Any] = {text: output.outputs for text, output in zip(texts, outputs, strict=True)}
+        by_text = dict(zip(texts, outputs, strict=True))
+        return [
+            replace(by_text[b], outputs=ScoringOutput(similarity(vectors[a], vectors[b])))
+            for a, b in zip(firsts, seconds, strict=True)
+        ]
+
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
 
@@ -228,6 +297,51 @@ class LLM:
                 self.processor.process(str(self._num_requests - 1), prompt, param, value, add_special_tokens)
             )
         return requests
+
+    @property
+    def _pooling(self) -> PoolingProcessor:
+        if self.frontend.pooling is None:
+            raise ValueError("this model generates; to make embeddings with it, start it with runner='pooling'")
+        return self.frontend.pooling
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt | Pair],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        task: PoolingTask | None,
+        kind: Callable[[Any], Any] = tensor_output,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: Any = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """kind: makes `outputs` of an array."""
+        _refuse(lora_request=lora_request)
+        pooling, each = self._pooling, list(params) if isinstance(params, Sequence) else []
+        if not isinstance(params, Sequence):
+            each = [PoolingParams() if params is None else params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(each)} pooling_params")
+        changes = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        requests = []
+        for prompt, param in zip(prompts, each, strict=True):
+            self._num_requests += 1
+            requests.append(
+                pooling.process(
+                    str(self._num_requests - 1),
+                    prompt,
+                    structs.replace(param, **changes) if isinstance(param, PoolingParams) else param,
+                    add_special_tokens=add_special_tokens,
+                    prompt_name=prompt_name,
+                )
+            )
+        return [
+            PoolingRequestOutput(o.request_id, kind(result(o)), o.prompt_token_ids, o.num_cached_tokens)
+            for o in self._complete(requests, use_tqdm)
+        ]
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: Progress) -> list[RequestOutput]:
         for request in requests:  # the parameters are copies, so the caller's stay as they are

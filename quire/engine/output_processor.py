@@ -89,6 +89,7 @@ class OutputProcessor:
             completion.token_ids += new_token_ids
             if output.num_draft_tokens and completion.spec_decode_metrics is not None:
                 completion.spec_decode_metrics.verified(output.num_draft_tokens, output.num_accepted_tokens)
+            completion.pooled = output.pooled
             if new_token_ids:
                 self._update_metrics(request.metrics, output, now)
             if output.logprobs is not None:

@@ -81,6 +81,7 @@ class Processor:
         self.plugins, self.in_process = plugins, in_process
         self.scheduling_policy, self.reasoning = scheduling_policy, reasoning
         self.generation_config = generation_config
+        self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
         self.eos_token_ids = end_of_sequence(tokenizer, generation_config)
         self.eos_token_id = self.eos_token_ids[0] if self.eos_token_ids else None
@@ -102,24 +103,17 @@ class Processor:
         add_special_tokens: bool = True,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError, whose message names the wrong field."""
+        if not self.generates:
+            raise ValueError("this model makes embeddings or scores, and generates no text")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise ValueError(f"priority must be an integer of 64 bits, got {priority!r}")
-        if priority and self.scheduling_policy != "priority":
-            raise ValueError(
-                f"Got priority {priority} but priority scheduling is not enabled; start the engine with "
-                "scheduling_policy='priority' (--scheduling-policy priority), or leave priority at 0"
-            )
+        self.check_priority(priority)
         params = params.clone()  # a clone is checked again: the caller may have changed fields since
         self._check_params(params)
         self.check_length(prompt, params)
-        text, token_ids, cache_salt = self._tokenize(prompt, add_special_tokens, params)
-        if not token_ids:
-            raise ValueError("the prompt is empty")
-        extreme = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
-        if not 0 <= extreme < self.vocab_size:
-            raise ValueError(f"token id {extreme} is out of vocabulary; the model has {self.vocab_size} tokens")
+        keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
+        text, token_ids, cache_salt = self.tokenize(prompt, add_special_tokens, keep, from_left)
+        self.check_tokens(token_ids, self.vocab_size)
         self._check_room(len(token_ids))
         room = self.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
@@ -145,6 +139,24 @@ class Processor:
             for index in range(params.n)
         ]
         return ProcessedRequest(request_id, text, token_ids, params, core_requests)
+
+    def check_priority(self, priority: int) -> None:
+        """Raises ValueError for a priority that is wrong or not in use."""
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise ValueError(f"priority must be an integer of 64 bits, got {priority!r}")
+        if priority and self.scheduling_policy != "priority":
+            raise ValueError(
+                f"Got priority {priority} but priority scheduling is not enabled; start the engine with "
+                "scheduling_policy='priority' (--scheduling-policy priority), or leave priority at 0"
+            )
+
+    def check_tokens(self, token_ids: list[int], limit: int) -> None:
+        """Raises ValueError if there are no tokens, or ids that are negative or not below `limit`."""
+        if not token_ids:
+            raise ValueError("the prompt is empty")
+        extreme = max(token_ids) if min(token_ids) >= 0 else min(token_ids)
+        if not 0 <= extreme < limit:
+            raise ValueError(f"token id {extreme} is out of vocabulary; the model has {self.vocab_size} tokens")
 
     def check_length(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises PromptTooLongError if the prompt is certainly too long, which is found without tokenizing it.
@@ -268,11 +280,11 @@ class Processor:
         is_open = reasoning.is_open(prompt) or (reasoning.whole is not None and not is_over)
         return ThinkingLimits(end_ids, [] if is_over else start_ids, is_open, budget, closing_ids)
 
-    def _tokenize(
-        self, prompt: Prompt, add_special_tokens: bool, params: SamplingParams
+    def tokenize(
+        self, prompt: Prompt, add_special_tokens: bool, keep: int | None, from_left: bool
     ) -> tuple[str | None, list[int], str | None]:
-        """(text, token ids, cache salt) of a prompt in any form."""
-        keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
+        """(text, token ids, cache salt) of a prompt in any form. keep: how many tokens, None for all; the last ones if
+        the others are to be cut off `from_left`."""
         if isinstance(prompt, str):
             return prompt, self._encode(prompt, add_special_tokens, keep, from_left), None
         if isinstance(prompt, dict):

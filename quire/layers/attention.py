@@ -65,17 +65,13 @@ class Attention(CachedAttention):
         """x: [tokens, inputs] -> [tokens or len(wanted), hidden]. The keys and values of all tokens are stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        tokens, heads, kv_heads, place = x.shape[0], self.num_heads, self.num_kv_heads, self.place
-        qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, self.head_dim)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        tokens, heads, place = x.shape[0], self.num_heads, self.place
+        q, k, v = self.project(x)
         plan = state.plans[place.kv_group]
         if self.preparing is not None:
             self.preparing.prepare(self.cache, q, k, v, plan, self._preparation(state))
         else:
-            if self.q_norm is not None and self.k_norm is not None:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if place.rotary is not None:
-                q, k = self.kernels.rotary_embedding(q, k, *state.rotary[place.rotary], self.interleaved)
+            q, k = self.rotate(q, k, state)
             if self.alibi is not None:
                 q, k, v = self.alibi.extend(q, k, v, state.inputs.positions)
             self.backend.store(self.cache, k, v, plan)
@@ -86,8 +82,36 @@ class Attention(CachedAttention):
         )
         return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted))
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [tokens, inputs] -> queries, keys and values, each [tokens, heads or kv_heads, head_dim]"""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+    def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """Queries and keys with their norms, and with their positions."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.place.rotary is not None:
+            q, k = self.kernels.rotary_embedding(q, k, *state.rotary[self.place.rotary], self.interleaved)
+        return q, k
+
     def _preparation(self, state: ForwardState) -> Preparation:
         cos, sin = (None, None) if self.place.rotary is None else state.rotary[self.place.rotary]
         if not (isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm)):
             return Preparation(None, None, 0.0, cos, sin, self.interleaved)
         return Preparation(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos, sin, self.interleaved)
+
+
+class EncoderAttention(Attention):
+    """Attention to all tokens of a sequence, or to those within place.window to both sides.
+
+    Nothing is cached, so a step contains whole sequences.
+    """
+
+    def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
+        q, k, v = self.project(x)
+        q, k = self.rotate(q, k, state)
+        starts = state.inputs.query_start_loc
+        out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window)
+        return self.out(pick(out.flatten(1), wanted))

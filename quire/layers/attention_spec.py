@@ -33,7 +33,8 @@ class AttentionSpec:
     qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with a weight
     of its own ("heads"), or over all heads as one vector ("all"). sinks: each head has a learned logit that takes part
     in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors
-    from which q, k and v are computed, None for hidden_size.
+    from which q, k and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those
+    behind them, and cache nothing.
     """
 
     hidden_size: int
@@ -52,6 +53,7 @@ class AttentionSpec:
     alibi: bool = False
     transposed: bool = False
     input_size: int | None = None
+    is_causal: bool = True
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)

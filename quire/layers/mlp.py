@@ -13,11 +13,7 @@ from quire.ops import Kernels
 
 Activation = Callable[[Tensor], Tensor]
 
-_PLAIN: dict[str, Activation] = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "relu2": lambda x: functional.relu(x).square(),
-}
+_PLAIN: dict[str, Activation] = {"relu": functional.relu, "relu2": lambda x: functional.relu(x).square()}
 _SAME = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -45,7 +41,7 @@ def activation(kernels: Kernels, name: str, gated: bool, swiglu: tuple[float, fl
     # torch's own silu and gelu_tanh depend on an element's place: at the end of a tensor, results may differ by a bit.
     by_name: dict[str, Activation] = {
         **_PLAIN,
-        **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu_tanh")},
+        **{key: partial(kernels.activate, name=key) for key in ("silu", "gelu", "gelu_tanh")},
     }
     if name not in by_name:
         raise ValueError(f"activation {name!r} is not supported; supported: {', '.join(sorted({*by_name, *_SAME}))}")
@@ -62,21 +58,22 @@ def _gated(plain: Activation) -> Activation:
 
 
 class MLP:
-    """The dense feed-forward layer. names: of gate and up, or of gate_up, which holds both; and of down."""
+    """The dense feed-forward layer. names: of gate and up, or of gate_up or up_gate, which hold both; and of down."""
 
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size
         start, stop = builder.tensor_group.share(size)
         if not spec.gated:
             parts = [OutputPart(names["up"], size, start, stop)]
-        elif "gate_up" in names:
-            fused = names["gate_up"]
+        elif fused := names.get("gate_up") or names.get("up_gate"):
             parts = [OutputPart(fused, 2 * size, start, stop), OutputPart(fused, 2 * size, size + start, size + stop)]
+            parts = parts if "gate_up" in names else parts[::-1]
         else:
             parts = [OutputPart(names[key], size, start, stop) for key in ("gate", "up")]
         self.up = ColumnParallelLinear(builder, hidden, parts, spec.bias, spec.transposed)
         self.activation = activation(builder.kernels, spec.activation, spec.gated)
-        self.down = RowParallelLinear(builder, names["down"], size, hidden, spec.bias, transposed=spec.transposed)
+        down_bias = spec.bias or spec.down_bias
+        self.down = RowParallelLinear(builder, names["down"], size, hidden, down_bias, transposed=spec.transposed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""

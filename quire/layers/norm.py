@@ -44,12 +44,20 @@ class LayerNorm(Norm):
     """Layer norm, by mean and variance (arXiv:1607.06450)."""
 
     def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
-        self.eps, self.size = spec.eps, (size,)
+        self.kernels, self.eps = builder.kernels, spec.eps
         self.weight = builder.whole(f"{name}.weight", size) if spec.affine else None
         self.bias = builder.whole(f"{name}.bias", size) if spec.bias and spec.affine else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+        out: Tensor = self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+        return out
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self(x), x
+        normed, residual = self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+        assert residual is not None
+        return normed, residual
 
 
 def make_norm(builder: Builder, name: str | None, size: int, spec: NormSpec) -> Norm:

@@ -33,13 +33,15 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
+    only `down` has a bias."""
 
     intermediate_size: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
     transposed: bool = False
+    down_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,48 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_gate: bool = False
     layout: Literal["separate", "fused"] = "separate"
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """norm(activation(x W^T + b)). name: of the weight in the checkpoint; with a folder, in the checkpoint there.
+    norm: None for no norm; norm_name: its name. bias_name: the bias's own name, None for `name`."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: str = "identity"
+    norm: NormSpec | None = None
+    norm_name: str = ""
+    folder: str = ""
+    bias_name: str | None = None
+
+
+Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "all"]
+
+
+@dataclass(frozen=True)
+class PoolerSpec:
+    """What becomes of the final hidden states of a text.
+
+    of_tokens: layers that are applied to each token first. pooling: one vector of all tokens: the first token's or the
+    last one's, their mean or maximum, their sum divided by the root of their number, or their mean weighted with 1, 2,
+    3 ...; "all" keeps a vector of each token. layers: applied to what was pooled. labels: of a classifier, whose
+    results are scores; empty for embeddings. activation: of a classifier's scores. normalize: embeddings to length 1.
+    """
+
+    pooling: Pooling
+    of_tokens: tuple[DenseSpec, ...] = ()
+    layers: tuple[DenseSpec, ...] = ()
+    labels: tuple[str, ...] = ()
+    activation: Literal["identity", "sigmoid", "softmax"] = "identity"
+    normalize: bool = True
+
+    @property
+    def is_classifier(self) -> bool:
+        return bool(self.labels)
+
+    @property
+    def of_each_token(self) -> bool:
+        return self.pooling == "all"

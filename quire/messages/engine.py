@@ -6,7 +6,7 @@ import msgspec
 
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
-from quire.messages.step import Logprobs
+from quire.messages.step import Logprobs, Pooled
 from quire.messages.structured_outputs import ThinkingLimits
 
 
@@ -64,6 +64,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_preemptions: int = 0  # how often the request has been preempted so far
     num_draft_tokens: int = 0  # drafts of the request that the step verified
     num_accepted_tokens: int = 0  # of these, those that the model has accepted
+    pooled: Pooled | None = None  # the result of a pooling request
 
 
 # ---- between processes: the orders of a client, and the reports of a core

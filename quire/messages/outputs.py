@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.messages.step import Pooled
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -75,7 +77,7 @@ class CompletionOutput:
     the stop string or the stop token id that ended the completion, None for end-of-sequence; with "error" and
     "bad_request", the reason. A bad request is one that only the engine finds wrong, such as an impossible grammar.
 
-    spec_decode_metrics: what became of drafts, so far; None without speculation.
+    spec_decode_metrics: what became of drafts, so far; None without speculation. pooled: of a request that pools.
     """
 
     index: int
@@ -86,6 +88,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spec_decode_metrics: SpecDecodeMetrics | None = None
+    pooled: Pooled | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -125,3 +128,46 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestStateStats | None = None
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """data: a tensor of float32, [out], or [tokens, out] if each token has a vector."""
+
+    data: Any
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """probs: one for each label of the model."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The result of a prompt, with vLLM's names. outputs: a PoolingOutput, or what the method that was called gives."""
+
+    request_id: str
+    outputs: PoolingOutput | EmbeddingOutput | ClassificationOutput | ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True

@@ -115,6 +115,13 @@ class Logprobs(msgspec.Struct, array_like=True):
     ranks: bytes  # int32 [places]: the rank of the sequence's own token; 1 is the likeliest
 
 
+class Pooled(msgspec.Struct, array_like=True):
+    """What a text was pooled to: an embedding or scores, [out], or those of each token, [tokens, out]."""
+
+    shape: list[int]
+    data: bytes  # float32
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """The results of a step. The dicts are keyed by i, the index of a row in the step's `rows`.
 
@@ -125,6 +132,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     refusals: why a request cannot be run. A step with refusals was not run at all.
     was_skipped: the step was not run, because of its own refusals or those of an earlier step of its epoch.
     draft_token_ids: for each row, the drafts behind its sampled tokens; an empty list if the step asked for none.
+    pooled: the results of rows that pool, which end with this step.
     """
 
     step_id: int
@@ -134,3 +142,4 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     refusals: dict[int, str] = msgspec.field(default_factory=dict)
     was_skipped: bool = False
     draft_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    pooled: dict[int, Pooled] = msgspec.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The only decoder. A DecoderSpec says which layers it is built from."""
+"""The only decoder, and encoder. A DecoderSpec says which layers it is built from."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import AttentionKVSpec, group_entries
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
@@ -20,6 +20,7 @@ from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.specs import MLPSpec
 from quire.models.model import Model
+from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
 
 MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
@@ -38,8 +39,13 @@ class DecoderLayer:
         def norm(role: str):  # type: ignore[no-untyped-def]
             return make_norm(builder, names.get(role), hidden, spec.norm)
 
-        self.attention_norm, self.attention_post_norm = norm("attention_norm"), norm("attention_post_norm")
-        self.mixer = MIXERS[type(spec.mixers[index])](builder, spec.mixers[index], names, place)
+        has_norm = index or spec.first_norm
+        self.attention_norm = norm("attention_norm" if has_norm else "")
+        self.attention_post_norm = norm("attention_post_norm")
+        mixer: Callable[..., Attention | LatentAttention] = MIXERS[type(spec.mixers[index])]
+        if spec.is_encoder:
+            mixer = EncoderAttention
+        self.mixer = mixer(builder, spec.mixers[index], names, place)
         self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
         mlp = spec.mlps[index]
         self.mlp = MLP(builder, mlp, hidden, names) if isinstance(mlp, MLPSpec) else MoE(builder, mlp, hidden, names)
@@ -95,9 +101,11 @@ class LayerStack:
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
         self.spec, self.kernels = spec, builder.kernels
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
-        layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
         shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
-        self.kv_specs: Sequence[AttentionKVSpec] = group_entries(layer_specs, max_model_len, shapes)
+        self.kv_specs: Sequence[AttentionKVSpec] = []
+        if not spec.is_encoder:
+            layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
+            self.kv_specs = group_entries(layer_specs, max_model_len, shapes)
         self.cache_shapes: Sequence[CacheShape] = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
@@ -109,7 +117,7 @@ class LayerStack:
         for i, rotary in enumerate(spec.rotary):
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            self.layers.append(layer(builder, spec, i, LayerPlace(group_of[i], windows[i], table, scale)))
+            self.layers.append(layer(builder, spec, i, LayerPlace(group_of.get(i, 0), windows[i], table, scale)))
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
@@ -143,10 +151,13 @@ class LayerStack:
 
 
 class Decoder(LayerStack, Model):
-    """A decoder-only language model over a paged KV cache."""
+    """A decoder-only language model over a paged KV cache, or an encoder without one."""
+
+    pooler: Pooler | None = None
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
+        self.num_token_ids = spec.vocab_size * max(1, spec.token_types)
         names = {key: name for key, name in spec.names.items() if name is not None}
         embedding_size = spec.embedding_size or spec.hidden_size
         self.embedding = VocabParallelEmbedding(
@@ -160,13 +171,18 @@ class Decoder(LayerStack, Model):
             self.positions = LearnedPositions(
                 builder, names["positions"], spec.max_positions, spec.hidden_size, spec.position_offset
             )
+        self.segments = None
+        if spec.token_types:
+            self.segments = builder.whole(f"{names['segments']}.weight", spec.token_types, spec.hidden_size)
+        self.embedding_norm = make_norm(builder, names.get("embedding_norm"), spec.hidden_size, spec.norm)
         if embedding_size != spec.hidden_size:
             self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
             self.project_out = ReplicatedLinear(builder, names["project_out"], spec.hidden_size, embedding_size)
         super().__init__(builder, spec, max_model_len)
         self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
-        tied = self.embedding if spec.tie_embeddings else None
-        self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
+        tied, self.lm_head = self.embedding if spec.tie_embeddings else None, None
+        if "lm_head" in names:
+            self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
         self.num_parameters = builder.num_parameters
 
     def forward(
@@ -175,15 +191,25 @@ class Decoder(LayerStack, Model):
         return self.final_norm.add(*self.run(x, state, wanted, taps))[0]
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """In a model with kinds of segments, vocab_size is added to the ids once for each kind before a token's own:
+        those of the second segment are ids + vocab_size."""
+        kinds = None
+        if self.segments is not None:
+            kinds, ids = ids // self.vocab_size, ids % self.vocab_size
         x = self.embedding(ids)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if self.project_in is not None:
             x = self.project_in(x)
-        return x if self.positions is None else x + self.positions(positions)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        if self.segments is not None and kinds is not None:
+            x = x + torch.nn.functional.embedding(kinds, self.segments)
+        return self.embedding_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec
+        assert self.lm_head is not None, "the model has no head"
         logits = self.lm_head(hidden if self.project_out is None else self.project_out(hidden))
         if spec.logit_scale is not None:
             logits = logits * spec.logit_scale

@@ -1,10 +1,11 @@
 """What is known about a model before its weights are loaded: its config, its spec and its longest request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.config import ConfigError, ModelConfig
 from quire.loading.metadata import hf_config
+from quire.models.pooling import PoolingDescription, describe_pooling, is_pooling_model
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec, HfConfig
 
@@ -12,6 +13,7 @@ from quire.models.spec import DecoderSpec, HfConfig
 @dataclass(frozen=True)
 class ModelDescription:
     """config: the checkpoint's config.json with the user's overrides. max_model_len: the longest request in tokens.
+    pooling: what a model computes that makes embeddings or scores; None for one that generates.
 
     With the option max_model_len="auto", the size of the KV cache limits it further once that is known.
     """
@@ -19,6 +21,7 @@ class ModelDescription:
     config: HfConfig
     spec: DecoderSpec
     max_model_len: int
+    pooling: PoolingDescription | None = None
 
 
 def describe(directory: Path, options: ModelConfig) -> ModelDescription:
@@ -28,16 +31,25 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     """
     config = hf_config(directory, options.hf_overrides)
     spec = spec_of(config)
-    return ModelDescription(config, spec, _max_model_len(options, spec))
+    if not is_pooling_model(config, directory, options):
+        if spec.is_encoder:
+            raise ConfigError(f"{options.model} is an encoder, which cannot generate; leave runner at auto")
+        return ModelDescription(config, spec, _max_model_len(options, spec))
+    pooling = describe_pooling(config, spec, directory, options)
+    # Such a checkpoint often lacks the head, which is not needed.
+    names, ignored = {**spec.names, "lm_head": None}, (*spec.ignored, r"^(lm_head|score|classifier)\b")
+    spec = replace(spec, names=names, tie_embeddings=False, ignored=ignored)
+    return ModelDescription(config, spec, _max_model_len(options, spec, pooling.files.max_tokens), pooling)
 
 
-def _max_model_len(options: ModelConfig, spec: DecoderSpec) -> int:
+def _max_model_len(options: ModelConfig, spec: DecoderSpec, max_tokens: int | None = None) -> int:
+    """max_tokens: what sentence-transformers' files say. An option may ask for more, up to the model's positions."""
     longest, reason = spec.max_positions, "positions of the model"
     windows = [window for window in spec.windows if window is not None]
     if options.disable_sliding_window and windows and min(windows) < longest:
         longest, reason = min(windows), "tokens of the model's sliding window, which disable_sliding_window keeps to"
     if options.max_model_len in (None, -1):
-        return longest
+        return min(longest, max_tokens or longest)
     if options.max_model_len > longest:
         raise ConfigError(f"max_model_len={options.max_model_len} is more than the {longest} {reason}")
     return options.max_model_len

@@ -14,6 +14,7 @@ from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_che
 from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.model import Model
+from quire.models.pooler import Pooler
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
 from quire.parallel.mesh import Communicator
@@ -34,7 +35,8 @@ def load_model(
     group: Communicator,
     show_progress: bool,
 ) -> Model:
-    """Build the decoder of a checkpoint's directory or GGUF file, and fill its parameters."""
+    """Build the model of a checkpoint's directory or GGUF file, with its pooler if it has one, and fill the parameters.
+    """
     description = describe(directory, config.model)
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())
@@ -58,6 +60,8 @@ def load_model(
         kernels.hide_from_compiler()
     builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names))
     model = Decoder(builder, spec, max_model_len)
+    if description.pooling is not None:
+        model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else directory)
     if checkpoint is None:
         load_dummy(builder, show_progress)
     else:

@@ -9,25 +9,28 @@ from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import AttentionKVSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
+from quire.models.pooler import Pooler
 from quire.ops import Kernels
 
 
 class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
-    vocab_size: size of the logits. hidden_size: of the residual stream. num_parameters: of all ranks together. rotary:
-    functions from positions to the tables (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a
-    token; empty for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one
-    layer.
+    vocab_size: size of the logits. num_token_ids: one more than the largest token id, see Decoder.embed. hidden_size:
+    of the residual stream. num_parameters: of all ranks together. rotary: functions from positions to the tables (cos,
+    sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token; empty for a model without a cache.
+    cache_shapes: for each KV group, the sizes of what this rank caches in one layer. pooler: of a model that pools.
     """
 
     kernels: Kernels
     vocab_size: int
+    num_token_ids: int
     hidden_size: int
     num_parameters: int
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
     kv_specs: Sequence[AttentionKVSpec]
     cache_shapes: Sequence[CacheShape]
+    pooler: Pooler | None
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.

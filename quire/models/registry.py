@@ -1,7 +1,9 @@
 """The supported architectures, by the name in a checkpoint's config.json."""
 
 import difflib
+import re
 
+from quire.models.architectures.bert import bert, gte, modernbert, nomic_bert, roberta
 from quire.models.architectures.cohere import cohere, cohere2
 from quire.models.architectures.deepseek import deepseek
 from quire.models.architectures.falcon import falcon
@@ -54,19 +56,44 @@ ARCHITECTURES: dict[str, Architecture] = {
     "StableLmForCausalLM": stablelm,
     "YiForCausalLM": llama,
 }
+ENCODERS: dict[str, Architecture] = {  # with any head: BertModel, BertForSequenceClassification ...
+    "Bert": bert,
+    "Camembert": roberta,
+    "Gte": gte,
+    "ModernBert": modernbert,
+    "New": gte,  # Alibaba-NLP's own name
+    "NomicBert": nomic_bert,
+    "Roberta": roberta,
+    "XLMRoberta": roberta,
+}
+_HEADS = r"(Model|For(MaskedLM|SequenceClassification|TokenClassification|RewardModel))$"
+
+
+def _architecture(name: str) -> Architecture | None:
+    """The architecture of this name, or of its base model, if the name is that of a model without a head or with
+    another one."""
+    if name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    if name == "HF_ColBERT":
+        return bert
+    base = re.sub(_HEADS, "", name)
+    if base == name:
+        return None
+    return ENCODERS.get(base) or ARCHITECTURES.get(f"{base.removesuffix('Text')}ForCausalLM")
 
 
 def spec_of(config: HfConfig) -> DecoderSpec:
     """The spec of a checkpoint's config. Raises ValueError for an unsupported architecture or a missing field."""
     names = config.get("architectures") or []
     for name in names:
-        if name in ARCHITECTURES:
+        if (architecture := _architecture(name)) is not None:
             try:
-                return ARCHITECTURES[name](config)
+                return architecture(config)
             except KeyError as missing:
                 raise ValueError(f"config.json of a {name} lacks {missing.args[0]!r}") from missing
     near = difflib.get_close_matches(names[0], ARCHITECTURES, n=1, cutoff=0.4) if names else []
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "
-        f"{', '.join(sorted(ARCHITECTURES))}" + (f"; the nearest is {near[0]}" if near else "")
+        f"{', '.join(sorted([*ARCHITECTURES, *(f'{name}Model' for name in ENCODERS)]))}"
+        + (f"; the nearest is {near[0]}" if near else "")
     )

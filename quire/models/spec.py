@@ -40,7 +40,7 @@ SANDWICH_NORMS: Names = {  # Gemma 2's: a norm before and after each branch
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Everything that distinguishes one decoder-only model from another.
+    """Everything that distinguishes one decoder-only model, or one encoder, from another.
 
     mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
     windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
@@ -48,7 +48,10 @@ class DecoderSpec:
     input ("parallel"), or with the norm after the sum ("post_norm"). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
-    score_scales: one factor for the attention scores of each layer.
+    score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
+    vector that is added to their tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
+    before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
+    has no logits.
     """
 
     vocab_size: int
@@ -70,8 +73,16 @@ class DecoderSpec:
     logit_scale: float | None = None
     logit_soft_cap: float | None = None
     score_scales: tuple[float, ...] | None = None
+    token_types: int = 0
+    first_norm: bool = True
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether tokens also see those behind them."""
+        mixer = self.mixers[0]
+        return isinstance(mixer, AttentionSpec) and not mixer.is_causal
 
 
 Architecture = Callable[[HfConfig], DecoderSpec]

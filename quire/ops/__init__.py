@@ -6,6 +6,7 @@ import torch
 
 import quire.ops.cpu.drafts
 import quire.ops.cpu.elementwise
+import quire.ops.cpu.encoder_attention
 import quire.ops.cpu.linear
 import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear

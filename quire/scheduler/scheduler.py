@@ -3,7 +3,6 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 
@@ -16,58 +15,13 @@ from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, 
 from quire.metrics.logging import logger
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.gate import Gate
+from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import Speculation
 from quire.structured.gate import GrammarGate
 
 _by_key = attrgetter("key")
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """The limits of a step.
-
-    depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
-    in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
-    makes behind a step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    policy: str = "fcfs"
-    depth: int = 1
-    long_prefill_token_threshold: int = 0
-    lookahead: int = 0
-
-    @property
-    def most_in_flight(self) -> int:
-        """The most tokens of one request that have slots and are not computed for sure."""
-        return self.max_num_batched_tokens * self.depth + self.lookahead
-
-    @property
-    def longest_chunk(self) -> int:
-        """The most tokens of one request in a step."""
-        return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
-
-    def validate(self) -> None:
-        """Raises ValueError for limits that contradict each other."""
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), so that every running request gets a token each step"
-            )
-
-
-@dataclass
-class SchedulerStats:
-    """Counters since the start."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0  # tokens that were looked up in the prefix cache, at the first admission of their request
-    prefix_hits: int = 0  # tokens among them that were found
-    computed_tokens: int = 0  # tokens of retired steps
 
 
 class Scheduler:
@@ -261,7 +215,9 @@ class Scheduler:
         # No request is admitted before a preempted request that has yet to return to the queue.
         while budget > 0 and self._free_rows and not self._num_preempted:
             request = self.waiting.peek()
-            if request is None or not self._admit(request, step):
+            if request is None or (self.limits.whole_prompts and len(request.token_ids) > budget):
+                return
+            if not self._admit(request, step):
                 return
             count = self._take(request, budget, step, requests)
             assert count, "the cache had room for all tokens of the request"
@@ -359,6 +315,8 @@ class Scheduler:
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
         drafts = step.num_draft_tokens or repeat(0, len(requests))
+        if output.pooled:
+            outputs += self._pooled(requests, output)
         columns = zip(requests, step.num_tokens, drafts, output.sampled_token_ids, strict=True)
         for request, count, num_drafts, sampled in columns:
             status = request.status
@@ -380,6 +338,17 @@ class Scheduler:
                 if request.request_id in by_id:
                     by_id[request.request_id].logprobs = output.logprobs.get(index)
                     by_id[request.request_id].prompt_logprobs = output.prompt_logprobs.get(index)
+        return outputs
+
+    def _pooled(self, requests: list[Request], output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """End the requests of a retiring step that have their results."""
+        outputs = []
+        for index, pooled in output.pooled.items():
+            request = requests[index]
+            if request.status is not Status.FINISHED:
+                self._finish(request)
+                cached = request.num_cached_tokens
+                outputs.append(EngineCoreOutput(request.request_id, [], FinishReason.STOP, None, cached, pooled=pooled))
         return outputs
 
     def _roll_back(self, request: Request, num_drafts: int, num_accepted: int) -> None:

@@ -18,6 +18,7 @@ from quire.server import (
     chat,
     completions,
     ollama,
+    pooling,
     responses_api,
     text_routes,
     token_generation,
@@ -53,7 +54,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.state.responses = responses_api.Responses(config)
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
-    for module in (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes):
+    for module in (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes, pooling):
         app.include_router(module.router, dependencies=bearer)
         routes += module.router.routes
     app.include_router(admin_routes.router)

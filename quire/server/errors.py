@@ -95,7 +95,7 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
     param = default
     if path:
         param = path[0].rstrip(".")
-    elif named:
+    elif named and not isinstance(error, PromptTooLongError):
         param = named[0].replace(" ", "_")
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
     return ApiError(400, message, param=param, code=code)

@@ -23,7 +23,7 @@ from quire.metrics.logging import logger
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, bad_value, path_in
 from quire.server.messages import Message
-from quire.server.protocol import MAX_SEQUENCES, Body, Generation, Rendering
+from quire.server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
 from quire.server.responses import Usage
 
 SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
@@ -43,7 +43,7 @@ class Server:
     model_names: list[str]
     tool_parser: str | None
     app: FastAPI
-    calls: set["Call"] = field(default_factory=set)  # those that run
+    calls: set["PromptCall"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[str] = field(default_factory=set)
 
@@ -120,12 +120,12 @@ class Server:
         return self.llm.frontend.render_chat(chat, **arguments)
 
 
-class Call:
-    """One generation request: its ids, its prompts, and the ways in which it may end early."""
+class PromptCall:
+    """One request with prompts: its ids, and the ways in which it may end early. Subclasses fill `_requests`."""
 
-    def __init__(self, server: Server, request: Request, body: Generation, prefix: str) -> None:
+    def __init__(self, server: Server, request: Request, body: PromptBody, prefix: str) -> None:
         """Raises ApiError if the server does not accept the request."""
-        self.server, self.body = server, body
+        self.server = server
         self.model = server.accept(body)
         server.admit()
         state = request.state
@@ -136,8 +136,71 @@ class Call:
         self._receive = request.receive
         self._held: HeldBody = request.state.body
         self._requests: list[ProcessedRequest] = []
-        self._constraint_field: str | None = None
         self._ended_by: ApiError | None = None
+
+    def _request_id(self, index: int, num_prompts: int) -> str:
+        return self._engine_id if num_prompts == 1 else f"{self._engine_id}-{index}"
+
+    async def run(self) -> AsyncGenerator[RequestOutput]:
+        """As AsyncLLM.run. The request ends when its client disconnects or its time is up.
+
+        Raises ApiError, EngineDeadError.
+        """
+        server, timeout = self.server, self.server.config.request_timeout
+        server.admit()  # again, since other requests may have arrived while this one was tokenized
+        loop = asyncio.get_running_loop()
+        watcher = asyncio.create_task(self._watch())
+        timer = None if timeout is None else loop.call_at(self._began + timeout, self._time_out)
+        server.calls.add(self)
+        try:
+            async with aclosing(server.llm.run(self._requests)) as outputs:
+                async for output in outputs:
+                    for completion in output.outputs:
+                        self._check(completion)
+                    yield output
+        finally:
+            server.calls.discard(self)
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+
+    def end(self, error: ApiError) -> None:
+        """Abort the request. Its client gets the error instead of the generated text."""
+        self._ended_by = error
+        self.abort()
+
+    def abort(self) -> None:
+        for request in self._requests:
+            self.server.llm.abort(request.request_id)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.end(ApiError(499, "the client closed the connection"))
+
+    def _time_out(self) -> None:
+        message = f"the request was not finished within {self.server.config.request_timeout} s"
+        self.end(ApiError(504, message, code="timeout"))
+
+    def _check(self, completion: CompletionOutput) -> None:
+        """Raises ApiError if the completion has failed."""
+        if completion.finish_reason == "error":
+            self.server.llm.client.check()
+            raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
+        if completion.finish_reason == "abort" and self._ended_by is not None:
+            raise self._ended_by
+
+
+class Call(PromptCall):
+    """A request for generated text."""
+
+    def __init__(self, server: Server, request: Request, body: Generation, prefix: str) -> None:
+        """Raises ApiError if the server does not accept the request."""
+        super().__init__(server, request, body, prefix)
+        if not server.llm.processor.generates:
+            raise ApiError(400, "this model makes embeddings or scores, and generates no text", param="model")
+        self.body = body
+        self._constraint_field: str | None = None
 
     @property
     def tokens_as_ids(self) -> bool:
@@ -189,9 +252,6 @@ class Call:
         body.drop_prompt()
         held.release()
         return self._requests
-
-    def _request_id(self, index: int, num_prompts: int) -> str:
-        return self._engine_id if num_prompts == 1 else f"{self._engine_id}-{index}"
 
     def _process(
         self, prompts: Mapping[str, str | list[int]], params: SamplingParams, add_special_tokens: bool
@@ -249,56 +309,11 @@ class Call:
             )
             raise ApiError(400, message, param=self.body.max_tokens_field, code="context_length_exceeded")
 
-    async def run(self) -> AsyncGenerator[RequestOutput]:
-        """As AsyncLLM.run. The request ends when its client disconnects or its time is up.
-
-        Raises ApiError, EngineDeadError.
-        """
-        server, timeout = self.server, self.server.config.request_timeout
-        server.admit()  # again, since other requests may have arrived while this one was tokenized
-        loop = asyncio.get_running_loop()
-        watcher = asyncio.create_task(self._watch())
-        timer = None if timeout is None else loop.call_at(self._began + timeout, self._time_out)
-        server.calls.add(self)
-        try:
-            async with aclosing(server.llm.run(self._requests)) as outputs:
-                async for output in outputs:
-                    for completion in output.outputs:
-                        self._check(completion)
-                    yield output
-        finally:
-            server.calls.discard(self)
-            watcher.cancel()
-            if timer is not None:
-                timer.cancel()
-
-    def end(self, error: ApiError) -> None:
-        """Abort the request. Its client gets the error instead of the generated text."""
-        self._ended_by = error
-        self.abort()
-
-    def abort(self) -> None:
-        for request in self._requests:
-            self.server.llm.abort(request.request_id)
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.end(ApiError(499, "the client closed the connection"))
-
-    def _time_out(self) -> None:
-        message = f"the request was not finished within {self.server.config.request_timeout} s"
-        self.end(ApiError(504, message, code="timeout"))
-
     def _check(self, completion: CompletionOutput) -> None:
-        if completion.finish_reason == "error":
-            self.server.llm.client.check()
-            raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
+        super()._check(completion)
         if completion.finish_reason == "bad_request":
             reason = str(completion.stop_reason).removeprefix("structured_outputs: ")
             raise ApiError(400, f"{self._constraint_field}: {reason}", param=self._constraint_field)
-        if completion.finish_reason == "abort" and self._ended_by is not None:
-            raise self._ended_by
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that a response and all its chunks share."""

@@ -62,7 +62,18 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     return value is None or value is False or value in ("", [], {}) or value in _NEUTRAL.get(name, [])
 
 
-class Generation(Body):
+class PromptBody(Body):
+    """What all requests with prompts have in common."""
+
+    add_special_tokens: bool | None = Field(None, description="Frame a text prompt as the tokenizer says.")
+    priority: int | None = Field(
+        None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first; not 0 needs --scheduling-policy priority."
+    )
+    cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
+
+
+class Generation(PromptBody):
     """What completions and chats have in common: how to sample, what to return. null is as if left out."""
 
     @model_validator(mode="before")
@@ -107,11 +118,6 @@ class Generation(Body):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="The side from which truncate_prompt_tokens removes tokens: left (default) or right."
     )
-    add_special_tokens: bool | None = Field(None, description="Frame a text prompt as the tokenizer says.")
-    priority: int | None = Field(
-        None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first; not 0 needs --scheduling-policy priority."
-    )
-    cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
     repetition_detection: RepetitionDetection | None = Field(None, description="End output that repeats itself.")
     stream_interval: Positive | None = Field(
         None, description="Tokens of an event of a stream; it counts if it is above the server's --stream-interval."
@@ -119,7 +125,6 @@ class Generation(Body):
     return_token_ids: bool | None = Field(None, description="Of the prompt and of the output.")
     return_spec_decode_metrics: bool | None = Field(None, description="What became of drafts, if there were any.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs name tokens 'token_id:42'.")
-    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
     response_format: ResponseFormat | None = Field(None, description="Make the answer JSON.")
     structured_outputs: StructuredOutputs | None = Field(None, description="What the text must look like.")
     thinking_token_budget: int | None = Field(

@@ -96,6 +96,35 @@ class Tokenizer:
             raise ValueError(_why_not_text(text)) from error
         return [*self._prefix, *encoding.ids, *self._suffix] if add_special_tokens else encoding.ids
 
+    def encode_parts(
+        self, first: str, second: str | None, keep: int | None = None, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of one text or two with the special tokens between and around them, and for each the number of its
+        text, 0 or 1. At most `keep` tokens, by cutting off the ends of the longer text. Raises ValueError."""
+        try:
+            parts = [
+                self._backend.encode(text, add_special_tokens=False) for text in (first, second) if text is not None
+            ]
+        except TypeError as error:
+            raise ValueError(_why_not_text(first if second is None else first + second)) from error
+        own = len(self._prefix) + len(self._suffix) if add_special_tokens else 0
+        if keep is not None:
+            added = self._backend.num_special_tokens_to_add(second is not None) if add_special_tokens else 0
+            lengths, room = [len(part) for part in parts], max(0, keep - own - added)
+            if sum(lengths) > room:
+                shorter = min(lengths[-1], lengths[0])
+                longer = max(room - shorter, (room + 1) // 2) if second is not None else room
+                for part, length in zip(parts, lengths, strict=True):
+                    cut = longer if length > shorter or second is None else max(room - longer, 0)
+                    if length > cut:
+                        part.truncate(cut)
+        pair = parts[1] if second is not None else None
+        made = self._backend.post_process(parts[0], pair, add_special_tokens=add_special_tokens)
+        if not own:
+            return made.ids, made.type_ids
+        ids = [*self._prefix, *made.ids, *self._suffix]
+        return ids, [0] * len(self._prefix) + made.type_ids + made.type_ids[-1:] * len(self._suffix)
+
     def fewest_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens, without tokenizing. 0 if the tokenizer allows no bound."""
         return 0 if self.length_bound is None else self.length_bound.fewest_tokens(text)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kvcache.specs import KVCacheSpec
 from quire.layers.step_inputs import Array, StepSize
+from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput
 from quire.sampling.batch_state import BatchState
 from quire.sampling.logits_processors import Ints, SamplingPlaces
@@ -105,9 +106,7 @@ class InputBatch:
 
     def install(self, new: NewRequest) -> None:
         """Fill a request's row. Raises ValueError if the model cannot run the request."""
-        if new.pooling_params is not None:
-            raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
-        row, params = new.row, new.sampling
+        row = new.row
         tokens = np.asarray(new.token_ids, np.int64)
         if len(tokens) > self.max_model_len:
             raise ValueError(f"{len(tokens)} tokens are more than max_model_len={self.max_model_len}")
@@ -119,6 +118,11 @@ class InputBatch:
         self.num_unread[row] = 0
         self.num_computed[row] = new.num_computed_tokens
         self.num_prompt[row] = new.num_prompt_tokens
+        if new.sampling_params is not None:
+            self._install_sampling(new, new.sampling_params)
+
+    def _install_sampling(self, new: NewRequest, params: SamplingParams) -> None:
+        row = new.row
         self.temperature[row] = 0.0 if params.greedy else params.temperature
         self.top_p[row] = params.top_p
         self.top_k[row] = params.top_k if params.top_k > 0 else self.vocab_size
@@ -130,7 +134,7 @@ class InputBatch:
             self.logprob_token_ids[row] = named = list(dict.fromkeys(params.logprob_token_ids))
             self.num_logprobs[row] = len(named)
         # Prompt logprobs are reported with the first token of output, so a resumed request with output has had them.
-        resumed = len(tokens) > new.num_prompt_tokens
+        resumed = len(new.token_ids) > new.num_prompt_tokens
         self.num_prompt_logprobs[row] = -1 if resumed else self._count(params.prompt_logprobs)
 
     def _count(self, logprobs: int | None) -> int:

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from quire.config import ConfigError, EngineConfig
 from quire.layers.step_inputs import StepSize
 from quire.system import limits
-from quire.worker.model_runner import ModelRunner
+from quire.worker.runner import Runner
 
 _FREE_SHARE = 0.5  # the part of a CPU's free memory that is used, unless --kv-cache-memory-bytes says how much
 _CAPTURED_SHARE = 0.25  # memory reserved for CUDA graphs, as a part of what the largest step needs
@@ -52,7 +53,7 @@ def explained(what: str, device: torch.device) -> Iterator[None]:
                           "quantization=int8 or int4") from error  # fmt: skip
 
 
-def left_by_a_step(runner: ModelRunner, budget: int, tokens: int) -> int:
+def left_by_a_step(runner: Runner[Any], budget: int, tokens: int) -> int:
     """Bytes of the budget that the weights and the largest step do not need. Runs such a step and measures it.
 
     Raises ConfigError if nothing is left.

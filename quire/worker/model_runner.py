@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs
 from quire.messages.errors import error_text
-from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logger
 from quire.models.model import Model
 from quire.ops.memory import upload
@@ -22,6 +22,7 @@ from quire.worker.drafters.drafter import Drafter
 from quire.worker.drafters.step import SampledStep
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.runner import Runner
 from quire.worker.staging import Staging
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are held in memory at the same time
@@ -57,12 +58,8 @@ class _Sampled:
     read_drafts: Callable[[], list[Tensor]] | None = None
 
 
-class ModelRunner:
-    """Executes steps. Each step takes two calls: `submit` launches the forward, then `sample` launches the sampling.
-
-    A step with a request that cannot be run is skipped. The later steps of its epoch are skipped too, since they were
-    scheduled on the assumption that it had run. Requests of skipped steps are installed again before they continue.
-    """
+class ModelRunner(Runner[_Launched]):
+    """Executes the steps of models that generate, see Runner. `sample` launches the sampling."""
 
     def __init__(
         self,
@@ -74,43 +71,26 @@ class ModelRunner:
         is_only_rank: bool = True,
         drafter: Drafter | None = None,
     ) -> None:
-        """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
-        the step."""
-        self.is_only_rank, self.drafter = is_only_rank, drafter
+        super().__init__(model, batch, staging, forward, is_only_rank)
+        self.sampler, self.drafter = sampler, drafter
         self.drafts_stay = False  # whether drafts stay on the device, see Speculation
-        self.model, self.batch, self.staging, self.forward, self.sampler = model, batch, staging, forward, sampler
-        self.device = staging.device
         self.processors = sampler.processors
-        self._launched: dict[int, _Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
-        self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         # By row: the prompt logprobs of the chunks so far, until they are reported.
         self._prompt_logprobs: dict[int, list[TopLogprobs]] = {}
 
-    @torch.inference_mode()
-    def submit(self, step: SchedulerOutput) -> None:
-        """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
-        if step.epoch <= self._skipped_epoch:
-            self._launched[step.step_id] = ModelRunnerOutput(step.step_id, was_skipped=True)
-            return
-        refusals = self._install(step)
-        if refusals:
-            self._launched[step.step_id] = self._skip(step, refusals)
-            return
-        self.batch.add_known_tokens(step)
-        if self.drafter is not None and step.known_tokens.rows:
-            self.drafter.extend(step.known_tokens)
-        self.batch.edit_block_tables(step)
-        flat = self.batch.flatten(step)
-        try:
-            self._launched[step.step_id] = self._launch(flat, step)
-        except torch.OutOfMemoryError as error:
-            self._launched[step.step_id] = self._out_of_memory(step, error)
+    def install(self, new: NewRequest) -> None:
+        self._prompt_logprobs.pop(new.row, None)
+        if new.pooling_params is not None:
+            raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
+        self.batch.install(new)
+        self.processors.add(new.row, new)
+        if self.drafter is not None:
+            self.drafter.install(new)
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
-        """Launch the sampling of a submitted step. The next step can use its tokens at once. The returned function
-        waits for the output. masks: which tokens may be sampled."""
+        """See Runner. The next step can use the sampled tokens at once."""
         launched = self._launched.pop(step_id)
         if isinstance(launched, ModelRunnerOutput):
             return lambda: launched
@@ -120,7 +100,7 @@ class ModelRunner:
                 self._apply_masks(launched.logits, masks)
             sampled = self._sample(launched, ModelRunnerOutput(step_id, [[]] * len(flat.rows)))
         except torch.OutOfMemoryError as error:
-            skipped = self._out_of_memory(launched.step, error)
+            skipped = self.out_of_memory(launched.step, error)
             return lambda: skipped
         if not self.device.is_async:
             self._read_until(sampled)
@@ -129,7 +109,6 @@ class ModelRunner:
         return lambda: self._output(sampled, launched.step.num_next_drafts)
 
     def run(self, inputs: StepInputs, rows: int) -> None:
-        """Run the forward and the sampling of a dummy step, to measure memory and compile kernels."""
         hidden = self.forward(inputs)
         logits = self.model.logits(hidden[:rows])
         numbers = np.ones(rows, np.int64)
@@ -145,7 +124,9 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.draft(SampledStep.dummy(inputs, hidden, rows), 2)
 
-    def _launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
+    def launch(self, flat: FlatBatch, step: SchedulerOutput) -> _Launched:
+        if self.drafter is not None and step.known_tokens.rows:
+            self.drafter.extend(step.known_tokens)
         sampling = self.batch.sampling(flat.place_rows, flat.place_positions + 1)
         extra = {"place_rows": flat.place_rows, "place_tokens": flat.place_tokens, **sampling}
         if flat.has_drafts:
@@ -295,33 +276,3 @@ class ModelRunner:
         widths = 1 + batch.num_prompt_logprobs[rows]
         for row, count, end, width in zip(*(a.tolist() for a in (rows, counts, ends, widths)), strict=True):
             self._prompt_logprobs.setdefault(row, []).append(scored.slice(end - count, end, width))
-
-    def _install(self, step: SchedulerOutput) -> dict[int, str]:
-        """Install the step's new requests in their rows. Returns why some cannot be run, by their index in the step."""
-        refusals = {}
-        for new in step.new_requests:
-            try:
-                self.batch.install(new)
-                self.processors.add(new.row, new)
-                if self.drafter is not None:
-                    self.drafter.install(new)
-            except ValueError as error:
-                refusals[step.rows.index(new.row)] = error_text(error)
-            self._prompt_logprobs.pop(new.row, None)
-        return refusals
-
-    def _skip(self, step: SchedulerOutput, refusals: dict[int, str]) -> ModelRunnerOutput:
-        self._skipped_epoch = step.epoch
-        return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
-
-    def _out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
-        """Refuse the newest request of the step, so that the other requests can continue with more memory."""
-        if not self.is_only_rank:
-            raise error
-        if self.device.is_async:
-            torch.cuda.empty_cache()
-        reason = (
-            f"the device ran out of memory in a step of {sum(step.num_tokens)} tokens; lower gpu_memory_utilization, "
-            f"max_num_batched_tokens or max_num_seqs ({error_text(error)})"
-        )
-        return self._skip(step, {len(step.rows) - 1: reason})

@@ -4,6 +4,7 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ from quire.worker.graphs import MOST_DRAFTS, CapturedForward, RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.pooling_runner import PoolingRunner
+from quire.worker.runner import Runner
 from quire.worker.staging import Staging
 from quire.worker.step_costs import step_costs
 from quire.worker.warm_up import warm_up
@@ -89,18 +92,19 @@ class Worker:
                     hidden = torch.compiler.disable(getattr(backend, method))  # type: ignore[no-untyped-call]
                     setattr(backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.vocab_size)
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids)
         most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
+        if model.pooler is not None:
+            most_tokens = max(most_tokens, max_model_len)
         staging = Staging(self.device, batch, model.kernels, most_tokens)
-        forward = _forward(config, model, self.backends, staging, group)
-        sampler = Sampler(model.kernels, config, device)
-        drafter = None
-        if self.drafter is not None:
-            drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
-            forward.taps = dict(drafter.taps)
-        self.runner = ModelRunner(model, batch, staging, forward, sampler, group.size == 1, drafter)
-        is_async = config.scheduler.async_scheduling
-        self.runner.drafts_stay = device.type == "cuda" if is_async is None else is_async
+        if model.pooler is None:
+            forward = _forward(config, model, self.backends, staging, group)
+        else:  # steps of whole texts are long, and hardly two have the same size
+            forward = Forward(model, self.backends)
+        if model.pooler is not None:
+            self.runner: Runner[Any] = PoolingRunner(model, model.pooler, batch, staging, forward, group.size == 1)
+        else:
+            self.runner = self._model_runner(config, model, batch, staging, forward, group, most_tokens)
         groups = zip(model.kv_specs, self.backends, strict=True)
         pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
         self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
@@ -108,9 +112,10 @@ class Worker:
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if device.type == "cuda":
             self._allocate(1, block_bytes)  # the dummy step needs a null block
-            tokens = min(config.scheduler.tokens_of_a_step(gpu=True), max_num_seqs * max_model_len)
+            tokens = min(most_tokens, max_num_seqs * max_model_len)
             free = memory.left_by_a_step(self.runner, budget, tokens)
-            warm_up(self.runner, tokens)
+            if isinstance(self.runner, ModelRunner):
+                warm_up(self.runner, tokens)
         else:
             free = memory.free_on_host() // group.size
         num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
@@ -127,8 +132,21 @@ class Worker:
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
         self.step_costs = StepCosts()
-        if speculation is not None and speculation.adaptive:
+        if speculation is not None and speculation.adaptive and isinstance(self.runner, ModelRunner):
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, group)
+
+    def _model_runner(
+        self, config: EngineConfig, model: Model, batch: InputBatch, staging: Staging, forward: Forward,
+        group: Communicator, most_tokens: int,
+    ) -> ModelRunner:  # fmt: skip
+        sampler, drafter = Sampler(model.kernels, config, self.device.torch_device), None
+        if self.drafter is not None:
+            drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
+            forward.taps = dict(drafter.taps)
+        runner = ModelRunner(model, batch, staging, forward, sampler, group.size == 1, drafter)
+        is_async = config.scheduler.async_scheduling
+        runner.drafts_stay = self.device.torch_device.type == "cuda" if is_async is None else is_async
+        return runner
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
         kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)

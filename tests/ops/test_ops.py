@@ -59,6 +59,28 @@ def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     yield same, same, draw(dtype, 32), 1e-6
 
 
+def layer_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for dim in SIZES[1:]:  # the norm of one number is what rounding leaves of 0
+        for tokens in TOKENS:
+            x = draw(dtype, tokens, dim)
+            for weight in (draw(dtype, dim), None):
+                for bias in (draw(dtype, dim), None):
+                    yield x, weight, bias, 1e-6
+                    yield slice_of_wider(x) + 3, weight, bias, 1e-5
+    yield draw(dtype, 40, 7).t(), draw(dtype, 40), None, 1e-6
+    yield draw(dtype, 2, 3, 24), draw(dtype, 24), draw(dtype, 24), 1e-6
+    yield draw(dtype, 300, 512), draw(dtype, 512), None, 1e-6  # enough for several threads
+
+
+def add_layer_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for x, *others in layer_norm_cases(dtype):
+        if x.dim() == 2:
+            yield x, draw(dtype, *x.shape), *others
+            yield x, slice_of_wider(draw(dtype, *x.shape)), *others
+    same = draw(dtype, 4, 32)
+    yield same, same, draw(dtype, 32), None, 1e-6
+
+
 def add_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for tokens, dim in ((0, 16), (1, 1), (3, 17), (5, 1030), (33, 4096)):
         x, residual, out = (draw(dtype, tokens, dim) for _ in range(3))
@@ -124,7 +146,7 @@ def grouped_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def activate_cases(dtype: torch.dtype) -> Iterator[Arguments]:
-    for name in ("silu", "gelu_tanh", "sigmoid"):
+    for name in ("silu", "gelu", "gelu_tanh", "sigmoid"):
         for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
             yield 3 * draw(dtype, *shape), name
         yield slice_of_wider(draw(dtype, 5, 33)), name
@@ -234,6 +256,8 @@ def apply_token_masks_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "rms_norm": rms_norm_cases,
     "add_rms_norm": add_rms_norm_cases,
+    "layer_norm": layer_norm_cases,
+    "add_layer_norm": add_layer_norm_cases,
     "add": add_cases,
     "silu_and_mul": gated_cases,
     "gelu_and_mul": gelu_and_mul_cases,
@@ -326,7 +350,7 @@ def test_products_with_packed_weights(implementation, two_threads):
 
 def test_every_op_has_cases():
     of_batches = {"flat_batch", "append_tokens", "count_kept"}
-    elsewhere = {"quantize", "quantized_linear", "grouped_quantized_linear", *of_batches}
+    elsewhere = {"quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", *of_batches}
     assert {*CASES, *elsewhere} == set(OPS)
 
 

@@ -8,8 +8,9 @@ from test_scheduler import answer, counts, make_request
 
 from quire.kvcache.specs import CacheEntry, FullAttentionSpec
 from quire.messages.engine import EngineCoreRequest, FinishReason
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Status
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 
 
 class Doors:

@@ -9,8 +9,9 @@ from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import RepetitionDetectionParams, SamplingParams
 from quire.messages.step import ModelRunnerOutput
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.repetition import RepetitionDetector
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 
 
 def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:

@@ -12,8 +12,9 @@ from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs, ModelRunnerOutput, SchedulerOutput
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Status
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 
 EOS = 0
 

@@ -28,8 +28,9 @@ from quire.kvcache.specs import CacheEntry, KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request, Status
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.speculative.lengths import DraftLengths
 from quire.speculative.proposer import Text

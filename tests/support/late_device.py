@@ -31,7 +31,8 @@ from quire.layers.step_inputs import Array
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.sampling.sampler import Sampler
-from quire.scheduler.scheduler import Scheduler, SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.scheduler import Scheduler
 from quire.structured.gate import GrammarGate
 from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.drafters.drafter import Drafter

@@ -48,8 +48,12 @@ def gemma3(config: HfConfig) -> DecoderSpec:
         "scale": config["query_pre_attn_scalar"] ** -0.5, "qk_norm": _norm(config),
         "soft_cap": config.get("attn_logit_softcapping"),
     }  # fmt: skip
+    rotary = rotary_by_window(config, windows)
+    if config.get("use_bidirectional_attention"):  # EmbeddingGemma, whose windows are half before and half behind
+        attention["is_causal"] = False
+        windows = tuple(None if window is None else window // 2 for window in windows)
     return gemma(
-        config, attention=attention, names=SANDWICH_NORMS, windows=windows, rotary=rotary_by_window(config, windows),
+        config, attention=attention, names=SANDWICH_NORMS, windows=windows, rotary=rotary,
         logit_soft_cap=config.get("final_logit_softcapping"),
     )  # fmt: skip
 

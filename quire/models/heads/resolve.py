@@ -9,6 +9,7 @@ from quire.loading.hub import model_directory, read_json, resolve
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 from quire.models.heads.config import speculative_fields, speculators_target
+from quire.models.pooling import is_pooling_model
 
 
 def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
@@ -16,10 +17,19 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
     drafter's directory, and `method` and `num_speculative_tokens` are known.
 
     If the model that the user named is a drafter of the library speculators, its target is the model. It is the drafter
-    unless the user's speculative_config has another model or method. Raises ConfigError or ModelNotFoundError.
+    unless the user's speculative_config has another model or method. For a model that makes embeddings or scores, the
+    options `runner` and `dtype` are completed. Raises ConfigError or ModelNotFoundError.
     """
     directory, options = model_directory(config.model), config.model
     drafter = {} if directory.is_file() else read_json(directory, "config.json")
+    if is_pooling_model({**drafter, **options.hf_overrides}, directory, options):
+        # As in their checkpoints, since most of these models are small, and few of them were trained in bfloat16.
+        kept = str(drafter.get("dtype") or drafter.get("torch_dtype") or "float32")
+        dtype = "float32" if options.dtype == "auto" and kept == "float32" else options.dtype
+        config = replace(config, model=replace(options, runner="pooling", dtype=dtype))
+        if config.scheduler.speculation is not None:
+            raise ConfigError("speculative_config: a model that pools generates nothing")
+        return config, directory
     try:
         found = speculators_target(drafter, str(directory))
     except ValueError as error:

@@ -26,7 +26,6 @@ namespace {
 constexpr int TILE_LINES = TILE_KEYS / LANES;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // Where a tile's keys and values are, by groups of 16 tokens, as many as there are; likewise the scales of cells.
 struct Tile {

@@ -38,6 +38,35 @@ void add_rms_norm(T* x, int64_t x_stride, T* residual, int64_t residual_stride, 
   });
 }
 
+// The norm of x, or of residual, which then becomes x + residual. residual, weight, bias: null for none.
+template <class T>
+void layer_norm(const T* x, int64_t stride, T* residual, int64_t residual_stride, int64_t rows, int64_t dim,
+                const T* weight, const T* bias, float eps, T* out, int threads) {
+  for_rows(rows, dim, threads, [=](int64_t row) {
+    const T* from = x + row * stride;
+    if (residual) {
+      T* to = residual + row * residual_stride;
+      for_lanes(dim, [&](int64_t i, int n) { store_up_to(to + i, load_up_to(from + i, n) + load_up_to(to + i, n), n); });
+      from = to;
+    }
+    f32x16 total = {}, squares = {};
+    for_lanes(dim, [&](int64_t i, int n) { total += load_up_to(from + i, n); });
+    const f32x16 mean = splat(sum(total) / float(dim));
+    for_lanes(dim, [&](int64_t i, int n) {
+      f32x16 v = load_up_to(from + i, n) - mean;
+      if (n < LANES) v = LANE < n ? v : f32x16{};
+      squares = fma(v, v, squares);
+    });
+    const float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
+    for_lanes(dim, [&](int64_t i, int n) {
+      f32x16 v = (load_up_to(from + i, n) - mean) * scale;
+      if (weight) v *= load_up_to(weight + i, n);
+      if (bias) v += load_up_to(bias + i, n);
+      store_up_to(out + row * dim + i, v, n);
+    });
+  });
+}
+
 // out = x + y, all of them contiguous.
 template <class T>
 void add(const T* x, const T* y, int64_t size, T* out, int threads) {
@@ -163,6 +192,15 @@ void quire_add_rms_norm(int is_bf16, int wide_weight, void* x, int64_t x_stride,
   });
 }
 
+void quire_layer_norm(int is_bf16, const void* x, int64_t stride, void* residual, int64_t residual_stride, int64_t rows,
+                      int64_t dim, const void* weight, const void* bias, float eps, void* out, int threads) {
+  with_types(is_bf16, false, [&](auto t, auto) {
+    using T = decltype(t);
+    layer_norm((const T*)x, stride, (T*)residual, residual_stride, rows, dim, (const T*)weight, (const T*)bias, eps,
+               (T*)out, threads);
+  });
+}
+
 void quire_add(int is_bf16, const void* x, const void* y, int64_t size, void* out, int threads) {
   with_types(is_bf16, false, [&](auto t, auto) {
     using T = decltype(t);
@@ -195,6 +233,7 @@ void quire_activate(int is_bf16, int activation, const void* x, int64_t stride, 
       case 0: return run(Silu{});
       case 1: return run(GeluTanh{});
       case 2: return run(Sigmoid{});
+      case 3: return run(Gelu{});
     }
   });
 }
@@ -213,6 +252,7 @@ void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride,
 RECORDABLE(quire_rms_norm)
 RECORDABLE(quire_add_rms_norm)
 RECORDABLE(quire_add)
+RECORDABLE(quire_layer_norm)
 RECORDABLE(quire_gate)
 RECORDABLE(quire_activate)
 RECORDABLE(quire_rotary)

@@ -50,6 +50,44 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return x, residual
 
 
+def _layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor
+) -> None:
+    """x, out: [rows, dim]. residual: becomes x + residual, which is normed then."""
+    rows, dim = x.shape
+    kernel("quire_layer_norm", "iplplllppfpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0), rows, dim, None if weight is None else weight.data_ptr(),
+        None if bias is None else bias.data_ptr(), eps, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _fits(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether x is [rows, dim] with dense rows, and all are of its type."""
+    return x.dim() == 2 and x.stride(1) == 1 and all(other is None or other.dtype is x.dtype for other in others)
+
+
+@reference.layer_norm.implementation("cpu", supports=on_cpu)
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if not _fits(x, weight, bias):
+        return reference.layer_norm.reference(x, weight, bias, eps)  # type: ignore[no-any-return]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _layer_norm(x, None, weight, bias, eps, out)
+    return out
+
+
+@reference.add_layer_norm.implementation("cpu", supports=on_cpu)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Overwrites the residual stream with the sum."""
+    if not (_fits(x, residual, weight, bias) and _fits(residual)) or x.data_ptr() == residual.data_ptr():
+        return reference.add_layer_norm.reference(x, residual, weight, bias, eps)  # type: ignore[no-any-return]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _layer_norm(x, residual, weight, bias, eps, out)
+    return out, residual
+
+
 @reference.add.implementation("cpu", supports=on_cpu)
 def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     if not x.is_contiguous() or not residual.is_contiguous() or not out.is_contiguous():
@@ -90,7 +128,7 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     return _gate(3, x, alpha, limit)
 
 
-_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid")  # in the order of elementwise.cpp
+_ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "gelu")  # in the order of elementwise.cpp
 
 
 @reference.activate.implementation("cpu", supports=on_cpu)

@@ -23,6 +23,7 @@ struct bf16 {
 };
 
 constexpr int LANES = 16;
+const i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // __m512bh and f32x16 are the same register: reinterpret its bits.
 template <class To, class From>

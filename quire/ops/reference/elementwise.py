@@ -35,6 +35,27 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _norm(residual, weight, eps), residual
 
 
+@declare_invariant("cuda")
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm by mean and variance over the last dimension, computed in float32 (arXiv:1607.06450).
+
+    x: [..., dim]; weight, bias: [dim] of x's dtype -> [..., dim], contiguous.
+    """
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@declare_invariant("cuda")
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, then norm: (layer_norm(x + residual), x + residual). x, residual: [tokens, dim].
+
+    Both arguments may be overwritten, so use only the returned tensors.
+    """
+    residual = x + residual
+    return torch.nn.functional.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
+
+
 @declare_invariant(*ANYWHERE)
 def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     """Write x + residual to `out` and return `out`. All are [tokens, dim] and of one type."""
@@ -71,9 +92,9 @@ def swiglu_oai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
 
 @declare_invariant("cuda")
 def activate(x: Tensor, name: str) -> Tensor:
-    """An activation that is not gated: "silu", "gelu_tanh" or "sigmoid". x: [rows, dim] -> [rows, dim]."""
-    if name == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
+    """An activation that is not gated: "silu", "gelu", "gelu_tanh" or "sigmoid". x: [rows, dim] -> [rows, dim]."""
+    if name in ("gelu", "gelu_tanh"):
+        return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
     return torch.sigmoid(x) if name == "sigmoid" else torch.nn.functional.silu(x)
 
 

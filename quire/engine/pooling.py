@@ -1,0 +1,175 @@
+"""Requests for embeddings and scores: how prompts and pairs of texts become token ids, and results become outputs."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.processor import ProcessedRequest, Processor, Prompt, PromptTooLongError
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.outputs import PoolingOutput, RequestOutput
+from quire.messages.pooling_params import PoolingParams
+from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from quire.messages.step import Pooled
+from quire.models.pooling import PoolingDescription
+
+_NOTHING = SamplingParams(detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)  # of a request that only pools
+
+
+class PoolingError(RuntimeError):
+    """The engine failed to run a request. The message says why."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts that a cross-encoder reads at once."""
+
+    first: str
+    second: str
+
+
+class PoolingProcessor:
+    """Validates and tokenizes requests for a model that pools. The engine core can run every request that passes."""
+
+    def __init__(
+        self, processor: Processor, description: PoolingDescription, token_types: int, out: int | None
+    ) -> None:
+        """token_types: see DecoderSpec. out: the length of an embedding, None if it is not known."""
+        self.processor, self.description, self.token_types = processor, description, token_types
+        self.out = out
+
+    @property
+    def default_task(self) -> str:
+        return self.description.tasks[0]
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt | Pair,
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        prompt_name: str | None = None,
+    ) -> ProcessedRequest:
+        """prompt_name: of a text among the checkpoint's prompts, which is put before the prompt; None for the default
+        one. Raises ValueError or TypeError, whose message names the wrong field."""
+        params = params or PoolingParams()
+        if not isinstance(params, PoolingParams):
+            raise TypeError(f"pooling_params must be PoolingParams, got {type(params).__name__}")
+        params = msgspec.structs.replace(params)  # a copy, which is checked again
+        self._check(params)
+        self.processor.check_priority(priority)
+        keep = self._kept_tokens(params)
+        text: str | None = None
+        salt: str | None = None
+        if isinstance(prompt, Pair):
+            text, token_ids = prompt.second, self._pair(prompt, keep)
+        else:
+            prompt = self._with_prompt(prompt, prompt_name)
+            text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
+            given = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
+            if keep is not None and isinstance(text, str) and not given:  # special tokens stay at the end
+                salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+                token_ids = self.processor.tokenizer.encode_parts(text, None, keep, add_special_tokens)[0]
+            else:
+                self.processor.check_length(prompt, None if keep is None else _NOTHING)
+                text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, False)
+        kinds = self.token_types if isinstance(prompt, Pair) else 1
+        self.processor.check_tokens(token_ids, self.processor.vocab_size * max(1, kinds))
+        longest = self.processor.max_model_len
+        if len(token_ids) > longest:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len is {longest}; shorten it, or set "
+                "truncate_prompt_tokens"
+            )
+        core_request = EngineCoreRequest(
+            request_id, token_ids, None, 0, 0, arrival_time=time.monotonic(), priority=priority, cache_salt=salt,
+            pooling_params=params,
+        )  # fmt: skip
+        return ProcessedRequest(request_id, text, token_ids, _NOTHING, [core_request])
+
+    def _check(self, params: PoolingParams) -> None:
+        tasks = self.description.tasks
+        if params.task is None:
+            params.task = tasks[0]  # type: ignore[assignment]
+        elif params.task not in tasks:
+            raise ValueError(f"task {params.task!r} is not one of this model's: {', '.join(tasks)}")
+        if params.dimensions is not None:
+            if self.description.pooler.is_classifier:
+                raise ValueError("dimensions is for embeddings, which this model does not make")
+            if self.out is not None and params.dimensions > self.out:
+                raise ValueError(f"dimensions must be at most {self.out}, the length of this model's embeddings, "
+                                 f"got {params.dimensions}")  # fmt: skip
+        if params.skip_reading_prefix_cache is None and self.description.pooler.pooling not in ("last", "cls"):
+            params.skip_reading_prefix_cache = True  # all tokens' hidden states are needed
+
+    def _kept_tokens(self, params: PoolingParams) -> int | None:
+        keep, longest = params.truncate_prompt_tokens, self.processor.max_model_len
+        if keep is not None and keep > longest:
+            raise ValueError(f"truncate_prompt_tokens value ({keep}) is greater than max_model_len ({longest}). "
+                             "Please, select a smaller truncation size.")  # fmt: skip
+        return longest if keep == -1 else keep
+
+    def _with_prompt(self, prompt: Prompt, name: str | None) -> Prompt:
+        files = self.description.files
+        if name is not None and name not in files.prompts:
+            known = ", ".join(sorted(files.prompts)) or "none"
+            raise ValueError(f"prompt_name {name!r} is not one of the model's prompts: {known}")
+        prefix = files.prompts.get(name or files.default_prompt or "", "")
+        if isinstance(prompt, str):
+            return prefix + prompt
+        if prefix and isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
+            return {**prompt, "prompt": prefix + prompt["prompt"]}
+        return prompt
+
+    def _pair(self, pair: Pair, keep: int | None) -> list[int]:
+        token_ids, kinds = self.processor.tokenizer.encode_parts(pair.first, pair.second, keep)
+        if self.token_types > 1:  # see Decoder.embed
+            size = self.processor.vocab_size
+            return [token_id + kind * size for token_id, kind in zip(token_ids, kinds, strict=True)]
+        return token_ids
+
+
+def array(pooled: Pooled) -> npt.NDArray[np.float32]:
+    """The result as an array [out] or [tokens, out]."""
+    return np.frombuffer(pooled.data, np.float32).reshape(pooled.shape)
+
+
+def result(output: RequestOutput) -> npt.NDArray[np.float32]:
+    """The result of a finished request. Raises PoolingError if it failed."""
+    completion = output.outputs[0]
+    if completion.pooled is None:
+        raise PoolingError(str(completion.stop_reason or completion.finish_reason))
+    return array(completion.pooled)
+
+
+def tensor_output(values: npt.NDArray[np.float32]) -> PoolingOutput:
+    import torch
+
+    return PoolingOutput(torch.from_numpy(values.copy()))
+
+
+def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """One text against many, or each with its partner, as lists of equal length. Raises ValueError or TypeError."""
+    ones, others = ([x] if isinstance(x, str) else list(x) for x in (first, second))
+    for text in (*ones, *others):
+        if not isinstance(text, str):
+            raise TypeError(f"texts to score must be strings, got {type(text).__name__}")
+    if not ones or not others:
+        raise ValueError("there must be at least one text on both sides")
+    if len(ones) not in (1, len(others)):
+        raise ValueError(f"give one text to compare with {len(others)}, or as many, not {len(ones)}")
+    return ones * len(others) if len(ones) == 1 else ones, others
+
+
+def similarity(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    """The cosine of two embeddings. Of token vectors: the sum over the tokens of the first text of the largest product
+    with a token of the second (ColBERT, arXiv:2004.12832)."""
+    if one.ndim == 2:
+        return float((one @ other.T).max(axis=1).sum())
+    length = float(np.linalg.norm(one) * np.linalg.norm(other))
+    return float(one @ other) / length if length else 0.0

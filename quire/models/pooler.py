@@ -1,0 +1,105 @@
+"""The pooler: from the final hidden states of whole texts to embeddings or scores."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import DenseWeight, LinearShape
+from quire.layers.mlp import activation
+from quire.layers.norm import make_norm
+from quire.layers.specs import DenseSpec, OutputPart, PoolerSpec
+from quire.loading.weights import load_dummy, load_weights, open_checkpoint
+
+
+class Dense:
+    """See DenseSpec."""
+
+    def __init__(self, builder: Builder, spec: DenseSpec) -> None:
+        part = OutputPart(spec.name, spec.out_features, 0, spec.out_features)
+        self.weight = DenseWeight(builder, LinearShape((part,), spec.in_features, 0, spec.in_features))
+        bias = spec.bias_name or f"{spec.name}.bias"
+        self.bias = builder.whole(bias, spec.out_features) if spec.bias else None
+        self.name, self.activation = spec.activation, None
+        if spec.activation not in ("identity", "tanh", "log1p_relu"):
+            self.activation = activation(builder.kernels, spec.activation, gated=False)
+        self.norm = None if spec.norm is None else make_norm(builder, spec.norm_name, spec.out_features, spec.norm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [rows, in] -> [rows, out]"""
+        x = self.weight(x, self.bias)
+        if self.activation is not None:
+            x = self.activation(x)
+        elif self.name == "tanh":
+            x = torch.tanh(x)
+        elif self.name == "log1p_relu":
+            x = torch.log1p(torch.relu(x.float()))
+        return x if self.norm is None else self.norm(x)
+
+
+class Pooler:
+    """See PoolerSpec. Its layers are whole on every rank."""
+
+    def __init__(self, builder: Builder, spec: PoolerSpec, directory: Path | None) -> None:
+        """builder: the model's, whose checkpoint has the layers without a folder. directory: where the folders of the
+        others are; None for random weights."""
+        self.spec = spec
+
+        def made(layers: Sequence[DenseSpec]) -> list[Dense]:
+            return [self._made(builder, layer, directory) for layer in layers]
+
+        self.of_tokens, self.layers = made(spec.of_tokens), made(spec.layers)
+
+    @staticmethod
+    def _made(builder: Builder, spec: DenseSpec, directory: Path | None) -> Dense:
+        if not spec.folder:
+            return Dense(builder, spec)
+        own = Builder(builder.kernels, builder.tensor_group, lambda name: DenseWeight)
+        dense = Dense(own, spec)
+        if directory is None:
+            load_dummy(own, show_progress=False)
+        else:
+            load_weights(open_checkpoint(directory / spec.folder), own, (), show_progress=False)
+        return dense
+
+    def __call__(self, hidden: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+        """hidden: [tokens, hidden], those of whole texts side by side; only the last token's of a text matter for the
+        pooling "last". starts, lengths: [texts], the first token of each text and how many it has -> [texts, out], or
+        [tokens, out] if each token has a vector. Without the activation or the normalization of `finish`."""
+        for layer in self.of_tokens:
+            hidden = layer(hidden)
+        pooled = self._pool(hidden, starts, lengths)
+        for layer in self.layers:
+            pooled = layer(pooled.to(hidden.dtype) if pooled.dtype is not hidden.dtype else pooled)
+        return pooled.float()
+
+    def _pool(self, hidden: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+        pooling = self.spec.pooling
+        if pooling == "all":
+            return hidden
+        if pooling in ("cls", "last"):
+            return hidden[starts if pooling == "cls" else starts + lengths - 1]
+        wide, counts = hidden.float(), lengths[:, None].float()
+        if pooling == "weighted_mean":
+            places = torch.arange(len(hidden), device=hidden.device) - starts.repeat_interleave(lengths)
+            wide, counts = wide * (places[:, None] + 1), counts * (counts + 1) / 2
+        reduce = "max" if pooling == "max" else "sum"
+        pooled = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0)
+        if pooling == "max":
+            return pooled
+        return pooled / (counts.sqrt() if pooling == "mean_sqrt_len" else counts)
+
+    def finish(self, pooled: Tensor, use_activation: bool | None, dimensions: int | None) -> Tensor:
+        """The result of one text, [out] or [tokens, out]. use_activation: None does what the spec says. dimensions: how
+        many of an embedding's elements are kept (Matryoshka, arXiv:2205.13147)."""
+        spec = self.spec
+        if spec.is_classifier:
+            if use_activation is False or spec.activation == "identity":
+                return pooled
+            return torch.sigmoid(pooled) if spec.activation == "sigmoid" else torch.softmax(pooled, -1)
+        pooled = pooled if dimensions is None else pooled[..., :dimensions]
+        if spec.normalize if use_activation is None else use_activation:
+            return torch.nn.functional.normalize(pooled, dim=-1)
+        return pooled

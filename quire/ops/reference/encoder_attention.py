@@ -1,0 +1,30 @@
+"""Attention of whole sequences, for models that cache nothing."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quire.ops.registry import declare
+
+
+@declare
+def encoder_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None) -> Tensor:
+    """Attention of each token to the tokens of its own sequence, before it and after it.
+
+    q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], any strides over tokens and heads; starts: [sequences + 1],
+    int32, where each sequence begins. Tokens behind the last sequence are padding, whose results mean nothing. reach:
+    how many tokens to each side a token sees, None for all. -> [tokens, heads, dim], contiguous.
+    """
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for start, stop in pairwise(starts.tolist()):
+        if start == stop:
+            continue
+        places = torch.arange(stop - start, device=q.device)
+        seen = None if reach is None else (places[:, None] - places).abs() <= reach
+        queries, keys, values = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, seen, scale=scale, enable_gqa=True
+        )
+        out[start:stop] = attended[0].transpose(0, 1)
+    return out

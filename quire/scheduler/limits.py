@@ -1,0 +1,50 @@
+"""The limits of a step, and what a scheduler counts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """The limits of a step.
+
+    depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
+    in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
+    makes behind a step. whole_prompts: a prompt is computed in one step, as a model needs that pools all of its tokens.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str = "fcfs"
+    depth: int = 1
+    long_prefill_token_threshold: int = 0
+    lookahead: int = 0
+    whole_prompts: bool = False
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most tokens of one request that have slots and are not computed for sure."""
+        return self.max_num_batched_tokens * self.depth + self.lookahead
+
+    @property
+    def longest_chunk(self) -> int:
+        """The most tokens of one request in a step."""
+        return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    def validate(self) -> None:
+        """Raises ValueError for limits that contradict each other."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running request gets a token each step"
+            )
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since the start."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0  # tokens that were looked up in the prefix cache, at the first admission of their request
+    prefix_hits: int = 0  # tokens among them that were found
+    computed_tokens: int = 0  # tokens of retired steps

@@ -1,0 +1,88 @@
+"""What the runners of all models share: steps in two calls, and requests that cannot be run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from quire.layers.step_inputs import StepInputs
+from quire.messages.errors import error_text
+from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
+from quire.models.model import Model
+from quire.worker.forward import Forward
+from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.staging import Staging
+
+Launched = TypeVar("Launched")  # a step whose forward has been launched
+
+
+class Runner(ABC, Generic[Launched]):
+    """Executes steps. Each step takes two calls: `submit` launches the forward, then `sample` gives its results.
+
+    A step with a request that cannot be run is skipped. The later steps of its epoch are skipped too, since they were
+    scheduled on the assumption that it had run. Requests of skipped steps are installed again before they continue.
+    """
+
+    def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
+        """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
+        the step."""
+        self.model, self.batch, self.staging, self.forward = model, batch, staging, forward
+        self.is_only_rank, self.device = is_only_rank, staging.device
+        self._launched: dict[int, Launched | ModelRunnerOutput] = {}  # by step id; a skipped step has its output here
+        self._skipped_epoch = -2  # steps of this epoch and of earlier ones are skipped
+
+    @torch.inference_mode()
+    def submit(self, step: SchedulerOutput) -> None:
+        """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
+        if step.epoch <= self._skipped_epoch:
+            self._launched[step.step_id] = ModelRunnerOutput(step.step_id, was_skipped=True)
+            return
+        refusals = {}
+        for new in step.new_requests:
+            try:
+                self.install(new)
+            except ValueError as error:
+                refusals[step.rows.index(new.row)] = error_text(error)
+        if refusals:
+            self._launched[step.step_id] = self._skip(step, refusals)
+            return
+        self.batch.add_known_tokens(step)
+        self.batch.edit_block_tables(step)
+        flat = self.batch.flatten(step)
+        try:
+            self._launched[step.step_id] = self.launch(flat, step)
+        except torch.OutOfMemoryError as error:
+            self._launched[step.step_id] = self.out_of_memory(step, error)
+
+    @abstractmethod
+    def install(self, new: NewRequest) -> None:
+        """Fill the row of a new request. Raises ValueError if the model cannot run it."""
+
+    @abstractmethod
+    def launch(self, flat: FlatBatch, step: SchedulerOutput) -> Launched: ...
+
+    @abstractmethod
+    def sample(self, step_id: int, masks: TokenMasks | None = None) -> Callable[[], ModelRunnerOutput]:
+        """Launch the end of a submitted step. The returned function waits for the output. masks: which tokens may be
+        sampled."""
+
+    @abstractmethod
+    def run(self, inputs: StepInputs, rows: int) -> None:
+        """Run a whole dummy step of `rows` requests, to measure memory and compile kernels."""
+
+    def _skip(self, step: SchedulerOutput, refusals: dict[int, str]) -> ModelRunnerOutput:
+        self._skipped_epoch = step.epoch
+        return ModelRunnerOutput(step.step_id, refusals=refusals, was_skipped=True)
+
+    def out_of_memory(self, step: SchedulerOutput, error: torch.OutOfMemoryError) -> ModelRunnerOutput:
+        """Refuse the newest request of the step, so that the other requests can continue with more memory."""
+        if not self.is_only_rank:
+            raise error
+        if self.device.is_async:
+            torch.cuda.empty_cache()
+        reason = (
+            f"the device ran out of memory in a step of {sum(step.num_tokens)} tokens; lower gpu_memory_utilization, "
+            f"max_num_batched_tokens or max_num_seqs ({error_text(error)})"
+        )
+        return self._skip(step, {len(step.rows) - 1: reason})

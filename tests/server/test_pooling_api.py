@@ -1,0 +1,161 @@
+"""Embeddings, scores and rankings over HTTP, with a real model."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import LLM
+from support.minilm import minilm
+from support.server import Host, Service, eventually
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host(model=str(minilm()))
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def server(host: Host) -> Service:
+    return host.serve()
+
+
+@pytest.fixture(scope="module")
+def offline() -> LLM:
+    return LLM(str(minilm()))
+
+
+def post(server: Service, path: str, body: dict[str, Any]) -> Any:
+    answer = server.post(path, body)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def embed(server: Service, **body: Any) -> np.ndarray:
+    return np.array([item["embedding"] for item in post(server, "/v1/embeddings", body)["data"]])
+
+
+def test_embeddings_are_those_of_python_in_any_form_of_input(server, offline):
+    texts = ["hello", "A longer sentence about trees.", "hello"]
+    wanted = np.array([output.outputs.embedding for output in offline.embed(texts, use_tqdm=False)])
+    np.testing.assert_array_equal(embed(server, input=texts), wanted)
+    np.testing.assert_array_equal(embed(server, input="hello"), wanted[:1])
+    ids = offline.embed("hello", use_tqdm=False)[0].prompt_token_ids
+    np.testing.assert_array_equal(embed(server, input=ids), wanted[:1])
+    np.testing.assert_array_equal(embed(server, input=[ids, ids]), wanted[[0, 0]])
+    answer = post(server, "/v1/embeddings", {"input": texts, "encoding_format": "base64"})
+    decoded = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in answer["data"]]
+    np.testing.assert_array_equal(np.array(decoded), wanted.astype(np.float32))
+
+
+def test_an_answer_has_openais_keys(server):
+    answer = post(server, "/v1/embeddings", {"input": ["a", "b"], "dimensions": 5})
+    assert answer["object"] == "list"
+    assert answer["id"].startswith("embd-")
+    assert [(item["object"], item["index"], len(item["embedding"])) for item in answer["data"]] == [
+        ("embedding", 0, 5), ("embedding", 1, 5),
+    ]  # fmt: skip
+    assert answer["usage"] == {"prompt_tokens": 6, "total_tokens": 6, "completion_tokens": 0}
+
+
+def test_batches_of_thousands(server):
+    vectors = embed(server, input=[f"text number {i % 50}" for i in range(3000)], dimensions=8)
+    assert vectors.shape == (3000, 8)
+    np.testing.assert_array_equal(vectors[:50], vectors[2950:])
+
+
+def test_long_inputs_are_refused_or_truncated(server):
+    answer = server.post("/v1/embeddings", {"input": ["a", "dog " * 400]})
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "input", "context_length_exceeded")
+    assert "402 tokens, but max_model_len is 256" in answer.error["message"]
+    cut = post(server, "/v1/embeddings", {"input": "dog " * 400, "truncate_prompt_tokens": -1})
+    assert cut["usage"]["prompt_tokens"] == 256
+    cut = post(server, "/v1/embeddings", {"input": "dog " * 400, "truncate_prompt_tokens": 10})
+    np.testing.assert_array_equal(cut["data"][0]["embedding"], embed(server, input="dog " * 8)[0])
+
+
+def test_scores_and_rankings_are_cosines(server):
+    query, documents = "a cat", ["tax law", "a kitten", {"text": "a dog"}]
+    vectors = embed(server, input=[query, "tax law", "a kitten", "a dog"])
+    cosines = vectors[1:] @ vectors[0]
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        answer = post(server, path, {"query": query, "documents": documents, "top_n": 2})
+        assert [result["index"] for result in answer["results"]] == [1, 2]
+        assert answer["results"][0]["document"] == {"text": "a kitten"}
+        assert [r["relevance_score"] for r in answer["results"]] == pytest.approx(cosines[[1, 2]], abs=1e-5)
+    for path in ("/v1/score", "/score"):
+        answer = post(server, path, {"text_1": query, "text_2": ["tax law", "a kitten"]})
+        assert [item["score"] for item in answer["data"]] == pytest.approx(cosines[:2], abs=1e-5)
+    pairs = post(server, "/score", {"queries": ["tax law", "a kitten"], "documents": ["tax law", "a kitten"]})
+    assert [item["score"] for item in pairs["data"]] == pytest.approx([1, 1], abs=1e-5)
+
+
+def test_pooling_gives_vectors_of_tokens(server):
+    answer = post(server, "/pooling", {"input": [[101, 7592, 102]], "task": "token_embed"})
+    assert np.array(answer["data"][0]["data"]).shape == (3, 384)
+
+
+def test_coheres_shape(server):
+    answer = post(server, "/v2/embed", {"texts": ["a", "b"], "input_type": "search_query", "output_dimension": 4})
+    assert np.array(answer["embeddings"]["float"]).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": [1, "a"]}, "input"),
+        ("/v1/embeddings", {"input": [40_000]}, "input"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 1000}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ("/v1/embeddings", {"input": "a", "priority": 3}, "priority"),
+        ("/v1/embeddings", {"input": "a", "model": "other"}, "model"),
+        ("/v1/embeddings", {"input": ["a"] * 20_000}, "input"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "task": "sing"}, "task"),
+        ("/classify", {"input": "a"}, "model"),
+        ("/score", {"text_1": ["a", "b", "c"], "text_2": ["d", "e"]}, "text_1"),
+        ("/score", {"text_1": "a"}, "text_2"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
+        ("/rerank", {"documents": ["b"]}, "query"),
+        ("/v2/embed", {"texts": []}, "texts"),
+        ("/v2/embed", {"texts": ["a"], "truncate": "START"}, "truncate"),
+        ("/v1/completions", {"prompt": "a"}, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "model"),
+    ],
+)
+def test_wrong_requests_are_errors_that_name_the_field(server, host, path, body, param):
+    answer = server.post(path, body)
+    assert answer.status in (400, 404)
+    assert answer.error["param"] == param
+    assert host.is_idle
+
+
+def test_a_model_that_generates_makes_no_embeddings():
+    host = Host()
+    try:
+        answer = host.serve().post("/v1/embeddings", {"input": "a"})
+        assert (answer.status, answer.error["param"]) == (400, "model")
+        assert "--runner pooling" in answer.error["message"]
+    finally:
+        host.close()
+
+
+def test_a_client_that_goes_away_leaves_nothing(server, host):
+    with server.connection("/v1/embeddings", {"input": ["word " * 200] * 2000}) as raw:
+        eventually(lambda: not host.is_idle)
+        raw.close()
+    eventually(lambda: host.is_idle)
+    assert json.loads(server.get("/load").body) == {"server_load": 0}
