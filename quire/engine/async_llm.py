@@ -11,9 +11,11 @@ from quire.config import EngineConfig
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
+from quire.engine.pooling import pooling_request_output
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.engine import CoreStats, EngineCoreOutput
-from quire.messages.outputs import RequestOutput
+from quire.messages.outputs import PoolingRequestOutput, RequestOutput
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.logging import logger
@@ -118,6 +120,18 @@ class AsyncLLM:
         async with aclosing(self.run([request])) as outputs:
             async for output in outputs:
                 yield output
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[PoolingRequestOutput]:
+        """Pool a prompt, as LLM.encode does. Yields once. Raises ValueError or TypeError for a wrong prompt or wrong
+        parameters, and for a model that only generates; EngineDeadError if the engine has failed."""
+        if self.frontend.pooling is None:
+            raise ValueError("this model generates; to make embeddings with it, start it with runner='pooling'")
+        request = self.frontend.pooling.process(request_id, prompt, pooling_params, priority=priority)
+        async with aclosing(self.run([request])) as outputs:
+            async for output in outputs:
+                yield pooling_request_output(output)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its reader gets the output so far. Returns False for an unknown or finished request."""

@@ -15,7 +15,7 @@ from quire.engine.client import make_core
 from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
-from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, result, similarity, tensor_output
+from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.engine import FinishReason
 from quire.messages.outputs import (
@@ -338,10 +338,7 @@ class LLM:
                     prompt_name=prompt_name,
                 )
             )
-        return [
-            PoolingRequestOutput(o.request_id, kind(result(o)), o.prompt_token_ids, o.num_cached_tokens)
-            for o in self._complete(requests, use_tqdm)
-        ]
+        return [pooling_request_output(output, kind) for output in self._complete(requests, use_tqdm)]
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: Progress) -> list[RequestOutput]:
         for request in requests:  # the parameters are copies, so the caller's stay as they are

@@ -1,8 +1,9 @@
 """Requests for embeddings and scores: how prompts and pairs of texts become token ids, and results become outputs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from quire.engine.processor import ProcessedRequest, Processor, Prompt, PromptTooLongError
 from quire.messages.engine import EngineCoreRequest
-from quire.messages.outputs import PoolingOutput, RequestOutput
+from quire.messages.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.step import Pooled
@@ -151,6 +152,14 @@ def tensor_output(values: npt.NDArray[np.float32]) -> PoolingOutput:
     import torch
 
     return PoolingOutput(torch.from_numpy(values.copy()))
+
+
+def pooling_request_output(
+    output: RequestOutput, kind: Callable[[npt.NDArray[np.float32]], Any] = tensor_output
+) -> PoolingRequestOutput:
+    """kind: makes `outputs` of an array. Raises PoolingError if the request failed."""
+    made = kind(result(output))
+    return PoolingRequestOutput(output.request_id, made, output.prompt_token_ids, output.num_cached_tokens)
 
 
 def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:

@@ -35,8 +35,7 @@ def load_model(
     group: Communicator,
     show_progress: bool,
 ) -> Model:
-    """Build the model of a checkpoint's directory or GGUF file, with its pooler if it has one, and fill the parameters.
-    """
+    """Build the model of a checkpoint's directory or GGUF file, with its pooler, and fill the parameters."""
     description = describe(directory, config.model)
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())

@@ -220,7 +220,12 @@ def test_dense_layers_and_prompts_are_read(tmp_path):
     from safetensors.torch import save_file
 
     made = bert(tmp_path)
-    dense = {"in_features": 32, "out_features": 8, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+    dense = {
+        "in_features": 32,
+        "out_features": 8,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
     add_modules(
         tmp_path, ("Pooling", {"pooling_mode": "mean"}), ("Dense", dense), ("Normalize", {}),
         prompts={"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": "query"},

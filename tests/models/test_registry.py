@@ -22,7 +22,7 @@ def test_an_unsupported_architecture_is_an_error_that_lists_the_supported_and_th
     with pytest.raises(ValueError, match=r"BloomForCausalLM is not supported; supported: BertModel, .*Yi"):
         spec_of({"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ValueError, match=r"the nearest is Qwen2ForCausalLM$"):
-        spec_of({"architectures": ["Qwen2ForSequenceClassification"]})
+        spec_of({"architectures": ["Qwen2ForQuestionAnswering"]})
     with pytest.raises(ValueError, match=r"architecture \(none named in config.json\) is not supported"):
         spec_of({})
 

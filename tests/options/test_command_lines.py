@@ -68,7 +68,6 @@ NOT_YET = [
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",
     "--enable-sleep-mode",
-    "--runner pooling --convert embed",
     "--task embed",
     "--headless --data-parallel-size 4 --data-parallel-start-rank 2",
     "--api-server-count 4",
