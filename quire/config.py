@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
+from quire.options.lora import LoRAConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 
@@ -25,7 +26,7 @@ STRUCTURED_OUTPUTS: dict[str, tuple[Any, ...]] = {
 
 # Headings of the server's options in the help.
 _HTTPS, _CORS, _LIMITS, _LOG = "HTTPS", "Web pages (CORS)", "Limits", "Log and metrics"
-_STORE = "Stored responses"
+_STORE, _ADAPTERS = "Stored responses", "Adapters (LoRA)"
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,11 @@ class ServerConfig:
     response_store_days: float = option(
         30.0, "days after which a stored response is deleted if it was not continued", section=_STORE
     )
+    lora_modules: list[str] = option(
+        [], "adapters to serve, each as name=path or a JSON object (name, path, base_model_name)", section=_ADAPTERS
+    )
+    lora_folder: str | None = option(None, "folder below which clients may load adapters", section=_ADAPTERS)
+    enable_admin_api: bool = option(False, "let clients load and unload adapters: /v1/load_lora_adapter")
     trust_request_chat_template: bool = option(
         False, "accept chat templates in requests; a malicious template can keep a core busy without end"
     )
@@ -426,6 +432,7 @@ class EngineConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
         kv_dtype = self.cache.kv_cache_dtype
@@ -434,6 +441,8 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
             )
+        if self.lora.enable_lora and self.model.torch_compile:
+            raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         if self.kernels.batch_invariant and self.model.torch_compile:
             raise ConfigError(
                 "batch_invariant and torch_compile exclude each other: what torch.compile generates depends on the "
@@ -459,6 +468,7 @@ GROUPS: dict[str, Any] = {
     "sampling": SamplingConfig,
     "parallel": ParallelConfig,
     "kernels": KernelConfig,
+    "lora": LoRAConfig,
 }
 _CLASSES: list[Any] = [*GROUPS.values(), ServerConfig]
 OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in _CLASSES}

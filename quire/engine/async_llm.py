@@ -5,6 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 from quire.config import EngineConfig
@@ -14,6 +15,7 @@ from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import pooling_request_output
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.engine import CoreStats, EngineCoreOutput
+from quire.messages.lora import Adapter, LoRARequest
 from quire.messages.outputs import PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -109,6 +111,7 @@ class AsyncLLM:
         sampling_params: SamplingParams,
         request_id: str,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
@@ -116,7 +119,8 @@ class AsyncLLM:
 
         Raises ValueError or TypeError for a wrong prompt or wrong parameters, EngineDeadError if the engine has failed.
         """
-        request = await self.process(request_id, prompt, sampling_params, priority, add_special_tokens)
+        adapter = await asyncio.to_thread(self.frontend.adapter, lora_request) if lora_request else None
+        request = await self.process(request_id, prompt, sampling_params, priority, add_special_tokens, adapter)
         async with aclosing(self.run([request])) as outputs:
             async for output in outputs:
                 yield output
@@ -132,6 +136,19 @@ class AsyncLLM:
         async with aclosing(self.run([request])) as outputs:
             async for output in outputs:
                 yield pooling_request_output(output)
+
+    async def add_lora(self, lora_request: LoRARequest) -> Adapter:
+        """Load an adapter before its first request, which would do so otherwise. Raises ValueError if it cannot be
+        used."""
+        adapter = await asyncio.to_thread(self.frontend.adapter, lora_request)
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = await self.process(f"adapter-{token_hex(8)}", [0], params, adapter=adapter)
+        async with aclosing(self.run([request])) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason in ("bad_request", "error"):
+                    raise ValueError(output.outputs[0].stop_reason)
+        assert adapter is not None
+        return adapter
 
     def abort(self, request_id: str) -> bool:
         """End a request; its reader gets the output so far. Returns False for an unknown or finished request."""
@@ -178,10 +195,11 @@ class AsyncLLM:
         params: SamplingParams,
         priority: int = 0,
         add_special_tokens: bool = True,
+        adapter: Adapter | None = None,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError."""
         self.processor.check_length(prompt, params)  # before the thread: a refused prompt need not wait for one
-        arguments = (request_id, prompt, params, priority, add_special_tokens)
+        arguments = (request_id, prompt, params, priority, add_special_tokens, adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_PROMPT:
             return await asyncio.to_thread(self.processor.process, *arguments)

@@ -18,6 +18,7 @@ from quire.executor.uniproc import UniprocExecutor
 from quire.kvcache.specs import KVCacheSize
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_tokenizer
+from quire.lora.gate import AdapterGate
 from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.scheduler.limits import SchedulerLimits
@@ -89,6 +90,9 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids)
         return load_backend(config.sampling.structured_outputs_config, vocabulary), eos_token_ids
 
+    adapters = None
+    if config.lora.enable_lora:
+        adapters = AdapterGate(executor, config.lora.max_loras, config.lora.num_in_memory)
     try:
         speculation = None
         if options := config.scheduler.speculation:
@@ -100,7 +104,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
             limits, kv.num_blocks, list(kv.specs), block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
             cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,
-            speculation=speculation,
+            speculation=speculation, adapters=adapters,
         )  # fmt: skip
     except ValueError:
         executor.shutdown()

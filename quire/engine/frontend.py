@@ -9,7 +9,9 @@ from quire.engine.pooling import PoolingProcessor
 from quire.engine.processor import Processor
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_generation_config, load_tokenizer
+from quire.lora.files import find_adapter
 from quire.messages.errors import error_text
+from quire.messages.lora import Adapter, LoRARequest
 from quire.models.description import describe
 from quire.options.declaration import imported
 from quire.text.chat_template import RESERVED, render
@@ -68,6 +70,16 @@ class Frontend:
                 self.processor.default_sampling_params()
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"override_generation_config cannot be used: {error_text(error)}") from error
+
+    def adapter(self, request: LoRARequest | None) -> Adapter | None:
+        """The adapter that a request names. Raises ValueError if it does not exist, or if the engine takes none."""
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise TypeError(f"lora_request must be a LoRARequest, got {type(request).__name__}")
+        if not self.config.lora.enable_lora:
+            raise ValueError("lora_request needs an engine with enable_lora=True (--enable-lora)")
+        return find_adapter(request, self.config.model.download_dir, self.config.model.hf_token)
 
     @property
     def has_chat_template(self) -> bool:

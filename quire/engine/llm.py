@@ -18,6 +18,7 @@ from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.engine import FinishReason
+from quire.messages.lora import LoRARequest
 from quire.messages.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # imports prometheus_client, which only an LLM that keeps sta
     from quire.metrics.engine import EngineMetrics
     from quire.metrics.reader import Metric
 
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None  # the adapter of all prompts, or one for each
 Progress = bool | Callable[..., Any]  # whether to show a progress bar, or the class to use, such as tqdm
 
 
@@ -88,20 +90,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: Progress = True,
-        lora_request: Any = None,
+        lora_request: LoRA = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts together. The outputs have the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
-        sampling_params: one for all prompts, or one for each; None takes the model's defaults. priority: one for each
-        prompt, the lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
+        sampling_params: one for all prompts, or one for each; None takes the model's defaults. lora_request: the
+        adapter of all prompts, or one (or None) for each, with enable_lora=True. priority: one for each prompt, the
+        lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
         truncation_side (as in SamplingParams, for all prompts) and add_special_tokens. Raises ValueError or TypeError
         for a wrong prompt or wrong parameters, before anything runs.
         """
-        _refuse(lora_request=lora_request)
-        requests = self._process(_as_list(prompts), sampling_params, priority, tokenization_kwargs)
+        requests = self._process(_as_list(prompts), sampling_params, priority, tokenization_kwargs, lora_request)
         return self._complete(requests, use_tqdm)
 
     def chat(
@@ -109,7 +111,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: Any = None,
+        lora_request: LoRA = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -122,9 +124,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered with the model's chat template.
 
-        priority (one for each conversation) and tokenization_kwargs: as for `generate`.
+        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
@@ -141,7 +143,7 @@ class LLM:
             for conversation in conversations
         ]
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
-        return self._complete(self._process(prompts, sampling_params, priority, tokenization), use_tqdm)
+        return self._complete(self._process(prompts, sampling_params, priority, tokenization, lora_request), use_tqdm)
 
     def encode(
         self,
@@ -273,6 +275,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRA = None,
     ) -> list[ProcessedRequest]:
         truncation = dict(tokenization_kwargs or {})
         add_special_tokens = truncation.pop("add_special_tokens", True)
@@ -287,6 +290,12 @@ class LLM:
             raise ValueError(f"there are {len(prompts)} prompts but {len(params)} sampling_params")
         if priority is not None and len(priority) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts but {len(priority)} priorities")
+        loras: Sequence[Any] = [lora_request] * len(prompts)
+        if isinstance(lora_request, list | tuple):
+            loras = lora_request
+        if len(loras) != len(prompts):
+            raise ValueError(f"there are {len(prompts)} prompts but {len(loras)} lora_requests")
+        adapters = [self.frontend.adapter(lora) for lora in loras]
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             self._num_requests += 1
@@ -294,7 +303,9 @@ class LLM:
             if truncation and isinstance(param, SamplingParams):
                 param = param.clone(**truncation)
             requests.append(
-                self.processor.process(str(self._num_requests - 1), prompt, param, value, add_special_tokens)
+                self.processor.process(
+                    str(self._num_requests - 1), prompt, param, value, add_special_tokens, adapters[i]
+                )
             )
         return requests
 

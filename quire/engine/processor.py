@@ -10,6 +10,7 @@ import msgspec
 
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
+from quire.messages.lora import Adapter
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
 from quire.text.parsing.reasoning import ReasoningFormat
@@ -101,6 +102,7 @@ class Processor:
         params: SamplingParams,
         priority: int = 0,
         add_special_tokens: bool = True,
+        adapter: Adapter | None = None,
     ) -> ProcessedRequest:
         """Validate and tokenize. Raises ValueError or TypeError, whose message names the wrong field."""
         if not self.generates:
@@ -135,6 +137,7 @@ class Processor:
                 cache_salt=cache_salt,
                 bad_words=bad_words,
                 thinking=thinking,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]

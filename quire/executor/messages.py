@@ -40,7 +40,16 @@ class Sample(msgspec.Struct, array_like=True, tag=True):
     masks: TokenMasks | None = None
 
 
-Order = Start | Submit | Sample | Heartbeat
+class LoadAdapter(msgspec.Struct, array_like=True, tag=True):
+    key: str
+    path: str
+
+
+class DropAdapter(msgspec.Struct, array_like=True, tag=True):
+    key: str
+
+
+Order = Start | Submit | Sample | LoadAdapter | DropAdapter | Heartbeat
 
 
 # ---- from a rank to the executor
@@ -65,6 +74,13 @@ class Result(msgspec.Struct, array_like=True, tag=True):
     output: ModelRunnerOutput
 
 
+class AdapterLoaded(msgspec.Struct, array_like=True, tag=True):
+    """The rank has read an adapter, or cannot use it, for the given reason."""
+
+    key: str
+    problem: str | None = None
+
+
 class Broken(msgspec.Struct, array_like=True, tag=True):
     """The last message of a rank that fails. by_user: whether an option or the model is wrong; `reason` says which."""
 
@@ -72,7 +88,7 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
     by_user: bool = False
 
 
-Reply = Hello | Ready | Result | Broken | Heartbeat
+Reply = Hello | Ready | Result | AdapterLoaded | Broken | Heartbeat
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -72,6 +72,12 @@ class MultiprocExecutor(Executor):
         self._ranks.order(messages.Sample(step_id, masks))
         return result
 
+    def load_adapter(self, key: str, path: str) -> Future[None]:
+        return self._ranks.load(messages.LoadAdapter(key, path))
+
+    def drop_adapter(self, key: str) -> None:
+        self._ranks.order(messages.DropAdapter(key))
+
     def shutdown(self) -> None:
         self._end()
 
@@ -88,6 +94,9 @@ class _Ranks:
         self._links: dict[int, Link] = {}  # by rank
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
+        self._loading: dict[
+            str, tuple[Future[None], list[messages.AdapterLoaded]]
+        ] = {}  # adapters by key, with ranks' replies
         self._problem: Exception | None = None
         self._lock = threading.Lock()  # guards the results and the problem
 
@@ -112,7 +121,7 @@ class _Ranks:
                     self._links[rank] = link
                     threading.Thread(target=self._listen, args=(rank, link), name=f"rank {rank}", daemon=True).start()
 
-    def order(self, order: messages.Submit | messages.Sample) -> None:
+    def order(self, order: messages.Submit | messages.Sample | messages.LoadAdapter | messages.DropAdapter) -> None:
         self._orders.put(messages.encode(order))
 
     def expect(self, step_id: int) -> Future[ModelRunnerOutput]:
@@ -123,6 +132,25 @@ class _Ranks:
             else:
                 result.set_exception(self._problem)
         return result
+
+    def load(self, order: messages.LoadAdapter) -> Future[None]:
+        loaded: Future[None] = Future()
+        self._loading[order.key] = loaded, []
+        self.order(order)
+        return loaded
+
+    def _note_loaded(self, reply: messages.AdapterLoaded) -> None:
+        with self._lock:
+            loaded, replies = self._loading[reply.key]
+            replies.append(reply)
+            if len(replies) < len(self.ready):
+                return
+            del self._loading[reply.key]
+        problem = next((reply.problem for reply in replies if reply.problem is not None), None)
+        if problem is None:
+            loaded.set_result(None)
+        else:
+            loaded.set_exception(ValueError(problem))
 
     def end(self) -> None:
         """Close the connections, which makes the ranks end. Kill those that do not end in time."""
@@ -168,6 +196,8 @@ class _Ranks:
                 reply = _replies.decode(link.receive())
                 if isinstance(reply, messages.Result):
                     self._take(reply.output)
+                elif isinstance(reply, messages.AdapterLoaded):
+                    self._note_loaded(reply)
                 elif isinstance(reply, messages.Ready):
                     silence = SILENCE_SECONDS
                     link.expect_within(silence)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +20,9 @@ from quire.executor.link import Link
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
+
+if TYPE_CHECKING:
+    from quire.lora.store import AdapterStore
 
 SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
 _orders = msgspec.msgpack.Decoder(messages.Order)
@@ -69,6 +73,22 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
             output = worker.runner.sample(order.step_id, order.masks)()
             if rank == 0:
                 link.send(messages.encode(messages.Result(output)))
+        elif isinstance(order, messages.LoadAdapter):
+            threading.Thread(target=_load_adapter, args=(link, worker.runner.adapters, order), daemon=True).start()
+        elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:
+            worker.runner.adapters.drop(order.key)
+
+
+def _load_adapter(link: Link, adapters: "AdapterStore | None", order: messages.LoadAdapter) -> None:
+    """Read an adapter, and report that to the executor."""
+    assert adapters is not None
+    problem = None
+    try:
+        adapters.load(order.key, order.path)
+    except Exception as error:
+        problem = error_text(error)
+    with contextlib.suppress(OSError):
+        link.send(messages.encode(messages.AdapterLoaded(order.key, problem)))
 
 
 def _beat(link: Link) -> None:

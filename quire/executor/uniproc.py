@@ -1,7 +1,7 @@
 """The executor of a single device. The worker runs in this process."""
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from quire.config import EngineConfig
@@ -30,6 +30,7 @@ class UniprocExecutor(Executor):
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         worker = Worker(config, directory, max_model_len, Mesh())
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
+        self._loader = ThreadPoolExecutor(1, "quire-adapters")  # starts a thread when it is used
 
     def submit(self, step: SchedulerOutput) -> None:
         self.runner.submit(step)
@@ -37,5 +38,13 @@ class UniprocExecutor(Executor):
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
         return _Read(self.runner.sample(step_id, masks))
 
+    def load_adapter(self, key: str, path: str) -> Future[None]:
+        assert self.runner.adapters is not None
+        return self._loader.submit(self.runner.adapters.load, key, path)
+
+    def drop_adapter(self, key: str) -> None:
+        assert self.runner.adapters is not None
+        self.runner.adapters.drop(key)
+
     def shutdown(self) -> None:
-        """Does nothing, since no processes or threads were started."""
+        self._loader.shutdown(wait=False, cancel_futures=True)

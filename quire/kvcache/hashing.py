@@ -17,17 +17,20 @@ def hash_root(fingerprint: str) -> bytes:
 
 
 def extra_keys(
-    block_size: int, salt: str | None = None, ranges: Iterable[tuple[int, int, str]] = ()
+    block_size: int, salt: str | None = None, ranges: Iterable[tuple[int, int, str]] = (), adapter: str | None = None
 ) -> dict[int, bytes]:
     """The extra keys that go into block hashes besides the tokens: block index -> 32 bytes. Most blocks have none.
 
     ranges: (start, end, key): the content of the tokens from start to end - 1 depends on the thing that the key names,
     for example a picture. The key goes into the hashes of the blocks that the range touches, and so into those of all
-    later blocks. Earlier blocks can still be shared. The salt goes into the hash of the first block, and so into all.
+    later blocks. Earlier blocks can still be shared. The salt and the adapter, which is the key of a low-rank adapter,
+    go into the hash of the first block, and so into all.
     """
     keys: dict[int, list[tuple[int, int, str]]] = {}
     if salt is not None:
         keys[0] = [(0, 0, salt)]  # no other key has an empty range
+    if adapter is not None:
+        keys.setdefault(0, []).append((-1, -1, adapter))  # no other key has a negative one
     for start, end, key in sorted(ranges):
         for index in range(start // block_size, -(-end // block_size)):
             begin = index * block_size

@@ -14,6 +14,7 @@ from quire.parallel.mesh import Communicator
 
 if TYPE_CHECKING:
     from quire.layers.linear import LinearMethod, Quantizer
+    from quire.layers.lora import AdapterSlots
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,19 @@ class Builder:
     """Device, types, kernels and process group for the layers of one model. It collects their weight slots.
 
     method_of: the linear method for the format in which the checkpoint keeps the layer of a given name. quantizer_of:
-    the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense.
+    the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense. adapters:
+    the slots of low-rank adapters for the model's linear layers, None if it takes none.
     """
 
     def __init__(
         self, kernels: Kernels, tensor_group: Communicator, method_of: "Callable[[str], LinearMethod]",
-        quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None,
+        quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None, adapters: "AdapterSlots | None" = None,
     ) -> None:  # fmt: skip
         self.kernels = kernels
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group
-        self.method_of, self.quantizer_of = method_of, quantizer_of
+        self.method_of, self.quantizer_of, self.adapters = method_of, quantizer_of, adapters
         self.slots: list[WeightSlot] = []
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
         self._actions: list[tuple[int, Callable[[], None]]] = []  # with how many slots must be filled before

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, dense_weight, make_weight
+from quire.layers.lora import AdapterSlots, LowRank
 from quire.layers.specs import OutputPart
 
 
@@ -18,14 +19,46 @@ class VocabParallelEmbedding:
         shape = LinearShape((OutputPart(name, vocab_size, self.start, self.stop),), hidden_size, 0, hidden_size)
         self.table: LinearWeight
         self.table = dense_weight(builder, shape) if is_head else DenseWeight(builder, shape, pack=False)
+        self.adapters = None
+        if builder.adapters is not None:
+            self.adapters = LowRankEmbedding(builder, builder.adapters, name, vocab_size, hidden_size)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids: [tokens] -> [tokens, hidden]"""
+        vectors = self._vectors(ids)
+        return vectors if self.adapters is None else self.adapters.add(vectors, ids)
+
+    def _vectors(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return self.table.rows(ids)
         local = (ids >= self.start) & (ids < self.stop)
         vectors = self.table.rows((ids - self.start).masked_fill_(~local, 0))
         return self.group.all_reduce(vectors.masked_fill_(~local[:, None], 0))
+
+
+class LowRankEmbedding(LowRank):
+    """Adapters of an embedding, whose matrix A has a vector for each token id: a: [slots, vocab, rank]. Every rank has
+    the whole."""
+
+    def __init__(self, builder: Builder, slots: AdapterSlots, name: str, vocab_size: int, hidden_size: int) -> None:
+        parts = (OutputPart(name, hidden_size, 0, hidden_size),)
+        super().__init__(builder, slots, [LinearShape(parts, vocab_size, 0, vocab_size)], on_demand=True)
+        identity = torch.eye(slots.max_rank, dtype=self.dtype, device=self.device)
+        self.identity = identity.expand(slots.count, 1, -1, -1).contiguous()
+
+    def shape_of_a(self, copies: int, rank: int) -> tuple[int, ...]:
+        return copies, self.ins, rank
+
+    def _fill_a(self, target: Tensor, index: int, a: Tensor) -> None:
+        target.copy_(a.T)
+
+    def add(self, out: Tensor, ids: Tensor) -> Tensor:
+        """ids: [tokens]"""
+        rows = self.slots.of(ids)
+        if rows is not None and self.is_allocated:
+            given = self.a[rows.clamp(min=0), ids]
+            self.add_lora(out, given, self.identity, self.b, rows, self.ranks, self.bounds)
+        return out
 
 
 class LearnedPositions:
@@ -51,6 +84,8 @@ class LMHead:
         start, stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, start, stop),), hidden_size, 0, hidden_size)
         self.weight = make_weight(builder, shape) if tied is None else tied.table
+        if builder.adapters is not None:
+            self.weight = builder.adapters.wrap(builder, self.weight, shape, is_table=True)
         self.bias = builder.parameter(stop - start) if bias else None
         if self.bias is not None:
             builder.part(f"{name}.bias", self.bias, (vocab_size,), slice(start, stop))

@@ -16,6 +16,7 @@ from quire.layers.attention_spec import LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, LinearShape, ReplicatedLinear, RowParallelLinear, make_weight
+from quire.layers.lora import AdapterSlots, LowRank, Matrices, Piece
 from quire.layers.norm import make_norm
 from quire.layers.specs import OutputPart
 
@@ -45,6 +46,9 @@ class LatentAttention(CachedAttention):
         shape = LinearShape(tuple(parts("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
         self.kv_b = make_weight(builder, shape)
         builder.when_loaded(self._absorb)
+        self.adapters: list[LowRank] = []  # of to_latent and of from_latent
+        if builder.adapters is not None:
+            self.adapters = [LowRankMap(builder, builder.adapters, shape, spec, keys) for keys in (True, False)]
         self.out = RowParallelLinear(builder, names["o"], total * spec.value_dim, hidden, spec.bias, spec.value_dim)
 
     def _absorb(self) -> None:
@@ -68,12 +72,57 @@ class LatentAttention(CachedAttention):
             q[..., spec.nope_dim :], compressed[:, None, spec.kv_rank :], *state.rotary[self.place.rotary],
             spec.interleaved_rotary,
         )  # fmt: skip
-        absorbed = self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
+        absorbed = self._adapted(
+            0, x, q[..., : spec.nope_dim], self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
+        )
         plan = state.plans[self.place.kv_group]
         self.backend.store(self.cache, torch.cat([latent[:, None], k_rope], dim=-1), None, plan)
         out, _ = self.backend.attend(
             torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window
         )  # [tokens, heads, kv_rank]
         out = pick(out, wanted)
-        values = self.linear_by_head(out, self.from_latent)  # [tokens, heads, value_dim]
+        values = self._adapted(1, out, out, self.linear_by_head(out, self.from_latent))  # [tokens, heads, value_dim]
         return self.out(values.reshape(len(out), self.num_heads * spec.value_dim))
+
+    def _adapted(self, which: int, tokens: Tensor, given: Tensor, out: Tensor) -> Tensor:
+        """The result of a map with adapters. given: [tokens, heads, in]; out: [tokens, heads, outs]."""
+        if not self.adapters:
+            return out
+        heads = torch.arange(len(tokens) * self.num_heads, device=out.device)
+        adapters = self.adapters[which]
+        rows = adapters.slots.of_copies(tokens, self.num_heads, heads // self.num_heads, heads % self.num_heads)
+        if rows is None:
+            return out
+        return adapters.add_rows(out.flatten(0, 1), given.flatten(0, 1), rows).view(out.shape)
+
+
+class LowRankMap(LowRank):
+    """The adapters of kv_b in one of the two maps that it is absorbed into, which each head has for itself.
+
+    B A of kv_b has the parts B_K A and B_V A of a head. The map of its keys, which is applied to queries, becomes
+    A^T B_K^T q, and that of its values B_V A x.
+    """
+
+    def __init__(
+        self, builder: Builder, slots: AdapterSlots, shape: LinearShape, spec: LatentAttentionSpec, of_keys: bool
+    ) -> None:
+        """shape: of kv_b. of_keys: the map of the keys, else that of the values."""
+        self.spec, self.of_keys = spec, of_keys
+        super().__init__(builder, slots, [shape], on_demand=True)
+        slots.products.pop()
+        self.copies = shape.out_features // (spec.nope_dim + spec.value_dim)
+        self.ins, outs = (spec.nope_dim, spec.kv_rank) if of_keys else (spec.kv_rank, spec.value_dim)
+        self.ends = [0, outs]
+        self._reserve(on_demand=False)
+
+    def piece(self, matrices: Matrices) -> Piece | None:
+        [part] = self.shapes[0].parts
+        if part.name not in matrices:
+            return None
+        a, b = matrices[part.name]
+        maps = b[part.start : part.stop].reshape(self.copies, -1, len(a))  # [heads, nope_dim + value_dim, rank]
+        keys, values = maps[:, : self.spec.nope_dim], maps[:, self.spec.nope_dim :]
+        piece = self._blank(len(a))
+        (piece.b if self.of_keys else piece.a[:, 0]).copy_(a)
+        (piece.a[:, 0] if self.of_keys else piece.b).copy_((keys if self.of_keys else values).transpose(1, 2))
+        return piece

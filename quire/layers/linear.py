@@ -118,6 +118,12 @@ def make_weight(builder: Builder, shape: LinearShape) -> LinearWeight:
     return dense_weight(builder, shape) if method is DenseWeight else method(builder, shape)
 
 
+def make_adapted(builder: Builder, shape: LinearShape) -> LinearWeight:
+    """The same, with low-rank adapters if the model takes some."""
+    weight = make_weight(builder, shape)
+    return weight if builder.adapters is None else builder.adapters.wrap(builder, weight, shape)
+
+
 class ColumnParallelLinear:
     """y = x W^T + b with the outputs split over ranks. Several checkpoint tensors may be fused into one product."""
 
@@ -126,7 +132,7 @@ class ColumnParallelLinear:
         transposed: bool = False,
     ) -> None:  # fmt: skip
         shape = LinearShape(tuple(parts), in_features, 0, in_features, transposed)
-        self.weight = make_weight(builder, shape)
+        self.weight = make_adapted(builder, shape)
         self.bias = builder.parameter(shape.out_features) if bias else None
         offset = 0
         for p in parts if bias else ():
@@ -151,7 +157,7 @@ class RowParallelLinear:
         self.group = builder.tensor_group
         start, stop = (bound * unit for bound in self.group.share(in_features // unit))
         parts = (OutputPart(name, out_features, 0, out_features),)
-        self.weight = make_weight(builder, LinearShape(parts, in_features, start, stop, transposed))
+        self.weight = make_adapted(builder, LinearShape(parts, in_features, start, stop, transposed))
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, ReplicatedLinear, dense_slots, make_weight
+from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
@@ -135,6 +136,7 @@ class MoE:
             self.correction_bias = builder.whole(names["correction_bias"], spec.num_experts, dtype=torch.float32)
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
         self.bounds = torch.arange(spec.num_experts + 1, device=builder.device)
+        self.adapters: list[LowRank] = []  # of gate_up and of down
         if spec.layout == "fused":
             self.gate_up, self.down = _fused(builder, spec, hidden, names)
         else:
@@ -151,6 +153,8 @@ class MoE:
                 parts = [OutputPart(name("expert_down", e), hidden, 0, hidden)]
                 down_shapes.append(LinearShape(tuple(parts), size, start, stop))
             self.gate_up, self.down = _separate(builder, up_shapes), _separate(builder, down_shapes)
+            if builder.adapters is not None:
+                self.adapters = [LowRank(builder, builder.adapters, shapes) for shapes in (up_shapes, down_shapes)]
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             shared = {key: names[f"shared_{key}"] for key in ("gate", "up", "down")}
@@ -163,7 +167,16 @@ class MoE:
         weights, experts = self.route(x)  # [tokens, top_k]
         sorted_experts, order = experts.flatten().sort(stable=True)
         offsets = torch.searchsorted(sorted_experts, self.bounds)
-        out = self.down(self.activation(self.gate_up(x[order // self.spec.top_k], offsets)), offsets)
+        given, slots = x[order // self.spec.top_k], None
+        if self.adapters:
+            slots = self.adapters[0].slots.of_copies(x, self.spec.num_experts, order // self.spec.top_k, sorted_experts)
+        out = self.gate_up(given, offsets)
+        if slots is not None:
+            self.adapters[0].add_rows(out, given, slots)
+        given = self.activation(out)
+        out = self.down(given, offsets)
+        if slots is not None:
+            self.adapters[1].add_rows(out, given, slots)
         routed = self.group.all_reduce(self.kernels.combine_experts(out, order, weights))
         if self.shared is None:
             return routed

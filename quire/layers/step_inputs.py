@@ -1,11 +1,8 @@
 """The only declaration of the inputs that a forward reads.
 
-Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, this line
-in StepInputs gives layers one more number for each token, as `state.inputs.adapters`:
-
-    adapters: Tensor = per_token(padding=-1)
-
-The host provides the values in `FlatBatch.extra_inputs`, by name.
+Packing, padding, dummy steps, and the memory of recorded steps and CUDA graphs follow from it. For example, the only
+line of AdaptedInputs gives layers one more number for each token. The host provides the values in
+`FlatBatch.extra_inputs`, by name.
 """
 
 from collections.abc import Mapping
@@ -23,11 +20,13 @@ Array = npt.NDArray[Any]
 
 
 class StepSize(NamedTuple):
-    """The key of recorded steps and CUDA graphs. tokens_per_request: 0 if it is not the same for all requests."""
+    """The key of recorded steps and CUDA graphs. tokens_per_request: 0 if it is not the same for all requests.
+    adapted: whether some tokens have a low-rank adapter."""
 
     tokens: int
     requests: int
     tokens_per_request: int = 0
+    adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,16 @@ class StepInputs:
         ]
 
 
+@dataclass(kw_only=True)
+class AdaptedInputs(StepInputs):
+    """The inputs of a model with low-rank adapters. adapters: the slot of each token's adapter, -1 for none."""
+
+    adapters: Tensor = per_token(padding=-1)
+
+
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
     """The length of each dimension that declarations name."""
-    tokens, requests, _ = size
+    tokens, requests = size.tokens, size.requests
     return {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
 
 

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
+from quire.messages.lora import Adapter
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs, Pooled
@@ -43,6 +44,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     output_token_ids: list[int] = []
     pooling_params: PoolingParams | None = None
     thinking: ThinkingLimits | None = None
+    adapter: Adapter | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -10,6 +10,14 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 
 
+class AdapterPlace(msgspec.Struct, array_like=True, frozen=True):
+    """Where a request's adapter is to be: the adapter `key`, which has been loaded, in the slot `slot`. Requests in
+    submitted steps that use the slot have the same adapter."""
+
+    slot: int
+    key: str
+
+
 class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A whole request that enters the batch, for the first time or again after a preemption.
 
@@ -27,6 +35,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     stop_token_ids: list[int] = []  # all tokens that would end the request: not drawn before min_tokens
     bad_words: list[list[int]] = []  # token ids of each form of each bad word
     pooling_params: PoolingParams | None = None
+    adapter: AdapterPlace | None = None
 
     @property
     def sampling(self) -> SamplingParams:

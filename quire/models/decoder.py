@@ -183,7 +183,7 @@ class Decoder(LayerStack, Model):
         tied, self.lm_head = self.embedding if spec.tie_embeddings else None, None
         if "lm_head" in names:
             self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
-        self.num_parameters = builder.num_parameters
+        self.num_parameters, self.adapters = builder.num_parameters, builder.adapters
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}

@@ -6,6 +6,7 @@ import torch
 
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.layers.build import Builder
+from quire.layers.lora import AdapterSlots
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_checkpoint import GgufCheckpoint
 from quire.loading.gguf_models import gguf_tensors
@@ -34,8 +35,12 @@ def load_model(
     device: torch.device,
     group: Communicator,
     show_progress: bool,
+    adapters: AdapterSlots | None = None,
 ) -> Model:
-    """Build the model of a checkpoint's directory or GGUF file, with its pooler, and fill the parameters."""
+    """Build the model of a checkpoint's directory or GGUF file, with its pooler, and fill the parameters.
+
+    adapters: see Builder.
+    """
     description = describe(directory, config.model)
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())
@@ -57,7 +62,7 @@ def load_model(
         if device.type == "cpu" and find_compiler() is None:
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
-    builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names))
+    builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names), adapters)
     model = Decoder(builder, spec, max_model_len)
     if description.pooling is not None:
         model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else directory)

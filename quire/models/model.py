@@ -9,6 +9,7 @@ from quire.attention.base import AttentionBackend
 from quire.kvcache.specs import AttentionKVSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
+from quire.layers.lora import AdapterSlots
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
 
@@ -20,6 +21,7 @@ class Model(Protocol):
     of the residual stream. num_parameters: of all ranks together. rotary: functions from positions to the tables (cos,
     sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token; empty for a model without a cache.
     cache_shapes: for each KV group, the sizes of what this rank caches in one layer. pooler: of a model that pools.
+    adapters: the slots for low-rank adapters, None if the model takes none.
     """
 
     kernels: Kernels
@@ -31,6 +33,7 @@ class Model(Protocol):
     kv_specs: Sequence[AttentionKVSpec]
     cache_shapes: Sequence[CacheShape]
     pooler: Pooler | None
+    adapters: AdapterSlots | None = None
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.

@@ -8,6 +8,7 @@ import quire.ops.cpu.drafts
 import quire.ops.cpu.elementwise
 import quire.ops.cpu.encoder_attention
 import quire.ops.cpu.linear
+import quire.ops.cpu.lora
 import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
@@ -39,6 +40,7 @@ if HAS_TRITON:
     import quire.ops.triton.drafts
     import quire.ops.triton.elementwise
     import quire.ops.triton.linear
+    import quire.ops.triton.lora
     import quire.ops.triton.masks
     import quire.ops.triton.sampling
     import quire.ops.triton.sums  # noqa: F401

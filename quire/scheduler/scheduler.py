@@ -9,6 +9,7 @@ from operator import attrgetter
 from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec
+from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
@@ -45,10 +46,10 @@ class Scheduler:
         grammars: GrammarGate | None = None,
         vocab_size: int = 0,
         speculation: Speculation | None = None,
+        adapters: AdapterGate | None = None,
     ) -> None:
-        """fingerprint: of the KV blocks, see `hash_root`. gates: a request has to pass all of them, and `grammars`.
-        vocab_size: the number of logits; not needed without `grammars`. speculation: what drafts are made of, if any
-        are to be made."""
+        """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
+        vocab_size: the number of logits, for `grammars`. speculation: what drafts are made of, None for no drafts."""
         limits.validate()
         self.limits = limits
         self._longest_chunk = limits.longest_chunk
@@ -62,7 +63,8 @@ class Scheduler:
             )
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
-        self.gates = gates if grammars is None else [*gates, grammars]
+        self.gates = [*gates, *(gate for gate in (grammars, adapters) if gate is not None)]
+        self._adapters = adapters
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
         self.speculation = speculation
         self._gated: dict[str, Request] = {}  # requests that wait at a gate
@@ -90,10 +92,13 @@ class Scheduler:
                 f"request {source.request_id}: a prompt of {len(source.prompt_token_ids)} tokens and max_tokens="
                 f"{source.max_tokens} do not fit max_model_len={self.limits.max_model_len}"
             )
+        key = None if source.adapter is None else source.adapter.key
+        if key is not None and self._adapters is None:
+            raise ValueError(f"request {source.request_id}: its adapter needs an engine with enable_lora")
         self._num_arrived += 1
         priority = source.priority if self.limits.policy == "priority" else 0
-        key = (priority, source.arrival_time, self._num_arrived)
-        request = Request(source, key, extra_keys(self.kv.block_size, source.cache_salt))
+        order = (priority, source.arrival_time, self._num_arrived)
+        request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, adapter=key))
         self.requests[request.request_id] = request
         self._enqueue(request)
 
@@ -184,8 +189,7 @@ class Scheduler:
     def begin_masks(self) -> None:
         """Start to fill the masks of the only submitted step, which needs some. A thread does the work."""
         assert self._constrained is not None
-        [(step, requests)] = self._submitted
-        self._constrained.begin_masks(step, requests)
+        self._constrained.begin_masks(*self._submitted[0])
 
     def token_masks(self) -> TokenMasks | None:
         """The masks of the only submitted step. Waits until they are filled. None if its constraints allow all
@@ -243,20 +247,14 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
         insort(self.running, request, key=_by_key)
+        stop_token_ids = sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else []
         step.new_requests.append(
             NewRequest(
-                request.request_id,
-                request.row,
-                list(request.token_ids),
-                request.num_prompt_tokens,
-                num_cached,
-                source.sampling_params,
-                source.seed,
-                sorted(request.stop_token_ids) if request.min_total_tokens > request.num_prompt_tokens else [],
-                source.bad_words,
-                source.pooling_params,
+                request.request_id, request.row, list(request.token_ids), request.num_prompt_tokens, num_cached,
+                source.sampling_params, source.seed, stop_token_ids, source.bad_words, source.pooling_params,
+                None if source.adapter is None or self._adapters is None else self._adapters.place(source.adapter),
             )
-        )
+        )  # fmt: skip
         self.kv.write_tables(request, step.block_table_edits)
         return True
 
@@ -436,6 +434,8 @@ class Scheduler:
         del self.requests[request.request_id]
         if self.speculation is not None:
             self.speculation.finish(request)
+        if self._adapters is not None:
+            self._adapters.finish(request.source)
         if request.constraint is not None and self._constrained is not None:
             self._constrained.count -= 1
         self._leave(request, Status.FINISHED)

@@ -23,13 +23,15 @@ def _server(request: Request) -> Server:
 
 
 def _card(server: Server, name: str) -> ModelCard:
+    served = server.adapters.by_name.get(name)
+    root = server.llm.config.model.model or server.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "quire",
-        "root": server.llm.config.model.model or server.model_names[0],
-        "parent": None,
+        "root": root if served is None else served.adapter.path,
+        "parent": None if served is None else served.parent,
         "max_model_len": server.llm.max_model_len,
     }
 
@@ -37,14 +39,14 @@ def _card(server: Server, name: str) -> ModelCard:
 @router.get("/v1/models", responses=answers(ModelList), response_model=None)
 async def list_models(request: Request) -> Response:
     server = _server(request)
-    listed: ModelList = {"object": "list", "data": [_card(server, name) for name in server.model_names]}
+    listed: ModelList = {"object": "list", "data": [_card(server, name) for name in server.names]}
     return json_response(listed)
 
 
 @router.get("/v1/models/{model:path}", responses=answers(ModelCard), response_model=None)
 async def retrieve_model(model: str, request: Request) -> Response:
     server = _server(request)
-    if model not in server.model_names:
+    if model not in server.names:
         raise ApiError(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
     return json_response(_card(server, model))
 

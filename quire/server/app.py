@@ -23,6 +23,8 @@ from quire.server import (
     text_routes,
     token_generation,
 )
+from quire.server.adapters import Adapters
+from quire.server.adapters import router as adapter_router
 from quire.server.bodies import BodyLimit
 from quire.server.errors import add_error_handlers
 from quire.server.generation import Server
@@ -50,13 +52,16 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
-    app.state.server, app.state.draining = Server(llm, config, model_names, _tool_parser(config, llm), app), False
+    adapters = Adapters(llm, config, model_names)
+    app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters)
+    app.state.draining = False
     app.state.responses = responses_api.Responses(config)
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
-    for module in (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes, pooling):
-        app.include_router(module.router, dependencies=bearer)
-        routes += module.router.routes
+    apis = (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes, pooling)
+    for router in (*(module.router for module in apis), adapter_router):
+        app.include_router(router, dependencies=bearer)
+        routes += router.routes
     app.include_router(admin_routes.router)
     add_error_handlers(app)
     # The last one added is the first to see a request.

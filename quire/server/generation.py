@@ -20,6 +20,7 @@ from quire.engine.processor import ProcessedRequest, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
+from quire.server.adapters import Adapters
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, bad_value, path_in
 from quire.server.messages import Message
@@ -43,14 +44,20 @@ class Server:
     model_names: list[str]
     tool_parser: str | None
     app: FastAPI
+    adapters: Adapters
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[str] = field(default_factory=set)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the model and of its adapters."""
+        return [*self.model_names, *self.adapters.by_name]
+
     def accept(self, body: Body) -> str:
         """The name of the requested model. Raises ApiError for an unknown model and for unsupported fields."""
-        if body.model and body.model not in self.model_names:
-            message = f"the model {body.model[:200]!r} does not exist; this server has {', '.join(self.model_names)}"
+        if body.model and body.model not in (names := self.names):
+            message = f"the model {body.model[:200]!r} does not exist; this server has {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if refused := body.unsupported():
             name, why = refused
@@ -127,6 +134,7 @@ class PromptCall:
         """Raises ApiError if the server does not accept the request."""
         self.server = server
         self.model = server.accept(body)
+        self._adapter = server.adapters.get(self.model)
         server.admit()
         state = request.state
         self.name: str = state.request_id if state.request_id_given or not body.request_id else body.request_id
@@ -263,7 +271,7 @@ class Call(PromptCall):
             if body.cache_salt is not None:
                 fields["cache_salt"] = body.cache_salt
             process = self.server.llm.processor.process
-            request = process(request_id, fields, params, body.priority or 0, add_special_tokens)
+            request = process(request_id, fields, params, body.priority or 0, add_special_tokens, self._adapter)
             if params.truncate_prompt_tokens is not None and not getattr(body, "return_prompt_text", None):
                 request = replace(request, prompt=None)  # the text may be much longer than its kept tokens
             requests.append(request)
@@ -311,6 +319,8 @@ class Call(PromptCall):
 
     def _check(self, completion: CompletionOutput) -> None:
         super()._check(completion)
+        if completion.finish_reason == "bad_request" and str(completion.stop_reason).startswith("adapter "):
+            raise ApiError(400, str(completion.stop_reason), param="model", code="adapter_unusable")
         if completion.finish_reason == "bad_request":
             reason = str(completion.stop_reason).removeprefix("structured_outputs: ")
             raise ApiError(400, f"{self._constraint_field}: {reason}", param=self._constraint_field)

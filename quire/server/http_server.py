@@ -49,6 +49,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listenin
     try:
         server = _Server(config, llm, create_app(llm, config, names), names)
         await llm.start()
+        await server.app.state.server.adapters.start()
         await server.serve(sockets=[listening])
         return 1 if server.engine_failed else 0
     finally:

@@ -44,7 +44,7 @@ class NamedModel(Body):
     def accepted(self, server: Server) -> str:
         """The name as the client wrote it. Raises ApiError."""
         given = self.model
-        if given and given not in server.model_names:
+        if given and given not in server.names:
             self.model = given.removesuffix(":latest")
         name = server.accept(self)
         return given or name
@@ -269,7 +269,7 @@ async def list_models(request: Request) -> Response:
         "context_length": server.llm.max_model_len,
     }
     cards = []
-    for name in server.model_names:
+    for name in server.names:
         tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
         digest = hashlib.sha256(name.encode()).hexdigest()  # clients show its beginning
         cards.append({"name": tagged, "model": tagged, "digest": digest, **card})

@@ -118,7 +118,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.layers.forward_state import ForwardState
-from quire.layers.step_inputs import StepInputs, StepSize
+from quire.layers.forward_state import ForwardState, pick
+from quire.layers.step_inputs import AdaptedInputs, StepInputs, StepSize
 from quire.models.model import Model
 
 
@@ -27,7 +27,24 @@ class Forward:
 
     def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call."""
+        self.adapt(inputs, rows)
         return self.layers(self.embed(inputs), inputs, rows)
+
+    def adapt(self, inputs: StepInputs, rows: Tensor | None) -> None:
+        """Tell the layers which adapter each token has. rows: as for `__call__`."""
+        if isinstance(inputs, AdaptedInputs) and self.model.adapters is not None:
+            slots = inputs.adapters if inputs.size.adapted else None
+            self.model.adapters.use(slots, slots if slots is None else pick(slots, rows))
+
+    def logits(self, hidden: Tensor, inputs: StepInputs, tokens: Tensor) -> Tensor:
+        """Logits of some hidden states of a step. tokens: their places among the tokens of the step."""
+        if self.model.adapters is None:
+            return self.model.logits(hidden)
+        if isinstance(inputs, AdaptedInputs) and inputs.size.adapted:
+            self.model.adapters.use(inputs.adapters[tokens])
+        logits = self.model.logits(hidden)
+        self.model.adapters.use(None)  # drafters, which may share the embedding and the head, have no adapters
+        return logits
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """The input of the first layer, [tokens, hidden]. Recorded steps and CUDA graphs start after it."""

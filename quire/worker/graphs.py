@@ -121,7 +121,8 @@ class CapturedForward(Forward):
     def fit(self, size: StepSize) -> StepSize:
         count = size.tokens_per_request if size.tokens_per_request in self._sizes else 0
         sizes = chain(self._sizes[count], self._sizes[0])
-        return next((larger for larger in sizes if larger.tokens >= size.tokens), size)
+        found = next((larger for larger in sizes if larger.tokens >= size.tokens), size)
+        return found._replace(adapted=size.adapted)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -131,8 +132,11 @@ class CapturedForward(Forward):
         gc.disable()  # a collection that frees device memory during a capture may break the capture
         try:
             x = None
-            for size in sorted(chain(*self._sizes.values()), reverse=True):
+            variants = (False,) if self.model.adapters is None else (False, True)
+            sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]
+            for size in sorted(sizes, reverse=True):
                 inputs = self.staging.stage_dummy(size)
+                self.adapt(inputs, None)
                 x = self.embed(inputs).clone() if x is None else x[: size.tokens]
                 run = partial(self.layers, x, replace(inputs, longest_prompt=0))
                 hidden, replay = self.staging.device.capture(run)
@@ -152,6 +156,7 @@ class CapturedForward(Forward):
         graph = self._graphs.get(inputs.size)
         if graph is None:
             return super().__call__(inputs, rows)
+        self.adapt(inputs, None)
         graph.x.copy_(self.embed(inputs))
         graph.replay()
         return pick(graph.hidden, rows)

@@ -54,12 +54,13 @@ class FlatBatch:
     place_tokens: Ints  # [places]: index in the flat batch of the token after which the place samples
     place_positions: Ints  # [places]: position of that token in its sequence
     tokens_per_request: int = 0  # see StepSize
+    adapted: bool = False  # see StepSize
     has_drafts: bool = False  # whether a request may sample at several places
     extra_inputs: dict[str, Array] = field(default_factory=dict)  # further inputs that StepInputs declares, by name
 
     @property
     def size(self) -> StepSize:
-        return StepSize(len(self.positions), len(self.rows), self.tokens_per_request)
+        return StepSize(len(self.positions), len(self.rows), self.tokens_per_request, self.adapted)
 
     @property
     def inputs(self) -> dict[str, Array]:
@@ -81,10 +82,11 @@ class InputBatch:
     """The requests that have a row, as the worker knows them. SchedulerOutput and the sampled tokens update it."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, kv_specs: Sequence[KVCacheSpec], vocab_size: int
-    ) -> None:
-        """kv_specs: one for each KV group."""
-        rows = max_num_seqs
+        self, max_num_seqs: int, max_model_len: int, block_size: int, kv_specs: Sequence[KVCacheSpec], vocab_size: int,
+        takes_adapters: bool = False,
+    ) -> None:  # fmt: skip
+        """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters."""
+        rows, self.takes_adapters = max_num_seqs, takes_adapters
         self.kv_specs = kv_specs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One column more than max_model_len: the last token of a full row is sampled but never computed.
@@ -103,6 +105,7 @@ class InputBatch:
         self.num_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for
         self.logprob_token_ids: dict[int, list[int]] = {}  # by row, for requests that name the tokens
         self.num_prompt_logprobs = np.full(rows, -1, np.int64)  # -1 where none are asked for, or once reported
+        self.adapters = np.full(rows, -1, np.int64)  # the slot of the row's adapter, -1 for none
 
     def install(self, new: NewRequest) -> None:
         """Fill a request's row. Raises ValueError if the model cannot run the request."""
@@ -113,6 +116,7 @@ class InputBatch:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             worst = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise ValueError(f"token id {worst} is out of vocabulary; the model has {self.vocab_size} tokens")
+        self.adapters[row] = -1 if new.adapter is None else new.adapter.slot
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
         self.num_unread[row] = 0
@@ -186,6 +190,8 @@ class InputBatch:
             place_positions=positions[place_tokens],
             tokens_per_request=tokens_per_request if (counts == tokens_per_request).all() else 0,
             has_drafts=bool(step.num_draft_tokens),
+            adapted=self.takes_adapters and bool((self.adapters[rows] >= 0).any()),
+            extra_inputs={"adapters": self.adapters[spans.token_rows]} if self.takes_adapters else {},
         )
 
     def gather(self, flat: FlatBatch) -> dict[str, Array]:

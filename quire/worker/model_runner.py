@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import Array, StepInputs
+from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logger
@@ -74,6 +75,7 @@ class ModelRunner(Runner[_Launched]):
         super().__init__(model, batch, staging, forward, is_only_rank)
         self.sampler, self.drafter = sampler, drafter
         self.drafts_stay = False  # whether drafts stay on the device, see Speculation
+        self.adapters = None if model.adapters is None else AdapterStore(model.adapters)
         self.processors = sampler.processors
         self._unread: deque[_Sampled] = deque()  # in the order of the steps
         # By row: the prompt logprobs of the chunks so far, until they are reported.
@@ -84,6 +86,8 @@ class ModelRunner(Runner[_Launched]):
         if new.pooling_params is not None:
             raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
         self.batch.install(new)
+        if new.adapter is not None and self.adapters is not None:
+            self.adapters.place(new.adapter)
         self.processors.add(new.row, new)
         if self.drafter is not None:
             self.drafter.install(new)
@@ -144,10 +148,11 @@ class ModelRunner(Runner[_Launched]):
         if self.drafter is not None:
             drafting = SampledStep.of(flat, inputs, hidden if reads_hidden else None, on_device)
         if scored:
-            self._score_prompts(flat, hidden)
+            self._score_prompts(flat, hidden, inputs)
         if needs_all:
             hidden = pick(hidden, wanted)
-        logits = self.model.logits(hidden[:num_places])  # padded tokens may follow
+        # padded tokens may follow
+        logits = self.forward.logits(hidden[:num_places], inputs, on_device["place_tokens"])
         batch = SamplingBatch.of({name: on_device[name] for name in sampling})
         positions = torch.from_numpy(flat.place_positions)
         if self.device.is_async:  # the host's positions are upper bounds there
@@ -253,7 +258,7 @@ class ModelRunner(Runner[_Launched]):
             self._unread.popleft()
         return last.output if last is not None else ModelRunnerOutput(0)
 
-    def _score_prompts(self, flat: FlatBatch, hidden: Tensor) -> None:
+    def _score_prompts(self, flat: FlatBatch, hidden: Tensor, inputs: StepInputs) -> None:
         """Compute prompt logprobs for the rows that ask: those of the prompt tokens that follow this step's tokens.
         They are kept until the row samples."""
         batch = self.batch
@@ -271,7 +276,8 @@ class ModelRunner(Runner[_Launched]):
         index, tokens = upload(np.repeat(start, counts) + offsets, device), upload(following.astype(np.int64), device)
         most, parts = int(batch.num_prompt_logprobs[rows].max()), []
         for part, targets in zip(*(torch.split(t, SCORED_AT_ONCE) for t in (index, tokens)), strict=True):
-            parts.append(TopLogprobs.of(self.sampler.score(self.model.logits(hidden[part])), targets, most))
+            logits = self.forward.logits(hidden[part], inputs, part)
+            parts.append(TopLogprobs.of(self.sampler.score(logits), targets, most))
         scored = TopLogprobs.join(parts)
         widths = 1 + batch.num_prompt_logprobs[rows]
         for row, count, end, width in zip(*(a.tolist() for a in (rows, counts, ends, widths)), strict=True):

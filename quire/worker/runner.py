@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import torch
 
 from quire.layers.step_inputs import StepInputs
+from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.models.model import Model
@@ -23,6 +24,8 @@ class Runner(ABC, Generic[Launched]):
     A step with a request that cannot be run is skipped. The later steps of its epoch are skipped too, since they were
     scheduled on the assumption that it had run. Requests of skipped steps are installed again before they continue.
     """
+
+    adapters: AdapterStore | None = None  # of a model that takes some
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
         """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of

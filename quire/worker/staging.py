@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.step_inputs import Array, StepInputs, StepSize, dimensions, dummy_arrays
+from quire.layers.step_inputs import AdaptedInputs, Array, StepInputs, StepSize, dimensions, dummy_arrays
 from quire.messages.step import SchedulerOutput
 from quire.ops import Kernels
 from quire.worker.device import Device
@@ -30,6 +30,8 @@ class Staging:
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
         """most_tokens: the largest number of tokens in a step."""
         self.device, self.batch, self.kernels = device, batch, kernels
+        if batch.takes_adapters:
+            self.inputs_class = AdaptedInputs
         self.count_kept: Callable[..., Tensor] = kernels.count_kept
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from quire.layers.step_inputs import StepSize
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput, TokenMasks
 from quire.worker.model_runner import SCORED_AT_ONCE, ModelRunner
@@ -30,6 +31,10 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
         runner.submit(step)
         runner.sample(step_id, masks if len(step.rows) == 1 else None)()
     _verify_drafts(runner)
+    if runner.model.adapters is not None:  # a step of few tokens, and one of many
+        for tokens in sorted({1, min(most_tokens, 128)}):
+            size = StepSize(tokens, len(batch.num_tokens), adapted=True)
+            runner.forward(runner.staging.stage_dummy(size))
 
 
 def _verify_drafts(runner: ModelRunner) -> None:

@@ -14,6 +14,7 @@ from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
 from quire.layers.attention_spec import CacheShape
+from quire.layers.lora import AdapterSlots
 from quire.messages.step import StepCosts
 from quire.metrics.logging import logger
 from quire.models.load import load_model
@@ -55,7 +56,9 @@ class Worker:
         if device.type == "cuda":
             budget = group.minimum(budget)
         with memory.explained("the model's weights", device):
-            model = load_model(directory, config, max_model_len, device, group, show_progress=mesh.rank == 0)
+            lora = config.lora
+            adapters = AdapterSlots(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
+            model = load_model(directory, config, max_model_len, device, group, mesh.rank == 0, adapters)
             speculation, self.drafter = config.scheduler.speculation, None
             if speculation is not None and speculation.on_device:
                 self.drafter = DrafterParts(
@@ -92,7 +95,8 @@ class Worker:
                     hidden = torch.compiler.disable(getattr(backend, method))  # type: ignore[no-untyped-call]
                     setattr(backend, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids)
+        with_adapters = model.adapters is not None
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids, with_adapters)
         most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
         if model.pooler is not None:
             most_tokens = max(most_tokens, max_model_len)

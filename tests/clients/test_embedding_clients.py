@@ -1,4 +1,4 @@
-"""Clients that people use for embeddings, each asking a real server from an environment of its own (test_clients.py)."""
+"""Clients that people use for embeddings, asking a real server from the environment of test_clients.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from clients.test_clients import HERE, KEY, PYTHON, pytestmark
+
 from quire import LLM
 from support.minilm import minilm
 from support.server_process import Server

@@ -54,6 +54,7 @@ FEATURES = [
     "thinking budgets",
     "speculation",
     "drafters on the device",
+    "adapters",
 ]
 
 

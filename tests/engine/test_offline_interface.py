@@ -121,7 +121,7 @@ def test_a_progress_bar_of_the_callers_own(llm: LLM):
 
 def test_arguments_of_vllm_are_taken_at_their_neutral_values(llm: LLM):
     llm.generate(PROMPTS, FOUR, use_tqdm=False, lora_request=None, tokenization_kwargs={})
-    with pytest.raises(ValueError, match="lora_request is not supported by Quire yet"):
+    with pytest.raises(TypeError, match="lora_request must be a LoRARequest, got str"):
         llm.generate(PROMPTS, FOUR, use_tqdm=False, lora_request="adapter")
     assert llm.reset_prefix_cache() is True
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.layers.step_inputs import StepSize
 from support.engines import GREEDY, forced_logits, generate, make_llm, runner_of, tokens_of
 from support.reference import prompts
 
@@ -22,6 +23,7 @@ class TappedForward:
 
     def __init__(self, runner: Any, layers: list[int]) -> None:
         self.forward, self.fit, model = runner.forward, runner.forward.fit, runner.model
+        self.logits = runner.forward.logits
         size, dtype = model.spec.hidden_size, model.kernels.target.dtype
         self.forward.taps = {layer: torch.full((32, size), torch.nan, dtype=dtype) for layer in layers}
         self.written: dict[int, list[Tensor]] = {layer: [] for layer in layers}
@@ -56,7 +58,7 @@ def test_taps_are_the_hidden_states_of_transformers(checkpoints, references, var
         for layer, wanted in zip(layers, right[1:], strict=True):
             assert (made[layer] - wanted[0]).abs().max() / wanted.std() < 5e-5, f"layer {layer}"
     if variant == "llama":
-        assert list(forward._recorded) == [(1, 1, 1)], "the steps of one token were recorded"
+        assert list(forward._recorded) == [StepSize(1, 1, 1)], "the steps of one token were recorded"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

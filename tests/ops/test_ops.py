@@ -166,6 +166,27 @@ def combine_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
         yield draw(dtype, tokens * top_k, dim), torch.randperm(tokens * top_k), torch.rand(tokens, top_k)
 
 
+def add_lora_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    """Adapters of ranks from 0 to that of the memory; tokens without one, and many tokens with the same one."""
+    for tokens, ins, widths, rank in (
+        (0, 16, (16,), 4),
+        (1, 64, (96,), 16),
+        (5, 33, (7, 1), 1),
+        (17, 100, (40, 24, 24), 5),
+        (70, 320, (1030, 48), 33),
+        (130, 48, (16,), 8),
+    ):
+        slots = torch.randint(-1, 4, (tokens,))
+        ranks = torch.tensor([rank, rank, max(rank - 3, 0), 0])
+        a = draw(dtype, 4, len(widths), rank, ins) / ins**0.5
+        b = draw(dtype, 4, rank, sum(widths)) / rank**0.5
+        bounds = torch.tensor([0, *widths]).cumsum(0)
+        out, x = draw(dtype, tokens, sum(widths)), draw(dtype, tokens, ins)
+        yield out, x, a, b, slots, ranks, bounds
+        yield slice_of_wider(out), slice_of_wider(x), a, b, slots.clamp(max=1), ranks, bounds
+        yield out, x, a, b, torch.full_like(slots, -1), ranks, bounds
+
+
 def sample_gumbel_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     if dtype is not torch.float32:
         return  # logits are always float32
@@ -267,6 +288,7 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "linear": linear_cases,
     "linear_by_head": linear_by_head_cases,
     "combine_experts": combine_experts_cases,
+    "add_lora": add_lora_cases,
     "grouped_linear": grouped_linear_cases,
     "row_sums": row_cases,
     "log_softmax": row_cases,

@@ -77,6 +77,19 @@ def test_experts(kernels: Kernels) -> None:
     check(product, torch.randn(ROWS, 200).to(dtype), "grouped_linear")
 
 
+def test_adapters(kernels: Kernels) -> None:
+    """A token's adapter is given by its first input, so that it moves with its row."""
+    dtype = kernels.target.dtype
+    a, b = (torch.randn(3, 2, 20, 600) / 24).to(dtype), (torch.randn(3, 20, 700) / 4).to(dtype)
+    ranks, bounds = torch.tensor([20, 0, 13]), torch.tensor([0, 300, 700])
+
+    def product(x: Tensor) -> Tensor:
+        slots = (x[:, 0].float().abs() * 100).long() % 4 - 1
+        return kernels.add_lora(torch.ones(len(x), 700, dtype=dtype), x, a, b, slots, ranks, bounds)
+
+    check(product, torch.randn(ROWS, 600).to(dtype), "add_lora")
+
+
 def test_combining_experts(kernels: Kernels) -> None:
     dtype, top_k = kernels.target.dtype, 8
 

@@ -53,6 +53,20 @@ def check(function: Function, x: Tensor, *, alone: tuple[int, ...] = (0, 5, 16, 
 
 
 @each_dtype
+def test_adapters(dtype):
+    """A token's adapter is given by its first input, so that it moves with its row."""
+    a, b = (torch.randn(*size, device=DEVICE).to(dtype) / 8 for size in ((3, 2, 5, 300), (3, 5, 200)))
+    ranks, bounds = torch.tensor([5, 0, 3], device=DEVICE), torch.tensor([0, 70, 200], device=DEVICE)
+    add_lora = chosen("add_lora", dtype)
+
+    def product(x: Tensor) -> Tensor:
+        slots = (x[:, 0].float().abs() * 100).long() % 4 - 1
+        return add_lora(torch.ones(len(x), 200, dtype=dtype, device=DEVICE), x, a, b, slots, ranks, bounds)
+
+    check(product, torch.randn(ROWS, 300, device=DEVICE).to(dtype))
+
+
+@each_dtype
 @pytest.mark.parametrize(("ins", "outs"), [(1100, 40), (33, 150)])
 def test_linear(dtype, ins, outs):
     weight, bias = (torch.randn(outs, ins, device=DEVICE) / ins**0.5).to(dtype), torch.randn(outs, device=DEVICE)

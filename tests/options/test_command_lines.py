@@ -57,13 +57,13 @@ STARTS = [
     "--no-enable-lora --no-enable-expert-parallel --cpu-offload-gb 0 --api-server-count 1",
     '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
+    "--enable-lora --lora-modules sql-lora=/adapters/sql --max-loras 4 --max-lora-rank 64",
 ]
 NOT_YET = [
     "--tensor-parallel-size 4 --pipeline-parallel-size 2",
     "--tensor-parallel-size 8 --distributed-executor-backend ray",
     "-dp 8 -ep",
     "--data-parallel-size 4 --tensor-parallel-size 2",
-    "--enable-lora --lora-modules sql-lora=/adapters/sql --max-loras 4 --max-lora-rank 64",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",
@@ -135,8 +135,8 @@ def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
     assert (engine.model.max_model_len, engine.scheduler.max_num_batched_tokens) == (1024, 8192)
     assert (server.allowed_origins, engine.model.hf_overrides) == (["*"], {"a": 1})
     assert "num_scheduler_steps is retired in vLLM" in caplog.text
-    file.write_text("enable-lora: true")
-    with pytest.raises(ConfigError, match="enable_lora is not supported by Quire yet"):
+    file.write_text("enable-dbo: true")
+    with pytest.raises(ConfigError, match="enable_dbo is not supported by Quire yet"):
         configs(f"--config {file}")
 
 

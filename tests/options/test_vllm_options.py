@@ -56,7 +56,7 @@ def test_they_are_accepted_on_the_command_line(line):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("enable_lora", True, "^enable_lora is not supported by Quire yet$"),
+        ("enable_dbo", True, "^enable_dbo is not supported by Quire yet$"),
         ("pipeline_parallel_size", 2, r"^pipeline_parallel_size=2 is not supported by Quire yet \(supported: 1\)$"),
         ("tokenizer_mode", "mistral", '(supported: "auto" and "hf" and "slow")'),
         ("enable_chunked_prefill", False, r"\(supported: true\)"),
@@ -75,7 +75,7 @@ def test_other_values_and_names_are_errors_that_say_why(name, value, message):
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
-        ("--enable-lora", 1, "--enable-lora is not supported by Quire yet"),
+        ("--enable-dbo", 1, "--enable-dbo is not supported by Quire yet"),
         ("-pp 2", 1, "-pp 2 is not supported by Quire yet"),
         ("--tool-parser-plugin file.py", 1, "--tool-parser-plugin file.py is not supported by Quire yet"),
         ("--max-modle-len 5", 2, "unknown option --max-modle-len; did you mean --max-model-len?"),

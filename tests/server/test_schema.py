@@ -28,6 +28,8 @@ WITH_BODY = [
     "/tokenize",
     "/detokenize",
     "/abort_requests",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 ]
 TRANSLATED = [
     f"POST {path}" for path in WITH_BODY if path.startswith(("/v1/messages", "/v1/responses", "/api/"))

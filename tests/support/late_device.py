@@ -28,6 +28,7 @@ from quire.executor.base import Executor
 from quire.kvcache.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import Array
+from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.sampling.sampler import Sampler
@@ -208,17 +209,32 @@ class _Late:
 class LateModel(_Late):
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         size, dtype = self.real.spec.hidden_size, self.real.kernels.target.dtype
-        return self.stream.launch(lambda: self.real.embed(ids, positions), len(ids), size, dtype=dtype)
+        run = self.adapted(lambda: self.real.embed(ids, positions))
+        return self.stream.launch(run, len(ids), size, dtype=dtype)
+
+    def adapted(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run with the adapters' slots as they are set now."""
+        adapters = self.real.adapters
+        if adapters is None:
+            return run
+        slots = adapters._rows, adapters._wanted
+
+        def run_adapted() -> Tensor:
+            adapters.use(*slots)
+            return run()
+
+        return run_adapted
 
     def forward(self, x: Tensor, state: ForwardState, rows: Tensor | None = None, taps: Any = None) -> Tensor:
         def run() -> Tensor:
             return self.real.forward(x.clone(), replace(state, plans=[plan() for plan in state.plans]), rows, taps)
 
-        return self.stream.launch(run, len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
+        return self.stream.launch(self.adapted(run), len(x if rows is None else rows), x.shape[1], dtype=x.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         size = self.real.vocab_size
-        return self.stream.launch(lambda: self.real.logits(hidden), len(hidden), size, dtype=hidden.dtype)
+        run = self.adapted(lambda: self.real.logits(hidden))
+        return self.stream.launch(run, len(hidden), size, dtype=hidden.dtype)
 
 
 class LateHeadLayers(_Late):
@@ -307,7 +323,9 @@ class LateExecutor(Executor):
         self.waits = 0  # how often the host waited for the device while launching a step
         self._unread: deque[int] = deque()  # submitted steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
-        batch = InputBatch(len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size)
+        batch = InputBatch(
+            len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size, old.takes_adapters
+        )
         self.real_model = getattr(real.model, "real", real.model)
         model: Any = LateModel(self.real_model, self.stream)
         backends: Any = [
@@ -365,6 +383,17 @@ class LateExecutor(Executor):
             read = self.runner.sample(step_id, masks)
         return LateResult(self, step_id, read)
 
+    def load_adapter(self, key: str, path: str) -> Future[None]:
+        loaded: Future[None] = Future()
+        try:
+            loaded.set_result(self.runner.adapters.load(key, path))
+        except ValueError as error:
+            loaded.set_exception(error)
+        return loaded
+
+    def drop_adapter(self, key: str) -> None:
+        self.runner.adapters.drop(key)
+
     def may_be_read(self, step_id: int) -> None:
         depth = self.scheduler.limits.depth
         if len(self._unread) < depth and not self.scheduler.exhausted:
@@ -381,7 +410,21 @@ def limits_of(llm: LLM, depth: int) -> SchedulerLimits:
     return replace(scheduler_limits(llm.config, llm.max_model_len), depth=depth)
 
 
-def watched_scheduler(llm: LLM, depth: int, grammars: GrammarGate | None = None) -> WatchedScheduler:
+class LateMemory:
+    """The memory for adapters of an executor that is made later."""
+
+    executor: LateExecutor
+
+    def load_adapter(self, key: str, path: str) -> Future[None]:
+        return self.executor.load_adapter(key, path)
+
+    def drop_adapter(self, key: str) -> None:
+        self.executor.drop_adapter(key)
+
+
+def watched_scheduler(
+    llm: LLM, depth: int, grammars: GrammarGate | None = None, adapters: AdapterGate | None = None
+) -> WatchedScheduler:
     kv, cache = llm.core.executor.kv_cache, llm.config.cache
     speculation = llm.core.scheduler.speculation
     if speculation is not None and speculation.proposer is None:
@@ -389,13 +432,15 @@ def watched_scheduler(llm: LLM, depth: int, grammars: GrammarGate | None = None)
     return WatchedScheduler(
         limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching,
         grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
-        speculation=speculation,
+        speculation=speculation, adapters=adapters,
     )  # fmt: skip
 
 
 def run_late(llm: LLM, depth: int = 2, captured: bool = False, grammars: GrammarGate | None = None) -> LateExecutor:
     """Give `llm` a new core over the same model, with `depth` steps in flight on a late device."""
-    scheduler = watched_scheduler(llm, depth, grammars)
-    executor = LateExecutor(llm, scheduler, captured)
+    memory, lora = LateMemory(), llm.config.lora
+    adapters = AdapterGate(memory, lora.max_loras, lora.num_in_memory) if lora.enable_lora else None
+    scheduler = watched_scheduler(llm, depth, grammars, adapters)
+    memory.executor = executor = LateExecutor(llm, scheduler, captured)
     llm.core = EngineCore(scheduler, executor)
     return executor

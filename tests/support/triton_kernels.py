@@ -23,6 +23,7 @@ if INSTALLED:
     import quire.ops.triton.elementwise
     import quire.ops.triton.float8
     import quire.ops.triton.linear
+    import quire.ops.triton.lora
     import quire.ops.triton.masks
     import quire.ops.triton.sampling
     import quire.ops.triton.sums  # noqa: F401

@@ -50,7 +50,7 @@ def test_replayed_steps_change_nothing(tmp_path, variant, options):
     assert said(llm) == said(make_llm(path, dtype="bfloat16", enforce_eager=True, **options))
     assert graphs.usable
     if llm.config.scheduler.speculation is None:  # drafts would give steps of other sizes
-        assert sorted(graphs._recorded) == [(n, n, 1) for n in range(1, len(PROMPTS) + 1)]
+        assert sorted(graphs._recorded) == [StepSize(n, n, 1) for n in range(1, len(PROMPTS) + 1)]
 
 
 def test_preempted_requests_too():

@@ -29,6 +29,8 @@ def with_files(config: EngineConfig) -> tuple[EngineConfig, Path]:
         config = replace(config, model=replace(options, runner="pooling", dtype=dtype))
         if config.scheduler.speculation is not None:
             raise ConfigError("speculative_config: a model that pools generates nothing")
+        if config.lora.enable_lora:
+            raise ConfigError("enable_lora: adapters are for models that generate, and this one pools")
         return config, directory
     try:
         found = speculators_target(drafter, str(directory))

@@ -1,0 +1,201 @@
+"""Low-rank adapters (LoRA): the matrices of several adapters for each product, and which of them each token uses.
+
+A model has a fixed number of slots for adapters. A product with parts of several checkpoint tensors (q, k and v) has a
+matrix A for each of them:
+
+    out += B[slot] A[slot] x        a: [slots, parts, rank, in]    b: [slots, rank, outs], with the adapter's scale
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import LinearShape, LinearWeight
+from quire.ops.memory import zeros
+
+Matrices = Mapping[str, tuple[Tensor, Tensor]]  # module -> (A: [rank, in], B: [out, rank]), float32, the scale in B
+
+_PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+
+
+class Piece(NamedTuple):
+    """What one adapter has for one product of so many experts, or of 1: a: [experts, parts, rank, in], b: [experts,
+    rank, outs]."""
+
+    a: Tensor
+    b: Tensor
+
+
+class AdapterSlots:
+    """The slots of a model, and all products that adapters can change."""
+
+    def __init__(self, count: int, max_rank: int) -> None:
+        self.count, self.max_rank = count, max_rank
+        self.products: list[LowRank] = []
+        self._rows: Tensor | None = None
+        self._wanted: Tensor | None = None
+
+    def use(self, rows: Tensor | None, wanted: Tensor | None = None) -> None:
+        """Set the slots of the rows that layers get from now on: of a step's tokens, and of those that are wanted of
+        the last layer. int64, -1 for a row without adapter; None if there is no adapter at all."""
+        self._rows, self._wanted = rows, wanted
+
+    def of(self, x: Tensor) -> Tensor | None:
+        """The slots of the rows of x."""
+        rows = self._rows
+        return rows if rows is None or len(rows) == len(x) else self._wanted
+
+    def of_copies(self, x: Tensor, copies: int, rows: Tensor, of_rows: Tensor) -> Tensor | None:
+        """The slots of the op for rows that belong to one of several experts each, or to one of several heads.
+
+        rows: the row of x that each is made of. of_rows: the expert of each.
+        """
+        slots = self.of(x)
+        if slots is None:
+            return None
+        chosen = slots[rows]
+        return torch.where(chosen < 0, chosen, chosen * copies + of_rows)
+
+    def wrap(self, builder: Builder, weight: LinearWeight, shape: LinearShape, is_table: bool = False) -> LinearWeight:
+        """The weight with adapters. is_table: that of a language-model head."""
+        return AdaptedWeight(weight, LowRank(builder, self, [shape], on_demand=is_table))
+
+    def pieces(self, matrices: Matrices) -> list[Piece | None]:
+        """What an adapter has for each product. Raises ValueError for modules that are none, and for wrong shapes."""
+        shapes = [shape for product in self.products for shape in product.shapes]
+        sizes = {part.name: (part.rows, shape.in_features) for shape in shapes for part in shape.parts}
+        matrices = {_known(module, sizes): both for module, both in matrices.items()}
+        if unknown := sorted(matrices.keys() - sizes.keys()):
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise ValueError(f"the model has no linear layer for {', '.join(unknown[:3])}{more}")
+        for name, (a, b) in matrices.items():
+            outs, ins = sizes[name]
+            if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or (len(b), a.shape[1]) != (outs, ins):
+                raise ValueError(
+                    f"{name} has matrices A {list(a.shape)} and B {list(b.shape)}, but the layer has {ins} inputs and "
+                    f"{outs} outputs"
+                )
+            if len(a) > self.max_rank:
+                raise ValueError(f"{name} has rank {len(a)}; max_lora_rank is {self.max_rank}")
+        return [product.piece(matrices) for product in self.products]
+
+    def write(self, slot: int, pieces: list[Piece | None]) -> None:
+        """Put an adapter into a slot."""
+        for product, piece in zip(self.products, pieces, strict=True):
+            product.write(slot, piece)
+
+
+def _known(module: str, names: Container[str]) -> str:
+    """The model's name of a module that may be inside a larger model; the given name if there is none."""
+    bare = [module.removeprefix(prefix) for prefix in _PREFIXES if module.startswith(prefix)]
+    return next((name for b in bare for name in (b, f"model.{b}") if name in names), module)
+
+
+class LowRank:
+    """The adapters' part of one product, or of the products of several experts, in all slots.
+
+    Each expert has slots of its own: expert e of slot s is in the slot s * len(shapes) + e of the op.
+    """
+
+    def __init__(
+        self, builder: Builder, slots: AdapterSlots, shapes: Sequence[LinearShape], on_demand: bool = False
+    ) -> None:
+        """shapes: of the product, or of each expert. on_demand: memory is taken when the first adapter needs it. CUDA
+        graphs and recorded steps cannot have such products."""
+        self.slots, self.shapes, self.dtype, self.device = slots, shapes, builder.dtype, builder.device
+        self.add_lora: Callable[..., Tensor] = builder.kernels.add_lora
+        self.copies = len(shapes)
+        self.num_parts, self.ends = len(_names(shapes[0])), [0, *accumulate(_widths(shapes[0]))]
+        self.ins = shapes[0].stop - shapes[0].start
+        self._reserve(on_demand)
+
+    def _reserve(self, on_demand: bool) -> None:
+        self.bounds = torch.tensor(self.ends, device=self.device)
+        self.ranks = torch.zeros(self.slots.count * self.copies, dtype=torch.int64, device=self.device)
+        self.a = self.b = torch.empty(0)
+        self.is_allocated = False
+        if not on_demand:
+            self._allocate()
+        self.slots.products.append(self)
+
+    def _allocate(self) -> None:
+        copies, rank, self.is_allocated = self.slots.count * self.copies, self.slots.max_rank, True
+        self.a = zeros(*self.shape_of_a(copies, rank), dtype=self.dtype, device=self.device)
+        self.b = zeros(copies, rank, self.ends[-1], dtype=self.dtype, device=self.device)
+
+    def shape_of_a(self, copies: int, rank: int) -> tuple[int, ...]:
+        return copies, self.num_parts, rank, self.ins
+
+    def add(self, out: Tensor, x: Tensor) -> Tensor:
+        """Add the adapters' outputs of the rows x to `out`, in place."""
+        return self.add_rows(out, x, self.slots.of(x))
+
+    def add_rows(self, out: Tensor, x: Tensor, rows: Tensor | None) -> Tensor:
+        """The same for rows whose slots of the op are given."""
+        if rows is not None and self.is_allocated:
+            self.add_lora(out, x, self.a, self.b, rows, self.ranks, self.bounds)
+        return out
+
+    def piece(self, matrices: Matrices) -> Piece | None:
+        """This rank's part of an adapter, in the model's type."""
+        given = [matrices[name] for shape in self.shapes for name in _names(shape) if name in matrices]
+        if not given:
+            return None
+        piece = self._blank(max(len(a) for a, _ in given))
+        for copy, shape in enumerate(self.shapes):
+            for index, name in enumerate(_names(shape)):
+                if name in matrices:
+                    a, b = matrices[name]
+                    rows = torch.cat([b[part.start : part.stop] for part in shape.parts if part.name == name])
+                    piece.b[copy, : len(a), self.ends[index] : self.ends[index + 1]] = rows.T
+                    self._fill_a(piece.a[copy], index, a[:, shape.start : shape.stop])
+        return piece
+
+    def _blank(self, rank: int) -> Piece:
+        pinned = self.device.type == "cuda"
+        a, b = self.shape_of_a(self.copies, rank), (self.copies, rank, self.ends[-1])
+        return Piece(*(torch.zeros(*shape, dtype=self.dtype, pin_memory=pinned) for shape in (a, b)))
+
+    def _fill_a(self, target: Tensor, index: int, a: Tensor) -> None:
+        target[index, : len(a)] = a
+
+    def write(self, slot: int, piece: Piece | None) -> None:
+        copies = slice(slot * self.copies, (slot + 1) * self.copies)
+        if piece is None:
+            self.ranks[copies].fill_(0)
+            return
+        if not self.is_allocated:
+            self._allocate()
+        rank = piece.b.shape[1]
+        self.a[copies, :, :rank].copy_(piece.a, non_blocking=True)
+        self.b[copies, :rank].copy_(piece.b, non_blocking=True)
+        self.ranks[copies].fill_(rank)
+
+
+def _names(shape: LinearShape) -> list[str]:
+    """The checkpoint's tensors, of which a product may have several parts each."""
+    return list(dict.fromkeys(part.name for part in shape.parts))
+
+
+def _widths(shape: LinearShape) -> list[int]:
+    return [sum(p.stop - p.start for p in shape.parts if p.name == name) for name in _names(shape)]
+
+
+class AdaptedWeight(LinearWeight):
+    """A weight, and the adapters that are added to its product."""
+
+    def __init__(self, weight: LinearWeight, adapters: LowRank) -> None:
+        self.weight, self.adapters = weight, adapters
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.adapters.add(self.weight(x, bias), x)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight.rows(ids)
+
+    def dense(self) -> Tensor:
+        return self.weight.dense()

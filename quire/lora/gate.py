@@ -1,0 +1,105 @@
+"""Where adapters are: on disk, in CPU memory, or in a slot of the model. Requests wait until theirs has a slot."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.errors import error_text
+from quire.messages.lora import Adapter
+from quire.messages.step import AdapterPlace
+
+
+class Memory(Protocol):
+    """What loads adapters on all ranks."""
+
+    def load_adapter(self, key: str, path: str) -> Future[None]:
+        """Read an adapter into CPU memory, on a thread. The result raises ValueError if it cannot be used."""
+
+    def drop_adapter(self, key: str) -> None:
+        """Free an adapter in CPU memory."""
+
+
+@dataclass
+class _Loaded:
+    """An adapter in CPU memory, or on its way there. users: the requests that have passed the gate and have not ended,
+    which keep it in its slot."""
+
+    loading: Future[None]
+    slot: int | None = None
+    users: set[str] = field(default_factory=set)
+
+
+class AdapterGate:
+    """Lets a request pass when its adapter has a slot. The adapters that no request uses leave in the order of their
+    last use: slots if another adapter needs one, and CPU memory beyond `max_cpu_loras`.
+
+    At most `max_loras` adapters have users, so a step never has more. Requests of other adapters wait at the gate, and
+    delay no request of these.
+    """
+
+    def __init__(self, memory: Memory, max_loras: int, max_cpu_loras: int) -> None:
+        self._memory, self._max_cpu_loras = memory, max_cpu_loras
+        self._adapters: OrderedDict[str, _Loaded] = OrderedDict()  # by key, the least recently used first
+        self._free_slots = list(reversed(range(max_loras)))
+        self._wake: Callable[[], None] = lambda: None
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        """Whether the request's adapter has a slot. Raises ValueError with the reason if it cannot be loaded."""
+        if request.adapter is None:
+            return True
+        adapter = self._adapters.get(request.adapter.key) or self._load(request.adapter)
+        if adapter is None:
+            return False
+        self._adapters.move_to_end(request.adapter.key)
+        if not adapter.loading.done():
+            return False
+        if (error := adapter.loading.exception()) is not None:
+            raise ValueError(f"adapter {request.adapter.name!r} cannot be used: {error_text(error)}")
+        if adapter.slot is None and not self._give_slot(adapter):
+            return False
+        adapter.users.add(request.request_id)
+        return True
+
+    def place(self, adapter: Adapter) -> AdapterPlace:
+        """Where the adapter of a request is that has passed the gate."""
+        slot = self._adapters[adapter.key].slot
+        assert slot is not None
+        return AdapterPlace(slot, adapter.key)
+
+    def finish(self, request: EngineCoreRequest) -> None:
+        """Note that a request has ended, in any state."""
+        adapter = None if request.adapter is None else self._adapters.get(request.adapter.key)
+        if adapter is not None:
+            adapter.users.discard(request.request_id)
+            if not adapter.users:
+                self._wake()
+
+    def _load(self, wanted: Adapter) -> _Loaded | None:
+        if len(self._adapters) >= self._max_cpu_loras:
+            unused = (key for key, a in self._adapters.items() if not a.users and a.loading.done())
+            oldest = next(unused, None)
+            if oldest is None:
+                return None
+            slot = self._adapters.pop(oldest).slot
+            if slot is not None:
+                self._free_slots.append(slot)
+            self._memory.drop_adapter(oldest)
+        adapter = self._adapters[wanted.key] = _Loaded(self._memory.load_adapter(wanted.key, wanted.path))
+        adapter.loading.add_done_callback(lambda future: self._wake())
+        return adapter
+
+    def _give_slot(self, adapter: _Loaded) -> bool:
+        if not self._free_slots:
+            oldest = next((a for a in self._adapters.values() if a.slot is not None and not a.users), None)
+            if oldest is None or oldest.slot is None:
+                return False
+            self._free_slots.append(oldest.slot)
+            oldest.slot = None
+        adapter.slot = self._free_slots.pop()
+        return True

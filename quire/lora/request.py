@@ -1,0 +1,3 @@
+"""vLLM's module of LoRARequest."""
+
+from quire.messages.lora import LoRARequest as LoRARequest

@@ -1,0 +1,34 @@
+"""The adapters of one rank: those in CPU memory, and which of them is in which slot of the model."""
+
+from pathlib import Path
+
+from quire.layers.lora import AdapterSlots, Piece
+from quire.lora.checkpoint import read_adapter
+from quire.messages.step import AdapterPlace
+
+
+class AdapterStore:
+    """Adapters by key. `load` may run on any thread; the other methods belong to the thread that runs steps."""
+
+    def __init__(self, slots: AdapterSlots) -> None:
+        self.slots = slots
+        self._loaded: dict[str, list[Piece | None]] = {}
+        self._keys: list[str | None] = [None] * slots.count
+
+    def load(self, key: str, path: str) -> None:
+        """Read an adapter into CPU memory. Raises ValueError if it cannot be used with this model."""
+        self._loaded[key] = self.slots.pieces(read_adapter(Path(path)))
+
+    def drop(self, key: str) -> None:
+        """Forget an adapter. No request that is to come uses it, unless it is loaded again."""
+        self._loaded.pop(key, None)
+
+    def place(self, place: AdapterPlace) -> None:
+        """Put an adapter into its slot, if it is not there. Raises ValueError if it has not been loaded."""
+        if self._keys[place.slot] == place.key:
+            return
+        if place.key not in self._loaded:
+            raise ValueError("the adapter is not in memory")
+        self._keys[place.slot] = None
+        self.slots.write(place.slot, self._loaded[place.key])
+        self._keys[place.slot] = place.key
