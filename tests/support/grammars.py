@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from threading import Event
 from typing import Any
@@ -51,6 +52,9 @@ class AutomatonMatcher:
             [(token, state)] = self.states[state].items()
             stretch.append(token)
         return stretch
+
+    def fork(self) -> AutomatonMatcher:
+        return copy(self)
 
     @property
     def is_finished(self) -> bool:
