@@ -289,3 +289,27 @@ def test_parts_that_are_not_supported_are_errors_that_name_them(tmp_path):
     (tmp_path / "modules.json").write_text('[{"path": "../..", "type": "x.Pooling"}]')
     with pytest.raises(ValueError, match="outside of the model's directory"):
         LLM(str(tmp_path))
+
+
+def test_decoders_embed_cached_prefixes_and_preempted_texts_alike():
+    texts = [[7 + i % 250 for i in range(start, start + 100)] for start in range(0, 600, 40)]
+    llm = LLM(runner="pooling", dtype="float32")
+    first = llm.embed(texts, use_tqdm=False)
+    again = llm.embed(texts, use_tqdm=False)
+    assert all(output.num_cached_tokens == 96 for output in again)
+    assert not any(
+        output.num_cached_tokens for output in llm.embed(texts, PoolingParams(skip_reading_prefix_cache=True))
+    )
+    tight = LLM(runner="pooling", dtype="float32", num_gpu_blocks_override=20, max_model_len=128)
+    for output, other, third in zip(first, again, tight.embed(texts, use_tqdm=False), strict=True):
+        np.testing.assert_allclose(output.outputs.embedding, other.outputs.embedding, atol=1e-5)
+        np.testing.assert_allclose(output.outputs.embedding, third.outputs.embedding, atol=1e-5)
+
+
+def test_an_encoder_is_split_over_two_processes(model):
+    texts = ["a", "Hello, world!", "word " * 100]
+    split = LLM(str(minilm()), tensor_parallel_size=2)
+    try:
+        np.testing.assert_allclose(embeddings(split, texts), embeddings(model, texts), atol=1e-5)
+    finally:
+        split.shutdown()
