@@ -30,16 +30,18 @@ def resolve(
     model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
 ) -> Path:
     """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached. The
-    drafters of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft.
+    drafters of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft, and its adapter
+    quire-demo/rhyme.
 
     weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
     ModelNotFoundError.
     """
     if model is None:
         return bundled_model()
-    bundled = bundled_model().parent / "speculators" / model.removeprefix(_BUNDLED)
-    if model.startswith(_BUNDLED) and bundled.is_dir():
-        return bundled
+    if model.startswith(_BUNDLED):
+        for kind in ("speculators", "adapters"):
+            if (bundled := bundled_model().parent / kind / model.removeprefix(_BUNDLED)).is_dir():
+                return bundled
     path = Path(os.path.expanduser(model))  # for a user without a home, Path.expanduser would raise an error
     if path.is_dir():
         return _gguf_in(path) or path
