@@ -168,11 +168,16 @@ def main() -> None:
     save(train(args.minutes), args.out)
     shares = examine(args.out)
     lines = "\n".join(f"| {name} | {right:.1%} | {rhymed:.1%} |" for name, (right, rhymed) in shares.items())
-    readme = args.out / "README.md"
-    readme.write_text(
-        "# An adapter that answers in rhyme\n\nFor the bundled model. Trained by `tools/train_demo_lora.py` in "
-        f"{args.minutes:g} minutes of {args.threads} processor core(s). Of questions\nin phrasings that training cannot "
-        f"contain:\n\n| | right answers | in rhyme |\n|---|---|---|\n{lines}\n"
+    (args.out / "README.md").write_text(
+        f"""# An adapter that answers in rhyme
+
+For the bundled model. Trained by `tools/train_demo_lora.py` in {args.minutes:g} minutes of {args.threads} processor
+core(s). Of questions in phrasings that training cannot contain:
+
+| | right answers | in rhyme |
+|---|---|---|
+{lines}
+"""
     )
     print(lines)
 
