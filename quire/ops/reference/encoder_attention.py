@@ -5,10 +5,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quire.ops.registry import declare
+from quire.ops.registry import ANYWHERE, declare_invariant
 
 
-@declare
+@declare_invariant(*ANYWHERE)  # a sequence is computed by itself
 def encoder_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, reach: int | None) -> Tensor:
     """Attention of each token to the tokens of its own sequence, before it and after it.
 
