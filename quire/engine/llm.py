@@ -165,13 +165,15 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """An embedding of each prompt, as `outputs.embedding`. options: as for `encode`."""
-        return self._pool(_as_list(prompts), pooling_params, "embed", EmbeddingOutput, **options)
+        return self._pool(_as_list(prompts), pooling_params, "embed", lambda v: EmbeddingOutput(v.tolist()), **options)
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
     ) -> list[PoolingRequestOutput]:
         """The scores of each prompt's labels, as `outputs.probs`. options: as for `encode`."""
-        return self._pool(_as_list(prompts), pooling_params, "classify", ClassificationOutput, **options)
+        return self._pool(
+            _as_list(prompts), pooling_params, "classify", lambda v: ClassificationOutput(v.tolist()), **options
+        )
 
     def reward(
         self, prompts: Prompt | Sequence[Prompt], pooling_params: PoolingParams | None = None, **options: Any
@@ -194,7 +196,7 @@ class LLM:
         firsts, seconds = pairs_of(data_1, data_2)
         if self._pooling.description.scores_pairs:
             pairs = [Pair(*pair) for pair in zip(firsts, seconds, strict=True)]
-            return self._pool(pairs, pooling_params, "score", ScoringOutput, **options)
+            return self._pool(pairs, pooling_params, "score", lambda v: ScoringOutput(float(v[0])), **options)
         texts = list(dict.fromkeys([*firsts, *seconds]))
         outputs = self._pool(texts, pooling_params, None, lambda values: values, **options)
         vectors: dict[str, Any] = {text: output.outputs for text, output in zip(texts, outputs, strict=True)}

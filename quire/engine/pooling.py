@@ -64,7 +64,7 @@ class PoolingProcessor:
         params = msgspec.structs.replace(params)  # a copy, which is checked again
         self._check(params)
         self.processor.check_priority(priority)
-        keep = self._kept_tokens(params)
+        keep, longest = self._kept_tokens(params), self.processor.max_model_len
         text: str | None = None
         salt: str | None = None
         if isinstance(prompt, Pair):
@@ -77,16 +77,12 @@ class PoolingProcessor:
                 salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
                 token_ids = self.processor.tokenizer.encode_parts(text, None, keep, add_special_tokens)[0]
             else:
-                self.processor.check_length(prompt, None if keep is None else _NOTHING)
+                if keep is None and isinstance(text, str) and not given and len(text) > longest:
+                    self._check_room(self.processor.tokenizer.fewest_tokens(text), "at least ")
                 text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, False)
         kinds = self.token_types if isinstance(prompt, Pair) else 1
         self.processor.check_tokens(token_ids, self.processor.vocab_size * max(1, kinds))
-        longest = self.processor.max_model_len
-        if len(token_ids) > longest:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len is {longest}; shorten it, or set "
-                "truncate_prompt_tokens"
-            )
+        self._check_room(len(token_ids))
         core_request = EngineCoreRequest(
             request_id, token_ids, None, 0, 0, arrival_time=time.monotonic(), priority=priority, cache_salt=salt,
             pooling_params=params,
@@ -114,6 +110,14 @@ class PoolingProcessor:
             raise ValueError(f"truncate_prompt_tokens value ({keep}) is greater than max_model_len ({longest}). "
                              "Please, select a smaller truncation size.")  # fmt: skip
         return longest if keep == -1 else keep
+
+    def _check_room(self, num_tokens: int, how: str = "") -> None:
+        longest = self.processor.max_model_len
+        if num_tokens > longest:
+            raise PromptTooLongError(
+                f"the prompt has {how}{num_tokens} tokens, but max_model_len is {longest}; shorten it, or set "
+                "truncate_prompt_tokens"
+            )
 
     def _with_prompt(self, prompt: Prompt, name: str | None) -> Prompt:
         files = self.description.files

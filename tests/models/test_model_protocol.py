@@ -28,6 +28,7 @@ class Bigrams(Model):
     def __init__(self) -> None:
         self.kernels = Kernels(Target(torch.device("cpu"), torch.float32))
         self.vocab_size, self.rotary, self.num_parameters = VOCAB, [], VOCAB * 8
+        self.num_token_ids, self.pooler = VOCAB, None
         self.kv_specs: list[Any] = []
         self.cache_shapes: list[CacheShape] = []
         self.table = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(1))
