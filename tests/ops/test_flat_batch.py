@@ -49,7 +49,7 @@ def test_all_make_the_same_flat_batch(implementation: Implementation, seed: int,
     batch, step = random_batch(draw, int(draw.integers(1, 9)), groups)
     state = {name: tensor.to(device, copy=True) for name, tensor in vars(shared_state(batch)).items()}
     flat = batch.flatten(step)
-    tokens, requests, _ = flat.size
+    tokens, requests = flat.size[:2]
     size = StepSize(tokens + int(draw.integers(0, 9)), requests + int(draw.integers(0, 3)))
     lengths = dimensions(size, groups, batch.block_tables.shape[2])
     declarations = StepInputs.declarations()
