@@ -36,9 +36,9 @@ def unfinished(server: Service, head: str, body: bytes) -> Iterator[socket.socke
 def in_hand(server: Service) -> int:
     """The bytes of the bodies in hand. A request that asked instead would itself be a body in hand."""
     layer = server.app.middleware_stack
-    while not isinstance(layer, bodies.BodyLimit):
+    while layer is not None and not isinstance(layer, bodies.BodyLimit):
         layer = layer.app
-    return layer.in_hand
+    return 0 if layer is None else layer.in_hand  # there are no layers before the first request
 
 
 # ---- prompts that cannot fit

@@ -30,6 +30,7 @@ WITH_BODY = [
     "/abort_requests",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    *("/v1/embeddings", "/v2/embed", "/v1/score", "/v1/rerank", "/classify", "/pooling"),
 ]
 TRANSLATED = [
     f"POST {path}" for path in WITH_BODY if path.startswith(("/v1/messages", "/v1/responses", "/api/"))
