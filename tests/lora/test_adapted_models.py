@@ -6,49 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.llm import LLM
-from quire.lora import LoRARequest
-from support.adapters import merged, modules_of, write_adapter
+from support.adapters import OPTIONS, adapted_tokens, certain_tokens, check, merged, modules_of, write_adapter
 from support.checkpoints import FAMILIES
-from support.engines import GREEDY, assert_nothing_is_left, make_llm
+from support.engines import make_llm
 from support.reference import prompts
 
 COMBINES = [
     "adapters × chunked prefill, prefix caching, sliding window, experts, latent attention, sinks, soft caps and ALiBi"
 ]
 FIRST = [variants[0] for variants in FAMILIES.values()]
-NUM_TOKENS = 24
-TIE = 1e-3
-OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-
-
-def certain_tokens(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
-    """The greedy tokens up to the first one that a rounding error might change."""
-    outputs = llm.generate(texts, GREEDY.clone(max_tokens=NUM_TOKENS, logprobs=2), use_tqdm=False)
-    found = []
-    for output in outputs:
-        [completion] = output.outputs
-        gaps = []
-        for place in completion.logprobs or []:
-            first, second, *_ = sorted((entry.logprob for entry in place.values()), reverse=True)
-            gaps.append(first - second)
-        count = next((i for i, gap in enumerate(gaps) if gap < TIE), len(gaps))
-        found.append(completion.token_ids[:count])
-    return found
-
-
-def adapted_tokens(llm: LLM, texts: list[list[int]], adapters: list[Path | None]) -> list[list[int]]:
-    requests = [None if path is None else LoRARequest(path.name, 1, str(path)) for path in adapters]
-    params = GREEDY.clone(max_tokens=NUM_TOKENS)
-    outputs = llm.generate(texts, params, use_tqdm=False, lora_request=requests)
-    assert_nothing_is_left(llm.core)
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def check(made: list[list[int]], wanted: list[list[int]]) -> None:
-    for got, certain in zip(made, wanted, strict=True):
-        assert got[: len(certain)] == certain
-    assert sum(map(len, wanted)) > len(wanted) * NUM_TOKENS / 2, "there are too many ties"
 
 
 @pytest.mark.parametrize("variant", FIRST)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lora.test_adapted_models import OPTIONS, adapted_tokens, certain_tokens, check
 from safetensors.torch import load_file, save_file
 
 from quire.config import ConfigError
@@ -18,7 +17,7 @@ from quire.lora import LoRARequest
 from quire.lora.checkpoint import read_adapter
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
-from support.adapters import merged, modules_of, write_adapter
+from support.adapters import OPTIONS, adapted_tokens, certain_tokens, check, merged, modules_of, write_adapter
 from support.engines import GREEDY, assert_nothing_is_left, assert_preempted, core_request, finish, make_llm, runner_of
 from support.late_device import run_late
 from support.reference import prompts

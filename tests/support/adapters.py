@@ -16,11 +16,15 @@ from torch import Tensor
 from quire.engine.llm import LLM
 from quire.layers.embedding import LowRankEmbedding
 from quire.loading.weights import open_checkpoint
-from support.engines import runner_of
+from quire.lora import LoRARequest
+from support.engines import GREEDY, assert_nothing_is_left, runner_of
 
 Sizes = Mapping[str, tuple[int, int]]  # module -> (outputs, inputs)
 TABLE = r"embed_tokens|embed_in|word_embeddings|wte"
 SIZE = 0.7  # of an adapter's outputs if a layer's own have size 1
+NUM_TOKENS = 24
+TIE = 1e-3
+OPTIONS = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 
 
 def modules_of(llm: LLM, embedding: bool = True) -> dict[str, tuple[int, int]]:
@@ -99,3 +103,32 @@ def merged(checkpoint: Path, adapter: Path, directory: Path) -> Path:
     for file, tensors in files.items():
         save_file(tensors, file, {"format": "pt"})
     return directory
+
+
+def certain_tokens(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
+    """The greedy tokens up to the first one that a rounding error might change."""
+    outputs = llm.generate(texts, GREEDY.clone(max_tokens=NUM_TOKENS, logprobs=2), use_tqdm=False)
+    found = []
+    for output in outputs:
+        [completion] = output.outputs
+        gaps = []
+        for place in completion.logprobs or []:
+            first, second, *_ = sorted((entry.logprob for entry in place.values()), reverse=True)
+            gaps.append(first - second)
+        count = next((i for i, gap in enumerate(gaps) if gap < TIE), len(gaps))
+        found.append(completion.token_ids[:count])
+    return found
+
+
+def adapted_tokens(llm: LLM, texts: list[list[int]], adapters: list[Path | None]) -> list[list[int]]:
+    requests = [None if path is None else LoRARequest(path.name, 1, str(path)) for path in adapters]
+    params = GREEDY.clone(max_tokens=NUM_TOKENS)
+    outputs = llm.generate(texts, params, use_tqdm=False, lora_request=requests)
+    assert_nothing_is_left(llm.core)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def check(made: list[list[int]], wanted: list[list[int]]) -> None:
+    for got, certain in zip(made, wanted, strict=True):
+        assert got[: len(certain)] == certain
+    assert sum(map(len, wanted)) > len(wanted) * NUM_TOKENS / 2, "there are too many ties"
