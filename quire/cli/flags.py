@@ -1,7 +1,8 @@
-"""Command-line flags for the options in config.py."""
+"""Command-line flags for the options in config.py. options.toml has their help."""
 
 import argparse
 import functools
+import tomllib
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
@@ -11,6 +12,9 @@ from quire.cli.parser import OPTION_DEST as _DEST
 from quire.cli.parser import MergeJson, Parser
 from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
 from quire.messages.errors import error_text
+
+_HELP = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+_HEADINGS = {name: heading for heading, options in _HELP.items() for name in options}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +36,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
     """Add a flag for every option of a class of config.py."""
-    heading = config.__doc__.strip().rstrip(".")
     groups: dict[str, Any] = {}
     for name, option in OPTIONS[config].items():
         if name != "model":
-            title = option.metadata.get("section", heading)
+            title = _HEADINGS[name]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
             default = option.default if option.default_factory is MISSING else None
@@ -45,7 +48,11 @@ def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
 
 def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
     flags, hint = ["--" + name.replace("_", "-"), *metadata.get("flags", ())], TYPES[name]
-    common = {"dest": _DEST + name, "default": argparse.SUPPRESS, "help": metadata["help"].replace("%", "%%")}
+    common = {
+        "dest": _DEST + name,
+        "default": argparse.SUPPRESS,
+        "help": _HELP[_HEADINGS[name]][name].replace("%", "%%"),
+    }
     if hint is bool or bool in get_args(hint):
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         return

@@ -14,14 +14,13 @@ class ConfigError(ValueError):
     """An option is unknown or out of range. The message names it and says what would be accepted."""
 
 
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with a help text.
+def option(default: Any, **metadata: Any) -> Any:
+    """A dataclass field of an option whose default is a list or a dict, or that is read in a way of its own.
 
     metadata: size=True accepts texts such as 4G and 32k; json=True accepts a JSON object as text; empty=True accepts
-    the flag without a value. section replaces the class's docstring as the option's heading in the help. flags lists
-    additional flags, such as "-tp"; a flag with two dashes is another name of the option everywhere.
+    the flag without a value. flags lists additional flags, such as "-tp"; a flag with two dashes is another name of the
+    option everywhere.
     """
-    metadata = {"help": help, **metadata}
     if isinstance(default, dict | list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass
 
-from quire.options.declaration import ConfigError, at_least, option
+from quire.options.declaration import ConfigError, at_least
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
     """Adapters (LoRA)."""
 
-    enable_lora: bool = option(False, "let requests use low-rank adapters; see docs/lora.md")
-    max_loras: int = option(1, "maximum number of adapters in a batch; their matrices are beside the model's weights")
-    max_lora_rank: int = option(16, "maximum rank of an adapter; memory for adapters of this rank is reserved")
-    max_cpu_loras: int | None = option(
-        None, "maximum number of adapters that are kept in CPU memory, at least max_loras (default: max_loras)"
-    )
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_loras", "max_lora_rank", "max_cpu_loras")
