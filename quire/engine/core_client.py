@@ -19,21 +19,8 @@ import zmq.asyncio
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineDeadError
 from quire.engine.core_process import PATIENCE_SECONDS, run_core
-from quire.messages.engine import (
-    AbortRequests,
-    AddRequests,
-    CoreDied,
-    CoreOrder,
-    CoreReady,
-    CoreReport,
-    CoreStats,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    ResetPrefixCache,
-    Shutdown,
-    StepOutputs,
-)
+from quire.messages import engine as messages
+from quire.messages.engine import CoreDied, CoreReady, CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger, logging_level
 from quire.system.folders import private_folder
@@ -42,7 +29,7 @@ SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is conside
 SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
 _SOCKET_PATH = 107  # characters that the path of a socket may have
 MAX_FAILED_STARTS = 3  # failed starts in a row, after which the client gives up
-_reports = msgspec.msgpack.Decoder(CoreReport)
+_reports = msgspec.msgpack.Decoder(messages.CoreReport)
 
 Sink = Callable[[list[EngineCoreOutput], CoreStats], None]  # a step's outputs, and the core's state after it
 
@@ -147,16 +134,16 @@ class CoreClient:
         for request in requests:
             self._unfinished[request.request_id] = _Unfinished(request)
         if self.state is CoreState.READY:  # otherwise `_begin` sends them
-            self._order(AddRequests(requests))
+            self._order(messages.AddRequests(requests))
 
     def abort(self, request_ids: list[str]) -> None:
         known = [request_id for request_id in request_ids if self._unfinished.pop(request_id, None)]
         if known and self.state is CoreState.READY:
-            self._order(AbortRequests(known))
+            self._order(messages.AbortRequests(known))
 
     def reset_prefix_cache(self) -> None:
         if self.state is CoreState.READY:  # a new core's cache is empty
-            self._order(ResetPrefixCache())
+            self._order(messages.ResetPrefixCache())
 
     def check(self) -> None:
         if self.state is CoreState.DEAD:
@@ -195,7 +182,7 @@ class CoreClient:
         except (OSError, zmq.ZMQError) as error:  # for example, no folder for the sockets can be made
             raise ConfigError(error_text(error)) from error
 
-    def _order(self, order: CoreOrder) -> None:
+    def _order(self, order: messages.CoreOrder) -> None:
         assert self._link is not None
         # The socket has no high-water mark, so sending never waits and the returned future is done.
         self._link.orders.send(msgspec.msgpack.encode(order))
@@ -216,7 +203,7 @@ class CoreClient:
                     died = await self._listen(self._link, ready)
                     patience = 0.0 if died.silent else PATIENCE_SECONDS
                 except asyncio.CancelledError:
-                    self._order(Shutdown())
+                    self._order(messages.Shutdown())
                     raise
                 finally:
                     await self._link.close(patience)
@@ -259,7 +246,7 @@ class CoreClient:
                 continue
             report = _reports.decode(await link.reports.recv())
             self._heard_at = time.monotonic()
-            if isinstance(report, StepOutputs):
+            if isinstance(report, messages.StepOutputs):
                 self._take(report)
             elif isinstance(report, CoreReady):
                 self._begin(report, ready)
@@ -272,10 +259,11 @@ class CoreClient:
             logger.warning("The engine core runs again; %d requests go on", len(self._unfinished))
         if self._unfinished:
             lost = self._unfinished.values()
-            self._order(AddRequests([msgspec.structs.replace(u.request, output_token_ids=u.token_ids) for u in lost]))
+            again = [msgspec.structs.replace(u.request, output_token_ids=u.token_ids) for u in lost]
+            self._order(messages.AddRequests(again))
         ready.set()
 
-    def _take(self, report: StepOutputs) -> None:
+    def _take(self, report: messages.StepOutputs) -> None:
         self.stats = report.stats
         known = []
         for output in report.outputs:

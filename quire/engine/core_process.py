@@ -16,27 +16,15 @@ from tqdm import tqdm
 
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
-from quire.messages.engine import (
-    AbortRequests,
-    AddRequests,
-    CoreDied,
-    CoreOrder,
-    CoreReady,
-    CoreReport,
-    EngineCoreOutput,
-    FinishReason,
-    Heartbeat,
-    ResetPrefixCache,
-    Shutdown,
-    StepOutputs,
-)
+from quire.messages import engine as messages
+from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
 from quire.system.garbage import skip_last_collection
 
 HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
-_orders = msgspec.msgpack.Decoder(CoreOrder)
+_orders = msgspec.msgpack.Decoder(messages.CoreOrder)
 
 
 def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> None:
@@ -68,16 +56,16 @@ def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> N
         core = make_core(config, directory, describe(directory, config.model).max_model_len)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
-        report(CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))
+        report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))
         _serve(core, inbox, report)
     except EngineDeadError as error:
         logger.exception("The engine core failed")
-        report(CoreDied(error_text(error.__cause__ or error)))
+        report(messages.CoreDied(error_text(error.__cause__ or error)))
     except Exception as error:
         by_user = core is None and isinstance(error, (ValueError, TypeError, OSError))
         if not by_user:
             logger.exception("The engine core failed")
-        report(CoreDied(error_text(error), by_user))
+        report(messages.CoreDied(error_text(error), by_user))
     finally:
         if core is not None:
             core.shutdown()
@@ -91,7 +79,7 @@ def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
     assert client is not None
     socket = context.socket(zmq.PUSH)
     socket.connect(f"ipc://{folder}/reports")
-    message = msgspec.msgpack.encode(Heartbeat())
+    message = msgspec.msgpack.encode(messages.Heartbeat())
     try:
         while not wait([client.sentinel], HEARTBEAT_SECONDS):
             socket.send(message)
@@ -118,19 +106,19 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
             return
         while inbox.poll(0):
             order = _orders.decode(inbox.recv())
-            if isinstance(order, Shutdown):
+            if isinstance(order, messages.Shutdown):
                 return
             refused = _obey(core, order)
             if refused or not core.has_unfinished:
-                report(StepOutputs(refused, core.stats))
+                report(messages.StepOutputs(refused, core.stats))
         if core.has_work or gates in ready:
             outputs = core.step()
-            report(StepOutputs(outputs, core.stats))
+            report(messages.StepOutputs(outputs, core.stats))
 
 
-def _obey(core: EngineCore, order: AddRequests | AbortRequests | ResetPrefixCache) -> list[EngineCoreOutput]:
+def _obey(core: EngineCore, order: messages.CoreOrder) -> list[EngineCoreOutput]:
     """Carry out an order. Returns the final outputs of requests that cannot run."""
-    if isinstance(order, AddRequests):
+    if isinstance(order, messages.AddRequests):
         refused = []
         for request in order.requests:
             try:
@@ -138,7 +126,7 @@ def _obey(core: EngineCore, order: AddRequests | AbortRequests | ResetPrefixCach
             except ValueError as error:
                 refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
         return refused
-    if isinstance(order, AbortRequests):
+    if isinstance(order, messages.AbortRequests):
         core.abort_requests(order.request_ids)
     else:
         core.reset_prefix_cache()
