@@ -1,7 +1,9 @@
 """An architecture as data: DecoderSpec, and what architectures need to derive one from a Hugging Face config."""
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
@@ -10,31 +12,14 @@ from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
 MixerSpec = AttentionSpec | LatentAttentionSpec  # decoder.MIXERS names the layer that implements each kind
-Names = Mapping[
-    str, str | None
-]  # role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head
+# Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
+# None, the model has no such part.
+Names = Mapping[str, str | None]
 
-# The names that Llama introduced and most models use. If a role is missing or None, the model has no such part.
-LLAMA_NAMES: Names = {
-    "embedding": "model.embed_tokens",
-    "attention_norm": "model.layers.{i}.input_layernorm",
-    "q": "model.layers.{i}.self_attn.q_proj",
-    "k": "model.layers.{i}.self_attn.k_proj",
-    "v": "model.layers.{i}.self_attn.v_proj",
-    "o": "model.layers.{i}.self_attn.o_proj",
-    "q_norm": "model.layers.{i}.self_attn.q_norm",
-    "k_norm": "model.layers.{i}.self_attn.k_norm",
-    "mlp_norm": "model.layers.{i}.post_attention_layernorm",
-    "gate": "model.layers.{i}.mlp.gate_proj",
-    "up": "model.layers.{i}.mlp.up_proj",
-    "down": "model.layers.{i}.mlp.down_proj",
-    "final_norm": "model.norm",
-    "lm_head": "lm_head",
-}
-SANDWICH_NORMS: Names = {  # Gemma 2's: a norm before and after each branch
-    "attention_post_norm": "model.layers.{i}.post_attention_layernorm",
-    "mlp_norm": "model.layers.{i}.pre_feedforward_layernorm",
-    "mlp_post_norm": "model.layers.{i}.post_feedforward_layernorm",
+# By the family that introduced the names; most models use Llama's. An empty name is read as None.
+NAMES: Mapping[str, dict[str, str | None]] = {
+    family: {role: name or None for role, name in names.items()}
+    for family, names in tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8")).items()
 }
 
 
@@ -75,7 +60,7 @@ class DecoderSpec:
     score_scales: tuple[float, ...] | None = None
     token_types: int = 0
     first_norm: bool = True
-    names: Names = field(default_factory=lambda: LLAMA_NAMES)
+    names: Names = field(default_factory=lambda: NAMES["llama"])
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
 
     @property
@@ -102,7 +87,7 @@ def decoder_spec(
     """The spec of a Llama-like config. An architecture passes only what differs from Llama.
 
     attention: fields of AttentionSpec that differ. mixer: a spec that replaces AttentionSpec altogether. mixer, mlp and
-    rotary: one value for all layers, or a tuple with one for each. names: changes to LLAMA_NAMES.
+    rotary: one value for all layers, or a tuple with one for each. names: changes to Llama's.
     """
     layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
@@ -127,7 +112,7 @@ def decoder_spec(
         "max_positions": max(longest, default=0) or positions,
         "windows": (None,) * layers,
         "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "names": {**LLAMA_NAMES, **names},
+        "names": {**NAMES["llama"], **names},
     }
     return DecoderSpec(**{**common, **differences})
 

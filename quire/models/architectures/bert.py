@@ -4,17 +4,8 @@ from dataclasses import replace
 
 from quire.layers.rotary_spec import RotarySpec, rotary_spec
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, Names, decoder_spec
 
-_LAYER = "bert.encoder.layer.{i}."
-_NAMES = {
-    "embedding": "bert.embeddings.word_embeddings", "positions": "bert.embeddings.position_embeddings",
-    "segments": "bert.embeddings.token_type_embeddings", "embedding_norm": "bert.embeddings.LayerNorm",
-    "q": _LAYER + "attention.self.query", "k": _LAYER + "attention.self.key", "v": _LAYER + "attention.self.value",
-    "o": _LAYER + "attention.output.dense", "attention_norm": _LAYER + "attention.output.LayerNorm",
-    "up": _LAYER + "intermediate.dense", "down": _LAYER + "output.dense", "mlp_norm": _LAYER + "output.LayerNorm",
-    "final_norm": None, "lm_head": None,
-}  # fmt: skip
 # Heads, which poolers read if they need them, and a buffer.
 _IGNORED = (r"^(\w+\.)?pooler\.", r"^(cls|lm_head|classifier|score|head|decoder)\b", r"embeddings\.position_ids$")
 
@@ -25,7 +16,7 @@ def bert(config: HfConfig) -> DecoderSpec:
     if kind != "absolute":
         raise ValueError(f"position_embedding_type={kind!r} is not supported; only 'absolute' is")
     return decoder_spec(
-        config, attention={"qkv_bias": True, "output_bias": True, "is_causal": False}, names=_NAMES, rotary=None,
+        config, attention={"qkv_bias": True, "output_bias": True, "is_causal": False}, names=NAMES["bert"], rotary=None,
         mlp=MLPSpec(config["intermediate_size"], config.get("hidden_act", "gelu"), gated=False, bias=True),
         norm=NormSpec("layer", config.get("layer_norm_eps", 1e-12), bias=True), residual="post_norm",
         position_offset=0, token_types=config.get("type_vocab_size", 2), tie_embeddings=False, ignored=_IGNORED,
@@ -35,19 +26,17 @@ def bert(config: HfConfig) -> DecoderSpec:
 def roberta(config: HfConfig) -> DecoderSpec:
     """BERT whose first positions stand for padding."""
     spec, offset = bert(config), config.get("pad_token_id", 1) + 1
-    names = {role: name and name.replace("bert.", "roberta.", 1) for role, name in spec.names.items()}
+    names = _renamed(spec.names, "bert.", "roberta.")
     return replace(spec, names=names, position_offset=offset, max_positions=spec.max_positions - offset)
+
+
+def _renamed(names: Names, prefix: str, other: str) -> Names:
+    return {role: name and name.replace(prefix, other, 1) for role, name in names.items()}
 
 
 def modernbert(config: HfConfig) -> DecoderSpec:
     """Rotary positions, norms before the branches, gated activations; two of three layers see only tokens nearby."""
-    layer, layers = "model.layers.{i}.", config["num_hidden_layers"]
-    names = {
-        "embedding": "model.embeddings.tok_embeddings", "embedding_norm": "model.embeddings.norm",
-        "attention_norm": layer + "attn_norm", "qkv": layer + "attn.Wqkv", "o": layer + "attn.Wo",
-        "mlp_norm": layer + "mlp_norm", "gate_up": layer + "mlp.Wi", "down": layer + "mlp.Wo",
-        "final_norm": "model.final_norm", "lm_head": None,
-    }  # fmt: skip
+    layers = config["num_hidden_layers"]
     every = config.get("global_attn_every_n_layers", 3)
     kinds = config.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     thetas = {
@@ -62,20 +51,13 @@ def modernbert(config: HfConfig) -> DecoderSpec:
         mlp=MLPSpec(config["intermediate_size"], config.get("hidden_activation", "gelu"),
                     bias=bool(config.get("mlp_bias", False))),
         norm=NormSpec("layer", config.get("norm_eps", 1e-5), bias=bool(config.get("norm_bias", False))),
-        rotary=rotary, names=names, first_norm=False, tie_embeddings=False, ignored=_IGNORED,
+        rotary=rotary, names=NAMES["modernbert"], first_norm=False, tie_embeddings=False, ignored=_IGNORED,
         windows=tuple(config.get("local_attention", 128) // 2 if k == "sliding_attention" else None for k in kinds),
     )  # fmt: skip
 
 
 def nomic_bert(config: HfConfig) -> DecoderSpec:
     """BERT with rotary positions, gated activations and no biases."""
-    layer, prefix = "nomic_bert.encoder.layers.{i}.", "nomic_bert.embeddings."
-    names = {
-        **_NAMES, "embedding": prefix + "word_embeddings", "segments": prefix + "token_type_embeddings",
-        "embedding_norm": "nomic_bert.emb_ln", "qkv": layer + "attn.Wqkv", "o": layer + "attn.out_proj",
-        "attention_norm": layer + "norm1", "gate": layer + "mlp.fc12", "up": layer + "mlp.fc11",
-        "down": layer + "mlp.fc2", "mlp_norm": layer + "norm2",
-    }  # fmt: skip
     sizes = {
         "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
         "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
@@ -92,7 +74,7 @@ def nomic_bert(config: HfConfig) -> DecoderSpec:
     }  # fmt: skip
     epsilon = config.get("layer_norm_eps") or config.get("layer_norm_epsilon", 1e-12)
     return decoder_spec(
-        config, attention={"qkv_layout": "concatenated", "is_causal": False}, names=names,
+        config, attention={"qkv_layout": "concatenated", "is_causal": False}, names=NAMES["bert"] | NAMES["nomic_bert"],
         mlp=MLPSpec(config["intermediate_size"], "silu"), norm=NormSpec("layer", epsilon, bias=True),
         residual="post_norm", token_types=config.get("type_vocab_size", 2), tie_embeddings=False, ignored=_IGNORED,
     )  # fmt: skip
@@ -101,14 +83,8 @@ def nomic_bert(config: HfConfig) -> DecoderSpec:
 def gte(config: HfConfig) -> DecoderSpec:
     """BERT with rotary positions and gated activations."""
     base = "gte" if config.get("model_type") == "gte" else "new"
-    layer, prefix = f"{base}.encoder.layer.{{i}}.", f"{base}.embeddings."
     kinds = config.get("type_vocab_size", 1)
-    names = {
-        **_NAMES, "embedding": prefix + "word_embeddings", "embedding_norm": prefix + "LayerNorm",
-        "segments": prefix + "token_type_embeddings", "qkv": layer + "attention.qkv_proj",
-        "o": layer + "attention.o_proj", "attention_norm": layer + "attn_ln", "up_gate": layer + "mlp.up_gate_proj",
-        "down": layer + "mlp.down_proj", "mlp_norm": layer + "mlp_ln",
-    }  # fmt: skip
+    names = _renamed(NAMES["bert"] | NAMES["gte"], "gte.", f"{base}.")
     head_dim, rotary = config["hidden_size"] // config["num_attention_heads"], None
     scaling = config.get("rope_scaling") or {}
     if scaling.get("type") == "ntk":  # a larger base, and all frequencies divided by a power of the same factor

@@ -3,20 +3,7 @@
 from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
-
-_LAYER = "model.layers.{i}."
-EXPERT_NAMES = {
-    "router": _LAYER + "mlp.gate", "correction_bias": _LAYER + "mlp.gate.e_score_correction_bias",
-    **{f"expert_{k}": f"{_LAYER}mlp.experts.{{e}}.{k}_proj" for k in ("gate", "up", "down")},
-    **{f"shared_{k}": f"{_LAYER}mlp.shared_experts.{k}_proj" for k in ("gate", "up", "down")},
-}  # fmt: skip
-_NAMES = {
-    **EXPERT_NAMES,
-    "q_a": _LAYER + "self_attn.q_a_proj", "q_a_norm": _LAYER + "self_attn.q_a_layernorm",
-    "q_b": _LAYER + "self_attn.q_b_proj", "kv_a": _LAYER + "self_attn.kv_a_proj_with_mqa",
-    "kv_a_norm": _LAYER + "self_attn.kv_a_layernorm", "kv_b": _LAYER + "self_attn.kv_b_proj",
-}  # fmt: skip
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def deepseek(config: HfConfig) -> DecoderSpec:
@@ -29,8 +16,8 @@ def deepseek(config: HfConfig) -> DecoderSpec:
         bool(config.get("attention_bias", False)), bool(config.get("rope_interleave", True)),
     )  # fmt: skip
     return decoder_spec(
-        config, mixer=latent, mlp=mixtures(config, is_v3), rotary=rotary, names=_NAMES,
-        ignored=with_draft_layers(config),
+        config, mixer=latent, mlp=mixtures(config, is_v3), rotary=rotary,
+        names=NAMES["deepseek_moe"] | NAMES["deepseek"], ignored=with_draft_layers(config),
     )  # fmt: skip
 
 

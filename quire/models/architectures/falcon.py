@@ -1,7 +1,7 @@
 """Falcon: 7B (one KV head), 40B and 180B (grouped, two norms a layer), 11B (grouped, one norm), RW (linear biases)."""
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def falcon(config: HfConfig) -> DecoderSpec:
@@ -13,11 +13,8 @@ def falcon(config: HfConfig) -> DecoderSpec:
     two_norms = grouped and config.get("num_ln_in_parallel_attn") in (None, 2)
     layer = "transformer.h.{i}."
     names = {
-        "embedding": "transformer.word_embeddings", "qkv": layer + "self_attention.query_key_value",
-        "o": layer + "self_attention.dense", "up": layer + "mlp.dense_h_to_4h", "down": layer + "mlp.dense_4h_to_h",
-        "attention_norm": layer + ("ln_attn" if two_norms else "input_layernorm"),
+        **NAMES["falcon"], "attention_norm": layer + ("ln_attn" if two_norms else "input_layernorm"),
         "mlp_norm": None if parallel else layer + "post_attention_layernorm",
-        "final_norm": "transformer.ln_f",
     }  # fmt: skip
     if two_norms:
         names["mlp_norm"] = layer + "ln_mlp"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import SANDWICH_NORMS, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
 
 _GEMMA3 = {  # defaults of fields that the config does not have
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -34,7 +34,7 @@ def gemma2(config: HfConfig) -> DecoderSpec:
     scale = config.get("query_pre_attn_scalar", 256) ** -0.5
     return gemma(
         config, attention={"scale": scale, "soft_cap": config.get("attn_logit_softcapping", 50.0)},
-        logit_soft_cap=config.get("final_logit_softcapping", 30.0), names=SANDWICH_NORMS,
+        logit_soft_cap=config.get("final_logit_softcapping", 30.0), names=NAMES["sandwich_norms"],
         windows=layer_windows(config, lambda i: i % 2 == 0),
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ def gemma3(config: HfConfig) -> DecoderSpec:
         attention["is_causal"] = False
         windows = tuple(None if window is None else window // 2 for window in windows)
     return gemma(
-        config, attention=attention, names=SANDWICH_NORMS, windows=windows, rotary=rotary,
+        config, attention=attention, names=NAMES["sandwich_norms"], windows=windows, rotary=rotary,
         logit_soft_cap=config.get("final_logit_softcapping"),
     )  # fmt: skip
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from quire.layers.specs import NormSpec
-from quire.models.architectures.deepseek import EXPERT_NAMES, mixtures, with_draft_layers
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+from quire.models.architectures.deepseek import mixtures, with_draft_layers
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def glm(config: HfConfig) -> DecoderSpec:
@@ -16,9 +16,8 @@ def glm(config: HfConfig) -> DecoderSpec:
 
 def glm4(config: HfConfig) -> DecoderSpec:
     """GLM-4-0414: GLM-4 with norms after the branches as well."""
-    spec, layer = glm(config), "model.layers.{i}."
-    norms = {"attention_post_norm": layer + "post_self_attn_layernorm", "mlp_post_norm": layer + "post_mlp_layernorm"}
-    return replace(spec, names={**spec.names, **norms})
+    spec = glm(config)
+    return replace(spec, names={**spec.names, **NAMES["glm4"]})
 
 
 def glm4_moe(config: HfConfig) -> DecoderSpec:
@@ -27,6 +26,6 @@ def glm4_moe(config: HfConfig) -> DecoderSpec:
     norm = NormSpec("rms", config["rms_norm_eps"]) if config.get("use_qk_norm") else None
     attention = {"qkv_bias": bool(config.get("attention_bias", False)), "qk_norm": norm}
     return decoder_spec(
-        config, attention=attention, mlp=mixtures(config, is_v3=True), names=EXPERT_NAMES,
+        config, attention=attention, mlp=mixtures(config, is_v3=True), names=NAMES["deepseek_moe"],
         ignored=with_draft_layers(config),
     )  # fmt: skip

@@ -1,15 +1,10 @@
 """gpt-oss: experts with biases and a clamped activation, attention sinks, a window in every other layer."""
 
 from quire.layers.specs import MoESpec, NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 
 def gpt_oss(config: HfConfig) -> DecoderSpec:
-    layer = "model.layers.{i}."
-    names = {
-        "sinks": layer + "self_attn.sinks", "router": layer + "mlp.router",
-        "experts_gate_up": layer + "mlp.experts.gate_up_proj", "experts_down": layer + "mlp.experts.down_proj",
-    }  # fmt: skip
     bias = bool(config.get("attention_bias", True))
     experts = MoESpec(
         expert_count(config), config.get("num_experts_per_tok", 4), config["intermediate_size"], "swiglu_oai",
@@ -17,6 +12,6 @@ def gpt_oss(config: HfConfig) -> DecoderSpec:
     )  # fmt: skip
     return decoder_spec(
         {"head_dim": 64, **config}, attention={"qkv_bias": bias, "output_bias": bias, "sinks": True}, mlp=experts,
-        norm=NormSpec("rms", config.get("rms_norm_eps", 1e-5), wide=True), names=names,
+        norm=NormSpec("rms", config.get("rms_norm_eps", 1e-5), wide=True), names=NAMES["gpt_oss"],
         windows=layer_windows({"sliding_window": 128, **config}, lambda i: i % 2 == 0),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quire.layers.specs import MLPSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
 def llama(config: HfConfig, scale: float | None = None) -> DecoderSpec:
@@ -32,15 +32,9 @@ def smollm3(config: HfConfig) -> DecoderSpec:
 
 def internlm2(config: HfConfig) -> DecoderSpec:
     """Llama with other names, and with q, k and v in one tensor, ordered by KV head."""
-    layer = "model.layers.{i}."
-    names = {
-        "embedding": "model.tok_embeddings", "qkv": layer + "attention.wqkv", "o": layer + "attention.wo",
-        "attention_norm": layer + "attention_norm", "mlp_norm": layer + "ffn_norm", "gate": layer + "feed_forward.w1",
-        "up": layer + "feed_forward.w3", "down": layer + "feed_forward.w2", "lm_head": "output",
-    }  # fmt: skip
     bias = bool(config.get("bias", False))
     attention = {"qkv_bias": bias, "output_bias": bias, "qkv_layout": "by_kv_head"}
-    return decoder_spec(config, attention=attention, names=names)
+    return decoder_spec(config, attention=attention, names=NAMES["internlm2"])
 
 
 def granite(config: HfConfig) -> DecoderSpec:

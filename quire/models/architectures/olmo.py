@@ -3,19 +3,14 @@
 from typing import Any
 
 from quire.layers.specs import NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
 
 
 def olmo2(config: HfConfig, **differences: Any) -> DecoderSpec:
-    layer = "model.layers.{i}."
-    names = {
-        "attention_norm": None, "mlp_norm": None, "attention_post_norm": layer + "post_attention_layernorm",
-        "mlp_post_norm": layer + "post_feedforward_layernorm",
-    }  # fmt: skip
     norm = NormSpec("rms", config.get("rms_norm_eps", 1e-5), wide=True)
     bias = bool(config.get("attention_bias", False))
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm, "qk_norm_over": "all"}
-    return decoder_spec(config, attention=attention, norm=norm, names=names, **differences)
+    return decoder_spec(config, attention=attention, norm=norm, names=NAMES["olmo2"], **differences)
 
 
 def olmo3(config: HfConfig) -> DecoderSpec:

@@ -1,20 +1,13 @@
 """OPT: learned positions and ReLU. OPT-350m has its norms after the sums, and a narrower embedding."""
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 
 def opt(config: HfConfig) -> DecoderSpec:
-    layer, before = "model.decoder.layers.{i}.", bool(config.get("do_layer_norm_before", True))
+    before = bool(config.get("do_layer_norm_before", True))
     final_norm = before and not config.get("_remove_final_layer_norm", False)
-    names = {
-        "embedding": "model.decoder.embed_tokens", "positions": "model.decoder.embed_positions",
-        "project_in": "model.decoder.project_in", "project_out": "model.decoder.project_out",
-        "attention_norm": layer + "self_attn_layer_norm", "o": layer + "self_attn.out_proj",
-        **{key: f"{layer}self_attn.{key}_proj" for key in "qkv"}, "mlp_norm": layer + "final_layer_norm",
-        "up": layer + "fc1", "down": layer + "fc2",
-        "final_norm": "model.decoder.final_layer_norm" if final_norm else None,
-    }  # fmt: skip
+    names = NAMES["opt"] if final_norm else {**NAMES["opt"], "final_norm": None}
     bias = bool(config.get("enable_bias", True))
     act = config.get("activation_function", "relu")
     return decoder_spec(

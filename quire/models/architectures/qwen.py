@@ -6,14 +6,7 @@ Models up to 2.5 have biases on q, k and v. Models since 3 have norms of q and k
 from dataclasses import replace
 
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.models.spec import DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
-
-_EXPERTS = {
-    "router": "model.layers.{i}.mlp.gate",
-    **{f"expert_{k}": f"model.layers.{{i}}.mlp.experts.{{e}}.{k}_proj" for k in ("gate", "up", "down")},
-    **{f"shared_{k}": f"model.layers.{{i}}.mlp.shared_expert.{k}_proj" for k in ("gate", "up", "down")},
-    "shared_expert_gate": "model.layers.{i}.mlp.shared_expert_gate",
-}
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
@@ -51,7 +44,7 @@ def qwen3(config: HfConfig, mlp: tuple[MLPSpec | MoESpec, ...] | None = None) ->
     bias, eps = bool(config.get("attention_bias", False)), config.get("rms_norm_eps", 1e-6)
     config = {"head_dim": 128, **config}  # the default if the config has no head_dim
     attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": NormSpec("rms", eps)}
-    return decoder_spec(config, attention=attention, mlp=mlp, names=_EXPERTS, windows=_windows(config))
+    return decoder_spec(config, attention=attention, mlp=mlp, names=NAMES["qwen_moe"], windows=_windows(config))
 
 
 def qwen3_moe(config: HfConfig) -> DecoderSpec:
@@ -60,7 +53,5 @@ def qwen3_moe(config: HfConfig) -> DecoderSpec:
 
 def qwen2_moe(config: HfConfig) -> DecoderSpec:
     mlp = _mlps(config, normalize=False, shared=config["shared_expert_intermediate_size"])
-    bias = bool(config.get("qkv_bias", True))
-    return decoder_spec(
-        config, attention={"qkv_bias": bias}, mlp=mlp, names=_EXPERTS, windows=_windows(config)
-    )  # fmt: skip
+    attention = {"qkv_bias": bool(config.get("qkv_bias", True))}
+    return decoder_spec(config, attention=attention, mlp=mlp, names=NAMES["qwen_moe"], windows=_windows(config))

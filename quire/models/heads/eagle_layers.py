@@ -10,7 +10,7 @@ from quire.layers.build import Builder
 from quire.layers.norm import make_norm
 from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.decoder import LayerStack
-from quire.models.spec import LLAMA_NAMES, HfConfig, Names, decoder_spec, layer_windows
+from quire.models.spec import NAMES, HfConfig, Names, decoder_spec, layer_windows
 
 
 class EagleLayers(LayerStack):
@@ -33,7 +33,7 @@ class EagleLayers(LayerStack):
         def has_part(name: str) -> bool:
             return has(prefix.replace("{i}", "0") + name)
 
-        renamed = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in LLAMA_NAMES.items()}
+        renamed = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in NAMES["llama"].items()}
         names: Names = renamed | {"attention_norm": None}
         norm = NormSpec("rms", config["rms_norm_eps"])
         attention = {
