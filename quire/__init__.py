@@ -24,20 +24,15 @@ if TYPE_CHECKING:
     from quire.messages.sampling_params import SamplingParams as SamplingParams
     from quire.messages.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
-_HOME = {
-    "LLM": "quire.engine.llm",
-    "AsyncLLM": "quire.engine.async_llm",
-    "SamplingParams": "quire.messages.sampling_params",
-    "BeamSearchParams": "quire.messages.sampling_params",
-    "RepetitionDetectionParams": "quire.messages.sampling_params",
-    "RequestOutputKind": "quire.messages.sampling_params",
-    "PoolingParams": "quire.messages.pooling_params",
-    "PoolingRequestOutput": "quire.messages.outputs",
-    "StructuredOutputsParams": "quire.messages.structured_outputs",
-    "RequestOutput": "quire.messages.outputs",
-    "CompletionOutput": "quire.messages.outputs",
-    "Logprob": "quire.messages.outputs",
+_NAMES = {  # by the module that they come from
+    "engine.llm": "LLM",
+    "engine.async_llm": "AsyncLLM",
+    "messages.sampling_params": "SamplingParams BeamSearchParams RepetitionDetectionParams RequestOutputKind",
+    "messages.pooling_params": "PoolingParams",
+    "messages.structured_outputs": "StructuredOutputsParams",
+    "messages.outputs": "PoolingRequestOutput RequestOutput CompletionOutput Logprob",
 }
+_HOME = {name: f"quire.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOME, "__version__"]
 
 

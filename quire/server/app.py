@@ -69,14 +69,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key)
     if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id"],
-        )
+        allowed: Any = {
+            f"allow_{kind}": getattr(config, f"allowed_{kind}") for kind in ("origins", "methods", "headers")
+        }
+        allowed |= {"allow_credentials": config.allow_credentials, "expose_headers": ["X-Request-Id"]}
+        app.add_middleware(CORSMiddleware, **allowed)
     for path in config.middleware:
         add_middleware(app, path)
     quiet_paths = config.disable_access_log_for_endpoints.split(",")

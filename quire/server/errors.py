@@ -15,17 +15,10 @@ from quire.engine.core import EngineDeadError
 from quire.engine.processor import PromptTooLongError
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
+from quire.server.fields import TABLES
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_ANTHROPIC_TYPES: dict[str, str] = TABLES["anthropic"]["errors"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -58,7 +51,7 @@ class ApiError(HTTPException):
             message = f"{self.param}: {message}"
         if path.startswith("/api/"):
             return {"error": message}
-        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        kind = _ANTHROPIC_TYPES.get(str(status), "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
@@ -88,10 +81,8 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
     """A 400 for a value that the engine refused. The field is found in the engine's message."""
     message = error_text(error)
     path = re.match(r"messages[\w.\[\]]*", message)
-    names = "|".join(
-        sorted({*fields} - {"model"}, key=len, reverse=True)
-    )  # "model" occurs in messages about other fields, too
-    named = re.search(rf"\b(prompt logprobs|{names})\b", message)
+    names = sorted({*fields} - {"model"}, key=len, reverse=True)  # "model" occurs in messages about other fields, too
+    named = re.search(rf"\b(prompt logprobs|{'|'.join(names)})\b", message)
     param = default
     if path:
         param = path[0].rstrip(".")

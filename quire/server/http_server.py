@@ -66,21 +66,10 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._acceptors: list[Acceptor] = []
         logging.getLogger("uvicorn").handlers = logger.handlers
-        super().__init__(
-            uvicorn.Config(
-                self.app,
-                log_config=None,
-                log_level=config.uvicorn_log_level,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                ssl_keyfile=config.ssl_keyfile,
-                ssl_certfile=config.ssl_certfile,
-                ssl_ca_certs=config.ssl_ca_certs,
-                ssl_cert_reqs=config.ssl_cert_reqs,
-                ssl_ciphers=config.ssl_ciphers,
-            )
-        )
+        same = "ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"
+        options: dict[str, Any] = {name: getattr(config, name) for name in same.split()}
+        options |= {"log_config": None, "log_level": config.uvicorn_log_level, "access_log": False}
+        super().__init__(uvicorn.Config(self.app, lifespan="off", server_header=False, **options))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets

@@ -18,6 +18,7 @@ from quire.metrics.logging import logger
 from quire.server.answering import Answering, Piece
 from quire.server.bodies import HeldBody
 from quire.server.errors import ApiError, api_error, json_response
+from quire.server.fields import TABLES
 from quire.server.generation import EventStream, Server
 from quire.server.middleware import given_key
 from quire.server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
@@ -29,6 +30,7 @@ REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a backgroun
 LOST_SECONDS = 60.0  # without such a sign, after which the response has failed
 
 T = TypeVar("T")
+_FIELDS = TABLES["responses"]
 router = APIRouter(route_class=StrictRoute)
 
 
@@ -265,35 +267,17 @@ def _replay(record: Record, after: int) -> list[bytes]:
 def _new_response(server: Server, body: ResponsesRequest, answering: Answering) -> dict[str, Any]:
     """A response that has no output yet, with its parameters as given or by default."""
     sampling = server.llm.processor.default_sampling_params()
-    default: dict[str, Any] = {
-        "background": False,
-        "max_output_tokens": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
-        "store": True,
-        "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
-        "top_p": sampling.top_p,
-        "truncation": "disabled",
-        "user": None,
-    }
+    default = {
+        **dict.fromkeys(_FIELDS["default_null"].split()), **_FIELDS["default"],
+        "reasoning": {"effort": None, "summary": None}, "temperature": sampling.temperature, "top_p": sampling.top_p,
+    }  # fmt: skip
+    status = "queued" if body.background else "in_progress"
     return {
-        "id": new_id("resp"),
-        "object": "response",
-        "created_at": answering.call.created,
-        "status": "queued" if body.background else "in_progress",
-        "model": answering.call.model,
-        "output": [],
-        **default,
+        "id": new_id("resp"), "object": "response", "created_at": answering.call.created, "status": status,
+        "model": answering.call.model, "output": [], **default,
         **body.model_dump(include=set(default), by_alias=True, exclude_none=True),
         **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
-    }
+    }  # fmt: skip
 
 
 @router.post("/v1/responses", responses=stream_answers(Item), response_model=None)
