@@ -84,9 +84,8 @@ class CacheConfig:
         at_least(self, 1, "block_size", "kv_cache_memory_bytes")
         at_least(self, 2, "num_gpu_blocks_override")
         if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
-            )
+            message = f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
+            raise ConfigError(message)
 
 
 @dataclass(frozen=True)
@@ -252,9 +251,8 @@ class EngineConfig:
         kv_dtype = self.cache.kv_cache_dtype
         dtype = self.model.dtype_name
         if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
-            raise ConfigError(
-                f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
-            )
+            message = f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
+            raise ConfigError(message)
         if self.lora.enable_lora and self.model.torch_compile:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         if self.kernels.batch_invariant and self.model.torch_compile:

@@ -223,9 +223,8 @@ class Processor:
             try:
                 msgspec.msgpack.encode(params.extra_args)
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                raise ValueError(
-                    f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
-                ) from error
+                message = f"extra_args cannot be sent to the processes of the model: {error_text(error)}"
+                raise ValueError(message) from error
 
     def _kept_tokens(self, params: SamplingParams) -> int | None:
         """How many tokens truncate_prompt_tokens keeps; -1 keeps as many as leave room for max_tokens of output."""
@@ -268,9 +267,8 @@ class Processor:
         """Where the thinking of the answer ends, if the request limits it, or has a constraint for what follows it."""
         reasoning, budget = self.reasoning, params.thinking_token_budget
         if reasoning is None and budget is not None:
-            raise ValueError(
-                "thinking_token_budget needs the format of the model's thinking; start with reasoning_parser"
-            )
+            message = "thinking_token_budget needs the format of the model's thinking; start with reasoning_parser"
+            raise ValueError(message)
         if reasoning is None or (budget is None and params.structured_outputs is None):
             return None
         start_ids, end_ids, closing_ids = (

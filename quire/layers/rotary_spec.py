@@ -38,9 +38,8 @@ class RotarySpec:
     def __post_init__(self) -> None:
         pairs, given = self.rotary_dim // 2, {**self.scaling, "max_position_embeddings": self.max_positions}
         if self.kind not in NEEDED_NUMBERS:
-            raise ValueError(
-                f"rope type {self.kind!r} is not supported; supported: {', '.join([*NEEDED_NUMBERS, *ALIASES])}"
-            )
+            message = f"rope type {self.kind!r} is not supported; supported: {', '.join([*NEEDED_NUMBERS, *ALIASES])}"
+            raise ValueError(message)
         if pairs < 1 or self.rotary_dim % 2:
             raise ValueError(f"the rotary dimension {self.rotary_dim} is not a positive even number")
         for name in NEEDED_NUMBERS[self.kind]:

@@ -112,9 +112,8 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(count, int) or count < 2:
         return first
     if not (part := re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", path.name)):
-        raise WeightError(
-            f"{path} is one of {count} files; give the first, whose name ends in -00001-of-{count:05}.gguf"
-        )
+        message = f"{path} is one of {count} files; give the first, whose name ends in -00001-of-{count:05}.gguf"
+        raise WeightError(message)
     for i in range(2, count + 1):
         first.tensors.update(_read_one(path.with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf")).tensors)
     return first

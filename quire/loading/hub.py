@@ -48,9 +48,8 @@ def resolve(
     if path.is_file() and path.suffix == ".gguf":
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ModelNotFoundError(
-            f"model {model!r} is neither a directory nor a Hugging Face id (owner/name), nor a .gguf file"
-        )
+        message = f"model {model!r} is neither a directory nor a Hugging Face id (owner/name), nor a .gguf file"
+        raise ModelNotFoundError(message)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -68,9 +67,8 @@ def resolve(
         return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         reason = error_text(error).split("\n")[0]
-        raise ModelNotFoundError(
-            f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
-        ) from error
+        message = f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
+        raise ModelNotFoundError(message) from error
 
 
 def model_directory(options: ModelConfig) -> Path:

@@ -241,9 +241,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         if any(not s for s in self.stop_strings):
             raise ValueError("stop cannot contain an empty string.")
         if self.stop_strings and not self.detokenize:
-            raise ValueError(
-                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
-            )
+            message = "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+            raise ValueError(message)
         if any(not word for word in self.bad_words or ()):
             raise ValueError(f"bad_words cannot contain an empty string. Got bad_words={self.bad_words}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

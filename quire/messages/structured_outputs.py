@@ -37,17 +37,15 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
         """From a dict of the fields. Raises ValueError or TypeError."""
         unknown = sorted(fields.keys() - set(cls.__struct_fields__))
         if unknown:
-            raise ValueError(
-                f"structured_outputs has no field {unknown[0]!r}; it has {', '.join(cls.__struct_fields__)}"
-            )
+            message = f"structured_outputs has no field {unknown[0]!r}; it has {', '.join(cls.__struct_fields__)}"
+            raise ValueError(message)
         return cls(**fields)
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) > 1:
-            raise ValueError(
-                f"You can only use one kind of structured outputs constraint but multiple are specified: {given}"
-            )
+            message = f"You can only use one kind of structured outputs constraint but multiple are specified: {given}"
+            raise ValueError(message)
         if not given:
             raise ValueError("You must use one kind of structured outputs constraint but none are specified")
         for name in _TEXTS:
@@ -57,9 +55,8 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
                 raise TypeError(f"structured_outputs: {name} must be True or False, got {getattr(self, name)!r}.")
         if self.choice is not None:
             if not isinstance(self.choice, list) or not self.choice:
-                raise ValueError(
-                    f"structured_outputs: choice must be a list of one or more strings, got {self.choice!r}."
-                )
+                message = f"structured_outputs: choice must be a list of one or more strings, got {self.choice!r}."
+                raise ValueError(message)
             for text in self.choice:
                 _check_text("choice", text)
         if self.json is not None:

@@ -98,9 +98,8 @@ class SpeculativeOptions:
         if not all(type(rate) in (float, int) and 0 <= rate <= 1 for rate in rates) or (
             rates and not options.on_device
         ):
-            raise ConfigError(
-                "speculative_config: acceptance_rates must be numbers from 0 to 1, and not for host methods"
-            )
+            message = "speculative_config: acceptance_rates must be numbers from 0 to 1, and not for host methods"
+            raise ConfigError(message)
         fewest = int(not options.on_device)  # 0 leaves it to the head's config
         if not fewest <= options.num_speculative_tokens <= _MOST_DRAFTS:
             raise ConfigError(

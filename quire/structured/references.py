@@ -67,9 +67,8 @@ class References:
         """A schema with names instead of references. scope: the URIs of the resources on the way to it."""
         self._count += 1
         if self._count > MAX_SCHEMAS or depth > MAX_DEPTH:
-            raise UnsupportedError(
-                f"the schema is too large: at most {MAX_SCHEMAS} subschemas and {MAX_DEPTH} levels are supported"
-            )
+            message = f"the schema is too large: at most {MAX_SCHEMAS} subschemas and {MAX_DEPTH} levels are supported"
+            raise UnsupportedError(message)
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):

@@ -38,9 +38,8 @@ def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> str:
     try:
         start = grammar.expression(tag["format"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"structural_tag has a field that is missing or of the wrong type: {error_text(error)}"
-        ) from error
+        message = f"structural_tag has a field that is missing or of the wrong type: {error_text(error)}"
+        raise ValueError(message) from error
     lark = "\n".join([f"start: {start}", *grammar.rules])
     if not grammar.parts:
         return LLMatcher.grammar_from_lark(lark)

@@ -51,6 +51,5 @@ def private_folder(prefix: str, longest: int | None = None) -> Path:
             problem = OSError(f"the path of {parent or tempfile.gettempdir()} is too long")
         except OSError as error:
             problem = error
-    raise OSError(
-        f"no temporary folder can be made ({error_text(problem)}); set TMPDIR to a writable folder"
-    ) from problem
+    message = f"no temporary folder can be made ({error_text(problem)}); set TMPDIR to a writable folder"
+    raise OSError(message) from problem

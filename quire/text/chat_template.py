@@ -203,9 +203,8 @@ def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
 def _join(parts: list[dict[str, Any]], where: str) -> str:
     for index, part in enumerate(parts):
         if not isinstance(part.get("text"), str):
-            raise ChatTemplateError(
-                f"{where}[{index}] is of type {part.get('type')}: the model's chat template takes text only"
-            )
+            message = f"{where}[{index}] is of type {part.get('type')}: the model's chat template takes text only"
+            raise ChatTemplateError(message)
     return "\n".join(part["text"] for part in parts)
 
 
@@ -237,9 +236,8 @@ def _tag(message: dict[str, Any]) -> str:
 def _cut_at_tag(prompt: str, final: str) -> str:
     tag = _CONTINUE_TAG.strip()
     if tag not in prompt or final.strip() not in prompt:
-        raise ChatTemplateError(
-            "continue_final_message is set, but the chat template leaves out the last message's content"
-        )
+        message = "continue_final_message is set, but the chat template leaves out the last message's content"
+        raise ChatTemplateError(message)
     cut = prompt.rindex(tag)
     prompt, rest = prompt[:cut], prompt[cut:]
     # The tag ends with a space. If the template has stripped that space, it strips the content as well.

@@ -98,9 +98,8 @@ class Eagle3Head(EagleLayers):
         def add() -> None:
             ids.add_(offsets)
             if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-                raise ValueError(
-                    f"d2t of the EAGLE-3 head leads to tokens that its target does not have ({vocab_size})"
-                )
+                message = f"d2t of the EAGLE-3 head leads to tokens that its target does not have ({vocab_size})"
+                raise ValueError(message)
 
         builder.when_loaded(add)
 

@@ -60,9 +60,8 @@ def load_head(
     try:
         head = maker(builder, fields, target, has, max_model_len)
     except KeyError as missing:
-        raise ConfigError(
-            f"speculative_config: config.json of the {options.method} head has no value of {missing.args[0]!r}"
-        ) from missing
+        message = f"speculative_config: config.json of the {options.method} head has no value of {missing.args[0]!r}"
+        raise ConfigError(message) from missing
     if checkpoint is None:
         load_dummy(builder, False)
     else:

@@ -84,9 +84,8 @@ def mlp_speculator(
     """The HeadMaker of IBM's accelerators. Raises ValueError if the head is not made for the target model."""
     for name, wanted in (("emb_dim", target.spec.hidden_size), ("vocab_size", target.vocab_size)):
         if config[name] != wanted:
-            raise ValueError(
-                f"the MLP speculator is for a model with {name} {config[name]}, but the model has {wanted}"
-            )
+            message = f"the MLP speculator is for a model with {name} {config[name]}, but the model has {wanted}"
+            raise ValueError(message)
     inner = config.get("inner_dim") or config["emb_dim"]
     return MLPSpeculator(
         builder, config["n_predict"], target.vocab_size, config["emb_dim"], inner,

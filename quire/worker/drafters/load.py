@@ -89,9 +89,8 @@ class DrafterParts:
             if self.options.parallel_drafting:
                 mask = hf_config(Path(str(self.options.model)), {}).get("pard_token")
                 if mask is None:
-                    raise ConfigError(
-                        "speculative_config: parallel_drafting needs pard_token in the draft model's config"
-                    )
+                    message = "speculative_config: parallel_drafting needs pard_token in the draft model's config"
+                    raise ConfigError(message)
             return ModelDrafter(model, kind(model, self.backends), staging, sampler, most_tokens, mask)
         head = cast(ChainHead, self.part)
         layers = cast(Model, HeadLayers(head))
