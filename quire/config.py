@@ -273,15 +273,7 @@ class EngineConfig:
         return cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
 
 
-GROUPS: dict[str, Any] = {
-    "model": ModelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-    "sampling": SamplingConfig,
-    "parallel": ParallelConfig,
-    "kernels": KernelConfig,
-    "lora": LoRAConfig,
-}
+GROUPS: dict[str, Any] = get_type_hints(EngineConfig)
 _CLASSES: list[Any] = [*GROUPS.values(), ServerConfig]
 OPTIONS: dict[Any, dict[str, Field[Any]]] = {c: {f.name: f for f in fields(c)} for c in _CLASSES}
 TYPES: dict[str, Any] = {name: hint for c in _CLASSES for name, hint in get_type_hints(c).items()}

@@ -19,14 +19,7 @@ from quire.system.garbage import skip_last_collection
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
-_COMMANDS = {
-    "serve": serve,
-    "generate": generate,
-    "chat": chat,
-    "run-batch": run_batch,
-    "bench": bench,
-    "compile": compile,
-}
+_COMMANDS = (serve, generate, chat, run_batch, bench, compile)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,7 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, module in _COMMANDS.items():
+    for module in _COMMANDS:
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)

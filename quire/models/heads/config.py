@@ -6,14 +6,8 @@ from typing import Any
 from quire.models.spec import HfConfig
 
 # speculators_model_type -> method. P-EAGLE is EAGLE-3 that guesses all drafts at once, which its head knows.
-_SPECULATORS = {
-    "eagle": "eagle",
-    "eagle3": "eagle3",
-    "peagle": "eagle3",
-    "mtp": "mtp",
-    "medusa": "medusa",
-    "independent": "draft_model",
-}
+_SPECULATORS = {name: name for name in ("eagle", "eagle3", "mtp", "medusa")}
+_SPECULATORS |= {"peagle": "eagle3", "independent": "draft_model"}
 _NUMBERS = {  # method -> further fields of which one may say how many drafts there are
     "medusa": ("medusa_num_heads", "num_heads"),
     "mtp": ("num_nextn_predict_layers",),
