@@ -44,15 +44,11 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
         is_async = False
     tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
     return SchedulerLimits(
-        options.max_num_seqs,
-        max(tokens, max_model_len) if pools else tokens,
-        max_model_len,
-        options.scheduling_policy,
-        2 if is_async else 1,
-        0 if pools else options.long_prefill_token_threshold,
+        options.max_num_seqs, max(tokens, max_model_len) if pools else tokens, max_model_len, options.scheduling_policy,
+        2 if is_async else 1, 0 if pools else options.long_prefill_token_threshold,
         options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
         pools,
-    )
+    )  # fmt: skip
 
 
 def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> SchedulerLimits:

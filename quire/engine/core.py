@@ -93,15 +93,12 @@ class EngineCore:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counts = scheduler.stats
         return CoreStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.requests) - len(scheduler.running),
-            kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable),
-            preemptions=counts.preemptions,
-            prefix_queries=counts.prefix_queries,
-            prefix_hits=counts.prefix_hits,
+            num_running=len(scheduler.running), num_waiting=len(scheduler.requests) - len(scheduler.running),
+            kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable), preemptions=counts.preemptions,
+            prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens,
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
-        )
+        )  # fmt: skip
 
     def _launch(self) -> bool:
         """Submit the next step. It is sampled now if it needs no token masks, or if it is the oldest in flight.

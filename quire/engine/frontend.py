@@ -45,17 +45,12 @@ class Frontend:
         reasoning, self.recognized_tools = recognized(self._template(with_tools=True) or "")
         self.reasoning = chosen_parser("reasoning_parser", m.reasoning_parser, reasoning, REASONING)
         self.processor = Processor(
-            self.tokenizer,
-            self.max_model_len,
-            description.spec.vocab_size,
-            generation_config(m, directory),
-            seed=m.seed,
-            max_logprobs=config.sampling.max_logprobs,
-            plugins=_plugins(config.sampling.logits_processors),
+            self.tokenizer, self.max_model_len, description.spec.vocab_size, generation_config(m, directory),
+            seed=m.seed, max_logprobs=config.sampling.max_logprobs, plugins=_plugins(config.sampling.logits_processors),
             in_process=in_process and config.parallel.tensor_parallel_size == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
-        )
+        )  # fmt: skip
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
             self.processor.generates = False

@@ -48,14 +48,10 @@ class OutputProcessor:
             detokenizer, token_bytes, partial = None, None, b""
             if params.detokenize:
                 detokenizer = IncrementalDetokenizer(
-                    self.tokenizer,
-                    request.prompt_token_ids,
-                    skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens,
-                    stop=params.stop_strings,
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                )
+                    self.tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens, stop=params.stop_strings,
+                    include_stop_str_in_output=params.include_stop_str_in_output, min_tokens=params.min_tokens,
+                )  # fmt: skip
                 token_bytes, partial = self.tokenizer.token_bytes, detokenizer.partial
             completion = CompletionOutput(index, "", [])
             if params.num_logprobs is not None:

@@ -46,14 +46,9 @@ class MultiprocExecutor(Executor):
         sizes = MeshSizes(tp=config.parallel.tensor_parallel_size)
         meeting = open_meeting(HOST)
         start = messages.Start(
-            config,
-            str(directory),
-            max_model_len,
-            sizes,
-            (HOST, meeting.port),
-            max(1, torch.get_num_threads() // sizes.world),
-            logging_level(),
-        )
+            config, str(directory), max_model_len, sizes, (HOST, meeting.port),
+            max(1, torch.get_num_threads() // sizes.world), logging_level(),
+        )  # fmt: skip
         self._ranks = _Ranks(sizes.world)
         self._end = weakref.finalize(self, self._ranks.end)  # also runs when the executor is garbage-collected
         try:

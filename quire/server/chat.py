@@ -91,28 +91,19 @@ def _choice(answering: Answering, answer: Answer) -> ChatChoice:
     assert completion is not None
     content = _echo(answering) + (answer.content or "")
     message = AssistantMessage(
-        role=_role(answering),
-        content=content or (None if answer.tool_calls or answer.reasoning else ""),
-        refusal=None,
-        annotations=None,
-        audio=None,
-        function_call=None,
-        reasoning=answer.reasoning,
-    )
+        role=_role(answering), content=content or (None if answer.tool_calls or answer.reasoning else ""), refusal=None,
+        annotations=None, audio=None, function_call=None, reasoning=answer.reasoning,
+    )  # fmt: skip
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = [_tool_call(call) for call in answer.tool_calls]
     return ChatChoice(
-        index=answer.index,
-        message=message,
-        logprobs=answering.logprobs(completion),
-        finish_reason=_finish_reason(answering, answer),
-        stop_reason=completion.stop_reason,
-        token_ids=completion.token_ids if answering.body.return_token_ids else None,
-        routed_experts=None,
+        index=answer.index, message=message, logprobs=answering.logprobs(completion),
+        finish_reason=_finish_reason(answering, answer), stop_reason=completion.stop_reason,
+        token_ids=completion.token_ids if answering.body.return_token_ids else None, routed_experts=None,
         weight_versions=None,
-    )
+    )  # fmt: skip
 
 
 def _deltas(answering: Answering, piece: Piece) -> list[dict[str, Any]]:

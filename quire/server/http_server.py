@@ -36,12 +36,9 @@ def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[s
     """The engine that a server's options describe, and the names of its model. Raises ConfigError."""
     names = config.served_model_name or [core.config.model.model or "quire-demo"]
     llm = AsyncLLM(
-        core=core,
-        metrics_prefix=config.metrics_prefix,
-        served_name=names[0],
-        log_stats=not config.disable_log_stats,
+        core=core, metrics_prefix=config.metrics_prefix, served_name=names[0], log_stats=not config.disable_log_stats,
         request_log=RequestLog(config.enable_log_requests, config.max_log_len),
-    )
+    )  # fmt: skip
     return llm, names
 
 

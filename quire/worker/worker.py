@@ -62,14 +62,9 @@ class Worker:
             speculation, self.drafter = config.scheduler.speculation, None
             if speculation is not None and speculation.on_device:
                 self.drafter = DrafterParts(
-                    speculation,
-                    config,
-                    directory,
-                    model,
-                    max_model_len,
-                    group,
+                    speculation, config, directory, model, max_model_len, group,
                     partial(_backends, config, model.kernels.target),
-                )
+                )  # fmt: skip
         self.model, dtype = model, model.kernels.target.dtype
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         self.backends = _backends(config, model.kernels.target, model)

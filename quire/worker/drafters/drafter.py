@@ -90,14 +90,11 @@ class DraftInputs:
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
         return StepInputs(
-            size=StepSize(requests * count, requests, count),
-            input_ids=ids,
-            positions=positions.view(-1),
+            size=StepSize(requests * count, requests, count), input_ids=ids, positions=positions.view(-1),
             slot_mapping=slots.expand(self.groups, -1),
             query_start_loc=torch.arange(0, requests * count + 1, count, dtype=torch.int32, device=device),
-            seq_lens=entries[:, -1].int() + 1,
-            block_tables=table.expand(self.groups, -1, -1),
-        )
+            seq_lens=entries[:, -1].int() + 1, block_tables=table.expand(self.groups, -1, -1),
+        )  # fmt: skip
 
     def width(self, step: SampledStep, count: int) -> int:
         """The most tokens of a request when `count` drafts follow its text."""
