@@ -3,12 +3,21 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 ENTRY_ALIGNMENT = 64  # bytes: a cache line, and more than any GPU's load needs
+
+
+class Scores(TypedDict):
+    """How scores are made of products of queries and keys, see AttentionBackend.attend."""
+
+    scale: float
+    window: NotRequired[int | None]
+    soft_cap: NotRequired[float | None]
+    sinks: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -115,17 +124,7 @@ class AttentionBackend(ABC):
         """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None if the cache is latent."""
 
     @abstractmethod
-    def attend(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        plan: Any,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, cache: Tensor, plan: Any, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         """q: [tokens, heads, head_dim] -> out: [tokens, heads, out_dim], lse: [tokens, heads] in float32.
 
         A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes

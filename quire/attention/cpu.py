@@ -2,11 +2,12 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, Preparation, PreparingBackend, StepLayout
+from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
 
@@ -111,24 +112,15 @@ class CpuAttention(PreparingBackend):
             None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], prep.interleaved,
         )  # fmt: skip
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        plan: CpuPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
+        window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
         q = _dense(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
         kernel("quire_attention_attend", "pppllplfifppp")(
             self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
-            cache.data_ptr(), cache.stride(0), scale, window or 0, soft_cap or 0.0,
+            cache.data_ptr(), cache.stride(0), scores["scale"], window or 0, soft_cap or 0.0,
             None if sinks is None else sinks.data_ptr(), out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
         return out, lse

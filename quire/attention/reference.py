@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.base import AttentionBackend, AttentionShape, Scores, StepLayout
 from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
 
 
@@ -40,17 +41,8 @@ class ReferenceAttention(AttentionBackend):
         for plane, x in enumerate([k] if v is None else [k, v]):
             cache[block, plane, offset] = self._encode(x)
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        plan: StepLayout,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
+        window, soft_cap, sinks = how.get("window"), how.get("soft_cap"), how.get("sinks")
         out = q.new_empty(*q.shape[:2], self.shape.out_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         starts, lengths = plan.query_start_loc.tolist(), plan.seq_lens.tolist()
@@ -61,7 +53,7 @@ class ReferenceAttention(AttentionBackend):
             kv = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]  # [2, length, kv_heads, ...]
             kv = self._decode(kv).repeat_interleave(group, dim=2)
             k, v = kv[0], kv[-1, ..., : self.shape.out_dim]  # [length, heads, head_dim], [length, heads, out_dim]
-            scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * scale
+            scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * how["scale"]
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             position = torch.arange(length - (end - start), length, device=q.device)[:, None]

@@ -1,13 +1,13 @@
 """Paged attention on GPUs, in Triton (ops/triton/attention.py, where the cache's layout is described)."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import triton
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, Preparation, PreparingBackend, StepLayout
+from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.attention.tiles import Tile, choose_tiles
 from quire.gpu.cards import card_of
@@ -130,17 +130,8 @@ class TritonAttention(PreparingBackend):
             enable_fp_fusion=False,
         )  # fmt: skip
 
-    def attend(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        plan: TritonPlan,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
+        window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
         s, layout, q = self.shape, plan.layout, _dense(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, s.out_dim)
@@ -156,7 +147,7 @@ class TritonAttention(PreparingBackend):
         attend_kernel[(plan.tiles, s.num_kv_heads * parts, plan.splits)](
             out, lse, partial, partial_lse, q, cache, layout.block_table, layout.query_start_loc, layout.seq_lens,
             lse if sinks is None else sinks, cache.stride(0), q.stride(0), q.stride(1), layout.block_table.stride(0),
-            len(layout.seq_lens), plan.splits, heads, scale, soft_cap or 1.0, window or 0, self._plane,
+            len(layout.seq_lens), plan.splits, heads, scores["scale"], soft_cap or 1.0, window or 0, self._plane,
             self._group, plan.heads, s.head_dim, self._main, self._rest, s.out_dim, self._planes == 1, s.block_size,
             self._cell, self._card.has_float8, sinks is not None, soft_cap is not None, window is not None, tile.rows,
             plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), num_warps=tile.warps,

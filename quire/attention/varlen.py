@@ -8,12 +8,12 @@ import importlib.util
 import inspect
 from abc import abstractmethod
 from functools import cache
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, Preparation, StepLayout
+from quire.attention.base import AttentionShape, Preparation, Scores, StepLayout
 from quire.attention.triton import TritonAttention, TritonPlan
 
 
@@ -65,12 +65,12 @@ class VarlenAttention(TritonAttention):
     def _remember(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         self._stored = (cache, k, v) if plan.layout.longest_prompt and v is not None else None
 
-    def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **options: Any) -> tuple[Tensor, Tensor]:
-        stored, soft_cap = self._stored, options.get("soft_cap") or 0.0
-        supported = options.get("sinks") is None and (self.soft_caps or not soft_cap)
+    def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
+        stored, soft_cap = self._stored, scores.get("soft_cap") or 0.0
+        supported = scores.get("sinks") is None and (self.soft_caps or not soft_cap)
         if stored is None or stored[0] is not cache or not plan.layout.longest_prompt or not supported:
-            return super().attend(q, cache, plan, **options)
-        out, lse = self.varlen(q, stored[1], stored[2], plan.layout, options["scale"], options.get("window"), soft_cap)
+            return super().attend(q, cache, plan, **scores)
+        out, lse = self.varlen(q, stored[1], stored[2], plan.layout, scores["scale"], scores.get("window"), soft_cap)
         return out, lse.T
 
 
