@@ -256,10 +256,8 @@ class EngineConfig:
         if self.lora.enable_lora and self.model.torch_compile:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         if self.kernels.batch_invariant and self.model.torch_compile:
-            raise ConfigError(
-                "batch_invariant and torch_compile exclude each other: what torch.compile generates depends on the "
-                "sizes of the batch; leave one of the two out"
-            )
+            raise ConfigError("batch_invariant and torch_compile exclude each other: what torch.compile generates "
+                              "depends on the sizes of the batch; leave one of the two out")  # fmt: skip
 
     @classmethod
     def create(cls, **options: Any) -> Self:

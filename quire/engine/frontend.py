@@ -154,9 +154,7 @@ def generation_config(options: ModelConfig, directory: Path) -> dict[str, Any]:
     elif options.generation_config != "vllm":
         folder = Path(options.generation_config)
         if not (folder / "generation_config.json").is_file():
-            raise ConfigError(
-                f"generation_config={options.generation_config!r} must be 'auto', 'vllm' or a directory with a "
-                "generation_config.json"
-            )
+            raise ConfigError(f"generation_config={options.generation_config!r} must be 'auto', 'vllm' or a directory "
+                              "with a generation_config.json")  # fmt: skip
         config = load_generation_config(folder)
     return {**config, **options.override_generation_config}

@@ -212,10 +212,8 @@ class LLM:
         Raises ValueError for a wrong prompt, and for a beam_width that needs more logprobs than max_logprobs.
         """
         if 2 * params.beam_width > self.processor.max_logprobs:
-            raise ValueError(
-                f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
-                f"max_logprobs is {self.processor.max_logprobs}"
-            )
+            raise ValueError(f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
+                             f"max_logprobs is {self.processor.max_logprobs}")  # fmt: skip
         requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
         starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
         generate = partial(self.generate, use_tqdm=False)

@@ -184,10 +184,8 @@ class Processor:
 
     def _check_room(self, num_tokens: int) -> None:
         if num_tokens >= self.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens, which leaves no room for output: "
-                f"max_model_len is {self.max_model_len}"
-            )
+            raise PromptTooLongError(f"the prompt has {num_tokens} tokens, which leaves no room for output: "
+                                     f"max_model_len is {self.max_model_len}")  # fmt: skip
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model or the engine: vocabulary, limits, plugins, other processes."""
@@ -206,20 +204,16 @@ class Processor:
         ):
             outside = [token_id for token_id in token_ids or () if not 0 <= token_id < self.vocab_size]
             if outside:
-                raise ValueError(
-                    f"token_id(s) {outside} in {name} contain out-of-vocab token ids. "
-                    f"Vocabulary size: {self.vocab_size}"
-                )
+                raise ValueError(f"token_id(s) {outside} in {name} contain out-of-vocab token ids. Vocabulary size: "
+                                 f"{self.vocab_size}")  # fmt: skip
         if not all(0 <= token_id < self.vocab_size for token_id in params.allowed_token_ids or ()):
             raise ValueError("allowed_token_ids contains out-of-vocab token id!")
         for plugin in self.plugins:
             plugin.validate_params(params)
         if not self.in_process:
             if params.logits_processors:
-                raise ValueError(
-                    "logits_processors are functions of this process, but the model runs in others; write a plugin "
-                    "(option logits_processors), or set tensor_parallel_size to 1"
-                )
+                raise ValueError("logits_processors are functions of this process, but the model runs in others; write "
+                                 "a plugin (option logits_processors), or set tensor_parallel_size to 1")  # fmt: skip
             try:
                 msgspec.msgpack.encode(params.extra_args)
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -232,10 +226,8 @@ class Processor:
         if keep is None:
             return None
         if keep > self.max_model_len:
-            raise ValueError(
-                f"truncate_prompt_tokens value ({keep}) is greater than max_model_len "
-                f"({self.max_model_len}). Please, select a smaller truncation size."
-            )
+            raise ValueError(f"truncate_prompt_tokens value ({keep}) is greater than max_model_len "
+                             f"({self.max_model_len}). Please, select a smaller truncation size.")  # fmt: skip
         if keep == -1:
             keep = max(1, self.max_model_len - (params.max_tokens or 1))
         return min(keep, self.max_model_len - 1)  # one output token has to fit as well
@@ -257,10 +249,9 @@ class Processor:
                 sequences.append(spaced)
         outside = [token_id for token_ids in sequences for token_id in token_ids if token_id >= self.vocab_size]
         if outside:
-            raise ValueError(
-                f"The model vocabulary size is {self.vocab_size}, but the following tokens were specified as bad: "
-                f"{outside}. All token id values should be integers satisfying: 0 <= token_id < {self.vocab_size}."
-            )
+            raise ValueError(f"The model vocabulary size is {self.vocab_size}, but the following tokens were specified "
+                             f"as bad: {outside}. All token id values should be integers satisfying: 0 <= token_id < "
+                             f"{self.vocab_size}.")  # fmt: skip
         return sequences
 
     def _thinking_limits(self, params: SamplingParams, prompt_token_ids: list[int]) -> ThinkingLimits | None:

@@ -76,10 +76,8 @@ class HeadShare:
         """The share of the group's rank. Raises ValueError if the heads cannot be shared evenly."""
         rank, size = group.rank, group.size
         if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
-            raise ValueError(
-                f"tensor_parallel_size={size} does not divide {spec.num_heads} attention heads and "
-                f"{spec.num_kv_heads} KV heads"
-            )
+            raise ValueError(f"tensor_parallel_size={size} does not divide {spec.num_heads} attention heads and "
+                             f"{spec.num_kv_heads} KV heads")  # fmt: skip
         heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
         start, kv_start = rank * heads, rank * spec.num_kv_heads // size
         return cls(range(start, start + heads), range(kv_start, kv_start + kv_heads))

@@ -56,10 +56,8 @@ def use_folder(folder: Path | None) -> None:
         if shipped.is_file():
             return str(shipped)
         if find_compiler() is None:
-            raise RuntimeError(
-                "Triton needs a C compiler to launch a kernel: install gcc, or run quire compile with the options of "
-                "this engine when the image is built"
-            )
+            raise RuntimeError("Triton needs a C compiler to launch a kernel: install gcc, or run quire compile with "
+                               "the options of this engine when the image is built")  # fmt: skip
         triton.knobs.build.impl = None
         try:
             return str(triton.runtime.build._build(name, source, *arguments, []))

@@ -102,10 +102,8 @@ class SpeculativeOptions:
             raise ConfigError(message)
         fewest = int(not options.on_device)  # 0 leaves it to the head's config
         if not fewest <= options.num_speculative_tokens <= _MOST_DRAFTS:
-            raise ConfigError(
-                f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
-                f"{options.num_speculative_tokens}"
-            )
+            raise ConfigError(f"speculative_config: num_speculative_tokens must be from 1 to {_MOST_DRAFTS}, got "
+                              f"{options.num_speculative_tokens}")  # fmt: skip
         if options.max_model_len is not None and options.max_model_len < 1:
             raise ConfigError(f"speculative_config: max_model_len must be at least 1, got {options.max_model_len}")
         if not 1 <= max(options.prompt_lookup_min, 1) <= max(options.prompt_lookup_max, 1):

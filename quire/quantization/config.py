@@ -42,10 +42,8 @@ def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -
             "it out, or let int8 or int4 quantize the weights while they are loaded"
         )
     if _plain(kind) != _plain(option):
-        raise ConfigError(
-            f"quantization={option!r} does not fit the checkpoint, which is quantized with {_plain(kind)!r}; give that "
-            "name, or leave the option out"
-        )
+        raise ConfigError(f"quantization={option!r} does not fit the checkpoint, which is quantized with "
+                          f"{_plain(kind)!r}; give that name, or leave the option out")  # fmt: skip
 
 
 def _plain(kind: str) -> str:

@@ -137,8 +137,6 @@ def _input_order(name: str, g_idx: Tensor, first: int, group: int) -> Tensor | N
         return None
     order = g_idx.argsort(stable=True)
     if not torch.equal(g_idx[order].long(), expected):
-        raise ValueError(
-            f"{name}: its inputs do not fall into groups of {group}; a checkpoint with act-order (desc_act) can be "
-            "loaded with tensor_parallel_size=1 only"
-        )
+        raise ValueError(f"{name}: its inputs do not fall into groups of {group}; a checkpoint with act-order "
+                         "(desc_act) can be loaded with tensor_parallel_size=1 only")  # fmt: skip
     return order

@@ -22,10 +22,8 @@ def check_backend(options: Mapping[str, Any]) -> None:
     name = _name(options)
     package = _BACKENDS[name][0]
     if find_spec(package) is None:
-        raise ConfigError(
-            f"structured_outputs_config: the back end {name!r} needs the package {package!r}; "
-            f"install it with pip install 'quire[{name}]'"
-        )
+        raise ConfigError(f"structured_outputs_config: the back end {name!r} needs the package {package!r}; install it "
+                          f"with pip install 'quire[{name}]'")  # fmt: skip
 
 
 def load_backend(options: Mapping[str, Any], vocabulary: Vocabulary) -> Backend:

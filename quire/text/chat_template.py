@@ -51,10 +51,8 @@ def render(
     if not messages:
         raise ChatTemplateError("messages is empty: a chat has at least one message")
     if continue_final_message and add_generation_prompt:
-        raise ChatTemplateError(
-            "add_generation_prompt and continue_final_message exclude each other: one begins a new message, the other "
-            "goes on with the last"
-        )
+        raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other: one begins a new "
+                                "message, the other goes on with the last")  # fmt: skip
     compiled = _compile(template)
     if content_format != "auto":
         as_string = content_format == "string"

@@ -35,10 +35,9 @@ def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # left by an earlier engine
     share = config.cache.gpu_memory_utilization
     if free < share * total:
-        raise ConfigError(
-            f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, but only "
-            f"{_gib(free)} are free; lower gpu_memory_utilization, or end the other processes on this GPU"
-        )
+        raise ConfigError(f"gpu_memory_utilization={share} asks for {_gib(share * total)} of the GPU's {_gib(total)}, "
+                          f"but only {_gib(free)} are free; lower gpu_memory_utilization, or end the other processes "
+                          "on this GPU")  # fmt: skip
     return (int(share * total) - (total - free)) // ranks
 
 
@@ -70,10 +69,9 @@ def left_by_a_step(runner: Runner[Any], budget: int, tokens: int) -> int:
     torch.cuda.empty_cache()
     left = budget - before - int(step * (1 + _CAPTURED_SHARE))
     if left <= 0:
-        raise ConfigError(
-            f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a step of "
-            f"{tokens} tokens {_gib(step)}; raise gpu_memory_utilization, lower max_num_batched_tokens, or quantize"
-        )
+        raise ConfigError(f"nothing is left for the KV cache: of {_gib(budget)}, the weights take {_gib(before)} and a "
+                          f"step of {tokens} tokens {_gib(step)}; raise gpu_memory_utilization, lower "
+                          "max_num_batched_tokens, or quantize")  # fmt: skip
     return left
 
 
@@ -89,10 +87,8 @@ def num_blocks(config: EngineConfig, free: int, block_bytes: int, useful: int, d
         share = _FREE_SHARE if device.type == "cpu" else 1.0
         return max(1, min(int(free * share) // block_bytes, useful))
     if count * block_bytes > free:
-        raise ConfigError(
-            f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory are free; "
-            f"lower {name}"
-        )
+        raise ConfigError(f"{name} asks for a KV cache of {_gib(count * block_bytes)}, but only {_gib(free)} of memory "
+                          f"are free; lower {name}")  # fmt: skip
     return max(1, count)  # at least the null block; the scheduler's error says how many blocks are missing
 
 

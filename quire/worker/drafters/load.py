@@ -37,19 +37,15 @@ class DrafterParts:
             device = target.kernels.target.device
             self.part = model = load_draft_model(options, config, max_model_len, device, group)
             if model.vocab_size > target.vocab_size:
-                raise ConfigError(
-                    f"speculative_config: the draft model has {model.vocab_size} tokens, but the model has only "
-                    f"{target.vocab_size}: both must have the same vocabulary"
-                )
+                raise ConfigError(f"speculative_config: the draft model has {model.vocab_size} tokens, but the model "
+                                  f"has only {target.vocab_size}: both must have the same vocabulary")  # fmt: skip
         elif options.method == "replay":
             self.part = NewestTokenAgain()
         else:
             self.part = load_head(options, config, directory, target, max_model_len, group)
         if isinstance(self.part, StateHead) and options.num_speculative_tokens > self.part.most:
-            raise ConfigError(
-                f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but the checkpoint "
-                f"of {options.method} makes {self.part.most} drafts at most"
-            )
+            raise ConfigError(f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but "
+                              f"the checkpoint of {options.method} makes {self.part.most} drafts at most")  # fmt: skip
         self.cached: Cached | None = None if isinstance(self.part, StateHead) else self.part
         self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
         if self.cached is not None and not target.kv_specs:
