@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
@@ -76,7 +77,7 @@ class LLM:
         self.core = make_core(self.config, self.frontend.directory, self.frontend.max_model_len)
         self.processor.max_model_len = self.core.scheduler.limits.max_model_len
         self._grown: dict[str, RequestOutput] = {}  # by request id: outputs that changed and were not yielded since
-        self._num_requests = 0
+        self._ids = map(str, count())  # of requests
 
     @property
     def max_model_len(self) -> int:
@@ -130,18 +131,12 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
-        prompts: list[Prompt] = [
-            self.frontend.render_chat(
-                conversation,  # type: ignore[arg-type]
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                content_format=chat_template_content_format,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
+        rendering: dict[str, Any] = {
+            "chat_template": chat_template, "content_format": chat_template_content_format, "tools": tools,
+            "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
+        }  # fmt: skip
+        rendering |= chat_template_kwargs or {}
+        prompts: list[Prompt] = [self.frontend.render_chat(c, **rendering) for c in conversations]  # type: ignore
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._complete(self._process(prompts, sampling_params, priority, tokenization, lora_request), use_tqdm)
 
@@ -199,10 +194,9 @@ class LLM:
             return self._pool(pairs, pooling_params, "score", lambda v: ScoringOutput(float(v[0])), **options)
         texts = list(dict.fromkeys([*firsts, *seconds]))
         outputs = self._pool(texts, pooling_params, None, lambda values: values, **options)
-        vectors: dict[str, Any] = {text: output.outputs for text, output in zip(texts, outputs, strict=True)}
-        by_text = dict(zip(texts, outputs, strict=True))
+        by_text: dict[str, Any] = dict(zip(texts, outputs, strict=True))
         return [
-            replace(by_text[b], outputs=ScoringOutput(similarity(vectors[a], vectors[b])))
+            replace(by_text[b], outputs=ScoringOutput(similarity(by_text[a].outputs, by_text[b].outputs)))
             for a, b in zip(firsts, seconds, strict=True)
         ]
 
@@ -298,15 +292,11 @@ class LLM:
         adapters = [self.frontend.adapter(lora) for lora in loras]
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            self._num_requests += 1
             value = 0 if priority is None else priority[i]
             if truncation and isinstance(param, SamplingParams):
                 param = param.clone(**truncation)
-            requests.append(
-                self.processor.process(
-                    str(self._num_requests - 1), prompt, param, value, add_special_tokens, adapters[i]
-                )
-            )
+            arguments = (prompt, param, value, add_special_tokens, adapters[i])
+            requests.append(self.processor.process(next(self._ids), *arguments))
         return requests
 
     @property
@@ -338,17 +328,10 @@ class LLM:
         changes = {"task": task, "truncate_prompt_tokens": truncate_prompt_tokens}
         changes = {name: value for name, value in changes.items() if value is not None}
         requests = []
+        process = partial(pooling.process, add_special_tokens=add_special_tokens, prompt_name=prompt_name)
         for prompt, param in zip(prompts, each, strict=True):
-            self._num_requests += 1
-            requests.append(
-                pooling.process(
-                    str(self._num_requests - 1),
-                    prompt,
-                    structs.replace(param, **changes) if isinstance(param, PoolingParams) else param,
-                    add_special_tokens=add_special_tokens,
-                    prompt_name=prompt_name,
-                )
-            )
+            param = structs.replace(param, **changes) if isinstance(param, PoolingParams) else param
+            requests.append(process(next(self._ids), prompt, param))
         return [pooling_request_output(output, kind) for output in self._complete(requests, use_tqdm)]
 
     def _complete(self, requests: list[ProcessedRequest], use_tqdm: Progress) -> list[RequestOutput]:

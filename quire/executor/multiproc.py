@@ -89,9 +89,8 @@ class _Ranks:
         self._links: dict[int, Link] = {}  # by rank
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
-        self._loading: dict[
-            str, tuple[Future[None], list[messages.AdapterLoaded]]
-        ] = {}  # adapters by key, with ranks' replies
+        # Adapters by key, with the ranks' replies.
+        self._loading: dict[str, tuple[Future[None], list[messages.AdapterLoaded]]] = {}
         self._problem: Exception | None = None
         self._lock = threading.Lock()  # guards the results and the problem
 

@@ -33,11 +33,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 async def _stream(answering: Answering) -> AsyncGenerator[bytes]:
-    chunks, meter, body = (
-        Chunks(answering.call, answering.call.head("chat.completion.chunk")),
-        answering.meter,
-        answering.body,
-    )
+    call, meter, body = answering.call, answering.meter, answering.body
+    chunks = Chunks(call, call.head("chat.completion.chunk"))
     begun = False
     async with aclosing(answering.pieces()) as steps:
         async for pieces in steps:

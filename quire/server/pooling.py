@@ -192,6 +192,10 @@ class PoolingCall(PromptCall):
     def usage(self) -> dict[str, int]:
         return {"prompt_tokens": self.tokens, "total_tokens": self.tokens}
 
+    def vectors(self, kind: str, field: str, values: Sequence[Values], encoding: str | None) -> Response:
+        """A list of objects of a kind, with a vector each."""
+        return self.list([{"object": kind, "index": i, field: _encoded(x, encoding)} for i, x in enumerate(values)])
+
     def list(self, data: list[dict[str, Any]]) -> Response:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
         return json_response({**head, "data": data, "usage": {**self.usage, "completion_tokens": 0}})
@@ -217,22 +221,14 @@ def _route(*paths: str) -> Callable[[Any], Any]:
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     call = PoolingCall(request.app.state.server, request, body, "embd")
     values = await call.pool_input(body, dimensions=body.dimensions)
-    data = [
-        {"object": "embedding", "index": i, "embedding": _encoded(value, body.encoding_format)}
-        for i, value in enumerate(values)
-    ]
-    return call.list(data)
+    return call.vectors("embedding", "embedding", values, body.encoding_format)
 
 
 @_route("/pooling")
 async def pooling(body: PoolingRequest, request: Request) -> Response:
     call = PoolingCall(request.app.state.server, request, body, "pool")
     values = await call.pool_input(body, dimensions=body.dimensions, task=body.task)
-    data = [
-        {"object": "pooling", "index": i, "data": _encoded(value, body.encoding_format)}
-        for i, value in enumerate(values)
-    ]
-    return call.list(data)
+    return call.vectors("pooling", "data", values, body.encoding_format)
 
 
 @_route("/classify")

@@ -25,14 +25,7 @@ def structural_tag(text: str, schema: Callable[[Any], dict[str, Any]]) -> str:
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise ValueError("structural_tag must be a JSON object whose type is 'structural_tag'")
     if "structures" in tag:  # the older format
-        tags = [
-            {
-                "begin": item["begin"],
-                "content": {"type": "json_schema", "json_schema": item["schema"]},
-                "end": item["end"],
-            }
-            for item in tag["structures"]
-        ]
+        tags = [{**t, "content": {"type": "json_schema", "json_schema": t["schema"]}} for t in tag["structures"]]
         tag = {"format": {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}}
     grammar = _Lark(schema)
     try:

@@ -42,9 +42,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]
         unknown_id = int(ggml.get("unknown_token_id", 0))
         model = SentencePieceModel(pieces, unknown_id, dummy_prefix=bool(ggml.get("add_space_prefix", True)))
         backend, added = model.backend({})
-        if (
-            metadata.get("general.architecture") == "phi3"
-        ):  # GGUF cannot express that a token includes the spaces after it
+        if metadata.get("general.architecture") == "phi3":
+            # GGUF cannot express that a token includes the spaces after it.
             for token in added.values():
                 token["rstrip"] = token["content"] not in ("<unk>", "<s>", "<|endoftext|>")
     elif ggml["model"] == "gpt2":

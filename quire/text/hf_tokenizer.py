@@ -168,18 +168,9 @@ class HFTokenizer:
         template = self.get_chat_template(chat_template, tools)
         is_one = not conversation or isinstance(conversation[0], Mapping)
         chats: Any = [conversation] if is_one else conversation
-        prompts = [
-            render(
-                template,
-                chat,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **{**self.special_tokens_map, **variables},
-            )
-            for chat in chats
-        ]
+        variables = {**self.special_tokens_map, **variables, "tools": tools, "documents": documents}
+        variables |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        prompts = [render(template, chat, **variables) for chat in chats]
         texts: Any = prompts[0] if is_one else prompts
         if not tokenize:
             return texts

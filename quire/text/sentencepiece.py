@@ -124,13 +124,9 @@ def read_sentencepiece(data: bytes, config: dict[str, Any]) -> tuple[Backend, di
         strip_spaces=bool(normalizer.get(4, 1)),
         charsmap=normalizer.get(2, b""),
     ).backend(config.get("added_tokens_decoder") or {})
-    names = (
-        (45, "unk_token", b"<unk>"),
-        (46, "bos_token", b"<s>"),
-        (47, "eos_token", b"</s>"),
-        (48, "pad_token", b"<pad>"),
-    )
-    named = {name: trainer.get(number, default).decode() for number, name, default in names}
+    # The fields 45 to 48, and their defaults.
+    tokens = {"unk_token": b"<unk>", "bos_token": b"<s>", "eos_token": b"</s>", "pad_token": b"<pad>"}
+    named = {name: trainer.get(45 + i, default).decode() for i, (name, default) in enumerate(tokens.items())}
     return backend, completed(config, named, added)
 
 
