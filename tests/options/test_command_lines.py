@@ -57,7 +57,7 @@ STARTS = [
     "--no-enable-lora --no-enable-expert-parallel --cpu-offload-gb 0 --api-server-count 1",
     '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
-    "--enable-lora --lora-modules sql-lora=/adapters/sql --max-loras 4 --max-lora-rank 64",
+    "--enable-lora --lora-modules rhyme=quire-demo/rhyme --max-loras 4 --max-lora-rank 64",
 ]
 NOT_YET = [
     "--tensor-parallel-size 4 --pipeline-parallel-size 2",
