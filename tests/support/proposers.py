@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,6 +19,8 @@ from quire.options.speculative import SpeculativeOptions
 from quire.speculative.proposer import Text
 
 PROPOSERS = ("Perfect", "Random", "Adversarial", "Mixed", "ngram", "suffix")
+
+AHEAD = 32  # tokens that an oracle says at once, most of which it is asked for later
 
 TARGET = "QUIRE_TESTS_TARGET"  # an environment variable: the model of the engine that is started next, see `Oracle`
 
@@ -56,21 +59,34 @@ class Oracle:
     def __init__(self, options: str) -> None:
         from quire.engine.llm import LLM  # here, since it takes a while, and few proposers need it
 
-        small = {"max_num_seqs": 1, "kv_cache_memory_bytes": 32 << 20}
+        small = {"max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20}
         self.llm = LLM(**json.loads(options), **small, speculative_config={})
+        self._continued: deque[list[int]] = deque(maxlen=256)  # texts with what comes next, the latest first
 
     def __call__(self, text: Sequence[int], count: int) -> list[int]:
-        room = min(count, self.llm.max_model_len - len(text))
-        if room < 1:
-            return []
-        params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True, detokenize=False)
-        return self.llm.generate([list(text)], params, use_tqdm=False)[0].outputs[0].token_ids
+        text, room = list(text), max(0, self.llm.max_model_len - len(text))
+        for line in self._continued:
+            if len(line) >= len(text) + min(count, room) and line[: len(text)] == text:
+                return line[len(text) : len(text) + count]
+        return []
+
+    def prepare(self, texts: Sequence[Sequence[int]], count: int) -> None:
+        """Continue those of the texts together for which `count` tokens are not known yet."""
+        longest = self.llm.max_model_len
+        unknown = [list(text) for text in texts if len(self(text, count)) < min(count, longest - len(text))]
+        params = [
+            SamplingParams(temperature=0, max_tokens=min(AHEAD, longest - len(t)), ignore_eos=True, detokenize=False)
+            for t in unknown
+        ]
+        for output in self.llm.generate(unknown, params, use_tqdm=False):
+            self._continued.appendleft([*output.prompt_token_ids, *output.outputs[0].token_ids])
 
 
 class Perfect:
     """Proposes what was said without speculation, once `learn` has been told of it, or else what an oracle says."""
 
     answers: ClassVar[dict[tuple[int, ...], list[list[int]]]] = {}  # by prompt
+    asks = True  # whether it asks the oracle
 
     @classmethod
     def learn(cls, outputs: Sequence[RequestOutput]) -> None:
@@ -88,6 +104,8 @@ class Perfect:
         return None if self.target is None else Oracle(self.target)
 
     def propose(self, texts: Sequence[Text], most: Sequence[int]) -> list[list[int]]:
+        if self.oracle is not None and self.asks:
+            self.oracle.prepare([text.token_ids for text in texts], max(most, default=0))
         return [self.guess(text, count) for text, count in zip(texts, most, strict=True)]
 
     def guess(self, text: Text, count: int) -> list[int]:
@@ -103,6 +121,8 @@ class Perfect:
 
 class Random(Perfect):
     """Proposes any tokens."""
+
+    asks = False
 
     def guess(self, text: Text, count: int) -> list[int]:
         return [self.dice.randrange(256) for _ in range(self.dice.randint(0, count))]
