@@ -35,16 +35,10 @@ class Pair:
 class PoolingProcessor:
     """Validates and tokenizes requests for a model that pools. The engine core can run every request that passes."""
 
-    def __init__(
-        self, processor: Processor, description: PoolingDescription, token_types: int, out: int | None
-    ) -> None:
-        """token_types: see DecoderSpec. out: the length of an embedding, None if it is not known."""
+    def __init__(self, processor: Processor, description: PoolingDescription, token_types: int, out: int) -> None:
+        """token_types: see DecoderSpec. out: the length of an embedding."""
         self.processor, self.description, self.token_types = processor, description, token_types
         self.out = out
-
-    @property
-    def default_task(self) -> str:
-        return self.description.tasks[0]
 
     def process(
         self,
@@ -71,15 +65,14 @@ class PoolingProcessor:
             text, token_ids = prompt.second, self._pair(prompt, keep)
         else:
             prompt = self._with_prompt(prompt, prompt_name)
-            text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-            given = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
-            if keep is not None and isinstance(text, str) and not given:  # special tokens stay at the end
-                salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
-                token_ids = self.processor.tokenizer.encode_parts(text, None, keep, add_special_tokens)[0]
-            else:
-                if keep is None and isinstance(text, str) and not given and len(text) > longest:
-                    self._check_room(self.processor.tokenizer.fewest_tokens(text), "at least ")
-                text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, False)
+            text, tokenizer = _text_of(prompt), self.processor.tokenizer
+            if text is not None and keep is not None:  # special tokens stay at the end
+                fields = prompt if isinstance(prompt, dict) else {}
+                token_ids = tokenizer.encode_parts(text, None, keep, add_special_tokens)[0]
+                prompt = {**fields, "prompt_token_ids": token_ids}
+            elif text is not None and len(text) > longest:
+                self._check_room(tokenizer.fewest_tokens(text), "at least ")
+            text, token_ids, salt = self.processor.tokenize(prompt, add_special_tokens, keep, False)
         kinds = self.token_types if isinstance(prompt, Pair) else 1
         self.processor.check_tokens(token_ids, self.processor.vocab_size * max(1, kinds))
         self._check_room(len(token_ids))
@@ -98,11 +91,11 @@ class PoolingProcessor:
         if params.dimensions is not None:
             if self.description.pooler.is_classifier:
                 raise ValueError("dimensions is for embeddings, which this model does not make")
-            if self.out is not None and params.dimensions > self.out:
+            if params.dimensions > self.out:
                 raise ValueError(f"dimensions must be at most {self.out}, the length of this model's embeddings, "
                                  f"got {params.dimensions}")  # fmt: skip
-        if params.skip_reading_prefix_cache is None and self.description.pooler.pooling not in ("last", "cls"):
-            params.skip_reading_prefix_cache = True  # all tokens' hidden states are needed
+        if self.description.pooler.pooling != "last" or str(params.task).startswith("token_"):
+            params.skip_reading_prefix_cache = True  # the hidden states of other tokens than the last one are needed
 
     def _kept_tokens(self, params: PoolingParams) -> int | None:
         keep, longest = params.truncate_prompt_tokens, self.processor.max_model_len
@@ -124,12 +117,12 @@ class PoolingProcessor:
         if name is not None and name not in files.prompts:
             known = ", ".join(sorted(files.prompts)) or "none"
             raise ValueError(f"prompt_name {name!r} is not one of the model's prompts: {known}")
-        prefix = files.prompts.get(name or files.default_prompt or "", "")
-        if isinstance(prompt, str):
-            return prefix + prompt
-        if prefix and isinstance(prompt, dict) and isinstance(prompt.get("prompt"), str):
-            return {**prompt, "prompt": prefix + prompt["prompt"]}
-        return prompt
+        prefix, text = files.prompts.get(name or files.default_prompt or "", ""), _text_of(prompt)
+        if text is None:
+            if name is not None:
+                raise ValueError("prompt_name is for texts; put the tokens of the prompt before the token ids instead")
+            return prompt
+        return {**prompt, "prompt": prefix + text} if isinstance(prompt, dict) else prefix + text
 
     def _pair(self, pair: Pair, keep: int | None) -> list[int]:
         token_ids, kinds = self.processor.tokenizer.encode_parts(pair.first, pair.second, keep)
@@ -137,6 +130,13 @@ class PoolingProcessor:
             size = self.processor.vocab_size
             return [token_id + kind * size for token_id, kind in zip(token_ids, kinds, strict=True)]
         return token_ids
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    """The text of a prompt that has no token ids."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt", "") if prompt.get("prompt_token_ids") is None else []
+    return prompt if isinstance(prompt, str) else None
 
 
 def array(pooled: Pooled) -> npt.NDArray[np.float32]:

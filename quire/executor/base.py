@@ -28,14 +28,14 @@ class Executor(ABC):
         step, and which requests they refused.
         """
 
+    @abstractmethod
     def load_adapter(self, key: str, path: str) -> Future[None]:
         """Read an adapter into the CPU memory of all ranks, while steps run. The result raises ValueError if it cannot
         be used. key: the adapter's name in steps. path: its folder."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop_adapter(self, key: str) -> None:
         """Free an adapter in CPU memory. No later step will put it into a slot, unless it is loaded again."""
-        raise NotImplementedError
 
     @abstractmethod
     def shutdown(self) -> None:

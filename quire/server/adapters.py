@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
@@ -49,6 +50,8 @@ class Adapters:
         """Load the adapters of the option lora_modules. Raises ConfigError."""
         for module in self._config.lora_modules:
             request = _read_module(module)
+            if request.lora_name in (*self._model_names, *self.by_name):
+                raise ConfigError(f"lora_modules: the name {request.lora_name!r} is taken")
             try:
                 await self._add(request)
             except (ValueError, OSError) as error:
@@ -60,7 +63,10 @@ class Adapters:
         if name in self._model_names:
             raise ApiError(400, f"{name[:200]!r} is the name of the model", param="lora_name")
         folder = Path(self._config.lora_folder or "").resolve()
-        directory = (folder / path).resolve()
+        try:
+            directory = (folder / path).resolve()
+        except (ValueError, OSError) as error:  # a NUL in the path, or a loop of links
+            raise ApiError(400, f"lora_path: {error_text(error)}", param="lora_path") from error
         if not directory.is_relative_to(folder):
             raise ApiError(403, "lora_path should be a folder below --lora-folder", param="lora_path")
         if not directory.is_dir():
@@ -103,9 +109,10 @@ def _read_module(text: str) -> LoRARequest:
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
-            return LoRARequest(fields["name"], 1, fields["path"], fields.get("base_model_name"))
+            names = {"lora_name": fields["name"], "lora_path": fields["path"]}
+            return msgspec.convert({**names, "base_model_name": fields.get("base_model_name")}, LoRARequest)
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"lora_modules: {text!r} needs the fields name and path, as JSON") from error
+            raise ConfigError(f"lora_modules: {text!r} needs the fields name and path, two strings, as JSON") from error
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise ConfigError(f"lora_modules: {text!r} should be name=path")

@@ -163,10 +163,10 @@ class PoolingCall(PromptCall):
             prompts, field = await self.server.render(body.messages, body, self._held), "messages"
             options["add_special_tokens"] = bool(body.add_special_tokens)
         elif isinstance(prompts, list) and not isinstance(prompts[0], int):
-            return await self.pool(prompts, field, self._params(body, **fields), **options)
-        return await self.pool([prompts], field, self._params(body, **fields), **options)  # type: ignore[list-item]
+            return await self.pool(prompts, field, self.params_of(body, **fields), **options)
+        return await self.pool([prompts], field, self.params_of(body, **fields), **options)  # type: ignore[list-item]
 
-    def _params(self, body: PoolingBody, **fields: Any) -> PoolingParams:
+    def params_of(self, body: PoolingBody, **fields: Any) -> PoolingParams:
         try:
             return body.params(**fields)
         except (ValueError, TypeError) as error:
@@ -178,7 +178,7 @@ class PoolingCall(PromptCall):
             ones, others = pairs_of(firsts, seconds)
         except ValueError as error:
             raise ApiError(400, error_text(error), param=field) from error
-        params = self._params(self.body, **({} if keep is None else {"truncate_prompt_tokens": keep}))
+        params = self.params_of(self.body, **({} if keep is None else {"truncate_prompt_tokens": keep}))
         if self.pooling.description.scores_pairs:
             values = await self.pool([Pair(a, b) for a, b in zip(ones, others, strict=True)], field, params)
             return [float(value.reshape(-1)[0]) for value in values]
@@ -194,9 +194,9 @@ class PoolingCall(PromptCall):
 
     def vectors(self, kind: str, field: str, values: Sequence[Values], encoding: str | None) -> Response:
         """A list of objects of a kind, with a vector each."""
-        return self.list([{"object": kind, "index": i, field: _encoded(x, encoding)} for i, x in enumerate(values)])
+        return self.listed([{"object": kind, "index": i, field: _encoded(x, encoding)} for i, x in enumerate(values)])
 
-    def list(self, data: list[dict[str, Any]]) -> Response:
+    def listed(self, data: list[dict[str, Any]]) -> Response:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}
         return json_response({**head, "data": data, "usage": {**self.usage, "completion_tokens": 0}})
 
@@ -242,14 +242,14 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
         probs = value.tolist()
         best = max(range(len(probs)), key=probs.__getitem__)
         data.append({"index": index, "label": labels[best], "probs": probs, "num_classes": len(probs)})
-    return call.list(data)
+    return call.listed(data)
 
 
 @_route("/v1/score", "/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
     call = PoolingCall(request.app.state.server, request, body, "score")
     scores = await call.score(body.text_1, body.text_2, "text_1")
-    return call.list([{"object": "score", "index": i, "score": value} for i, value in enumerate(scores)])
+    return call.listed([{"object": "score", "index": i, "score": value} for i, value in enumerate(scores)])
 
 
 @_route("/v1/rerank", "/v2/rerank", "/rerank")
@@ -273,7 +273,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     if body.truncate == "START":
         raise ApiError(400, "truncate: START is not supported; END and NONE are", param="truncate")
     keep = body.truncate_prompt_tokens or (None if body.truncate == "NONE" else -1)
-    params = call._params(body, dimensions=body.output_dimension, truncate_prompt_tokens=keep)
+    params = call.params_of(body, dimensions=body.output_dimension, truncate_prompt_tokens=keep)
     values = await call.pool(body.texts, "texts", params, prompt_name=wanted if wanted in prompts else None)
     kinds = body.embedding_types or ["float"]
     return json_response({

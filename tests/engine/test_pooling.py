@@ -118,10 +118,15 @@ def test_wrong_prompts_are_errors(model):
         ([5, 70_000], "token id 70000 is out of vocabulary"),
         ([], "the prompt is empty"),
         ({"text": "a"}, "prompt field 'text' is not supported"),
+        ({"prompt": "a", "salt": "b"}, "prompt field 'salt' is not supported"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt must be a non-empty string"),
         (7.5, "a prompt must be a string, token ids or a dict, got float"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             model.embed([prompt], use_tqdm=False)
+    for prompt in ({"prompt": "a", "salt": "b"}, {"prompt": "a", "cache_salt": 5}):
+        with pytest.raises(ValueError, match="salt"):
+            model.embed([prompt], use_tqdm=False, truncate_prompt_tokens=5)
     with pytest.raises(ValueError, match="give one text to compare with 2, or as many, not 3"):
         model.score(["a", "b", "c"], ["d", "e"])
     with pytest.raises(ValueError, match="makes embeddings"):
@@ -240,6 +245,8 @@ def test_dense_layers_and_prompts_are_read(tmp_path):
     close = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(first(tmp_path, "abc"), wanted("q: abc"), **close)
     torch.testing.assert_close(first(tmp_path, "abc", prompt_name="document"), wanted("abc"), **close)
+    with pytest.raises(ValueError, match="prompt_name is for texts"):
+        first(tmp_path, IDS, prompt_name="query")
 
 
 def test_vectors_of_tokens_and_their_late_interaction(tmp_path):
@@ -304,6 +311,13 @@ def test_decoders_embed_cached_prefixes_and_preempted_texts_alike():
     for output, other, third in zip(first, again, tight.embed(texts, use_tqdm=False), strict=True):
         np.testing.assert_allclose(output.outputs.embedding, other.outputs.embedding, atol=1e-5)
         np.testing.assert_allclose(output.outputs.embedding, third.outputs.embedding, atol=1e-5)
+
+
+def test_a_decoder_that_pools_its_first_token_reads_no_cached_prefix():
+    llm, text = LLM(runner="pooling", pooler_config={"pooling_type": "CLS"}, dtype="float32"), list(range(7, 107))
+    once, again = (llm.embed([text], use_tqdm=False)[0] for _ in range(2))
+    assert again.num_cached_tokens == 0
+    assert once.outputs.embedding == again.outputs.embedding
 
 
 def test_an_encoder_is_split_over_two_processes(model):

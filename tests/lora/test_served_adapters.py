@@ -137,6 +137,7 @@ def test_what_cannot_be_loaded(service, host, folder, tmp_path):
     assert load(service, "x", "link")[0] == 403
     assert load(service, "x", "nothing") == (404, "there is no folder 'nothing'")
     assert load(service, "demo", "a") == (400, "'demo' is the name of the model")
+    assert load(service, "x", "a\0") == (400, "lora_path: embedded null byte")
     status, message = load(service, "x", "bad")
     assert (status, "no linear layer for model.layers.0.nothing" in message) == (400, True)
     assert "x" not in [card["id"] for card in service.get("/v1/models").json["data"]]
@@ -145,13 +146,16 @@ def test_what_cannot_be_loaded(service, host, folder, tmp_path):
         assert (status, "--enable-admin-api --lora-folder" in message) == (403, True)
     with pytest.raises(ConfigError, match="lora_folder needs enable_admin_api"):
         host.serve(lora_folder=str(folder))
-    for module, reason in (
-        ("bad", "should be name=path"),
-        ("bad=/nowhere", "bad: "),
-        ('{"name": "x"}', "name and path"),
+    for modules, reason in (
+        (["bad"], "should be name=path"),
+        (["bad=/nowhere"], "bad: "),
+        (['{"name": "x"}'], "name and path"),
+        (['{"name": "x", "path": 3}'], "name and path, two strings"),
+        ([f"demo={folder / 'a'}"], "the name 'demo' is taken"),
+        ([f"x={folder / 'a'}", f"x={folder / 'b'}"], "the name 'x' is taken"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            host.run(host.serve(lora_modules=[module]).app.state.server.adapters.start())
+            host.run(host.serve(lora_modules=modules).app.state.server.adapters.start())
 
 
 def test_adapters_come_and_go_under_load(service, host, said):

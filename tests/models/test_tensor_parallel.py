@@ -67,6 +67,12 @@ class RankedExecutor(Executor):
         future.set_result(outputs[0])
         return future
 
+    def load_adapter(self, key: str, path: str) -> Any:
+        raise ValueError("these ranks have no adapters")
+
+    def drop_adapter(self, key: str) -> None:
+        """There are none."""
+
     def shutdown(self) -> None:
         """Nothing was started."""
 
