@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench import command as serve
-from quire.bench.flags import add_command, add_vllm_flags, make_requests
 from quire.cli.flags import add_engine_flags, add_log_level, engine_options
 from quire.cli.model import add_model
+from quire_bench import command as serve
+from quire_bench.flags import add_command, add_vllm_flags, make_requests
 
 if TYPE_CHECKING:
-    from quire.bench.datasets import BenchRequest
     from quire.engine.llm import LLM
+    from quire_bench.datasets import BenchRequest
 
 HELP = "measure the engine, or any OpenAI-compatible server"
 
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _throughput(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     options = engine_options(arguments)
-    from quire.bench import offline
     from quire.engine.llm import LLM  # imports torch
+    from quire_bench import offline
 
     from_file = None if arguments.requests is None else offline.read_requests(arguments.requests)
     for_prefill = None if arguments.prefill_requests is None else offline.read_requests(arguments.prefill_requests)
@@ -76,8 +76,8 @@ def _requests(arguments: argparse.Namespace, llm: "LLM") -> "list[BenchRequest]"
     """The requests that the flags describe. Raises ValueError for wrong flags."""
     import numpy as np
 
-    from quire.bench.datasets import RandomPrompts
-    from quire.bench.offline import check_lengths
+    from quire_bench.datasets import RandomPrompts
+    from quire_bench.offline import check_lengths
 
     prompts = RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
     requests = make_requests(arguments, prompts)
@@ -91,8 +91,8 @@ def _latency(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     import numpy as np
 
-    from quire.bench import datasets, offline
     from quire.engine.llm import LLM  # imports torch
+    from quire_bench import datasets, offline
 
     batch_size = arguments.batch_size
     lengths = (arguments.input_len, arguments.output_len)
@@ -116,7 +116,7 @@ def _write(path: Path | None, record: dict[str, Any]) -> None:
 
 def _claims(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
-    from quire.bench import claims  # imports torch
+    from quire_bench import claims  # imports torch
 
     result = claims.measure(arguments.model, options, arguments.only or [], claims.Sizes(rounds=arguments.rounds))
     print(claims.table(result))

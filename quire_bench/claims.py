@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from quire._version import __version__
-from quire.bench.datasets import TEXTS
 from quire.engine.llm import LLM
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
+from quire_bench.datasets import TEXTS
 
 _KV_TOKENS = 40_000
 Workload = list[tuple[list[int], int]]  # (prompt, output length) of each request

@@ -10,10 +10,10 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.flags import BACKENDS, make_requests
+from quire_bench.flags import BACKENDS, make_requests
 
 if TYPE_CHECKING:
-    from quire.bench.datasets import BenchRequest
+    from quire_bench.datasets import BenchRequest
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,8 +30,8 @@ async def _bench(a: argparse.Namespace) -> int:
     import numpy as np
     from tqdm import tqdm
 
-    from quire.bench import report, serve
-    from quire.bench.datasets import RandomPrompts
+    from quire_bench import report, serve
+    from quire_bench.datasets import RandomPrompts
 
     _check(a)
     goodput = dict(a.goodput)
@@ -62,7 +62,7 @@ async def _bench(a: argparse.Namespace) -> int:
                   **(report.details(outcomes) if a.save_detailed else {})}  # fmt: skip
         _save(a, record)
     if a.plot:
-        from quire.bench import plot
+        from quire_bench import plot
 
         plot.plot(a.plot, title, outcomes, duration, goodput)
     return 0 if result["completed"] else 1
@@ -93,7 +93,7 @@ def _fields(a: argparse.Namespace, endpoint: str) -> dict[str, Any]:
 
 def _arrivals(a: argparse.Namespace, requests: "list[BenchRequest]", rng: Any) -> list[float]:
     """The arrival of each request, in seconds from the start."""
-    from quire.bench.datasets import arrival_times, ramp_up_times
+    from quire_bench.datasets import arrival_times, ramp_up_times
 
     if a.trace:
         return [request.arrival for request in requests]

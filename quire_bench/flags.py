@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from quire.bench.datasets import BenchRequest, RandomPrompts
+    from quire_bench.datasets import BenchRequest, RandomPrompts
 
 DATASETS = ("random", "prefix_repetition", "custom")
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -141,7 +141,7 @@ TYPES = {
 
 def make_requests(a: argparse.Namespace, prompts: "RandomPrompts", trace: Path | None = None) -> "list[BenchRequest]":
     """The requests that the flags describe, or those of a trace. Raises ValueError for flags that do not fit."""
-    from quire.bench import datasets
+    from quire_bench import datasets
 
     if trace or a.dataset_name == "custom":
         path = trace or a.dataset_path

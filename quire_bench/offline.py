@@ -12,11 +12,11 @@ import numpy as np
 from tqdm import tqdm
 
 from quire._version import __version__
-from quire.bench.datasets import BenchRequest, read_lines
 from quire.engine.llm import LLM
 from quire.engine.processor import Prompt
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
+from quire_bench.datasets import BenchRequest, read_lines
 
 Request = tuple[Prompt, dict[str, Any]]  # (prompt, sampling parameters)
 

@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from quire.bench.datasets import SAFE_VOCAB_SIZE, BenchRequest, Prompt, RandomPrompts
 from quire.messages.errors import error_text
+from quire_bench.datasets import SAFE_VOCAB_SIZE, BenchRequest, Prompt, RandomPrompts
 
 _USAGE: list[dict[str, Any]] = [  # ways to get token counts, best first: in each chunk, at the end, not at all
     {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.bench.serve import Outcome
+from quire_bench.serve import Outcome
 
 METRICS = {
     "ttft": "time to first token",

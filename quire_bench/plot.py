@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
-from quire.bench.report import METRICS, running, samples, token_times
-from quire.bench.serve import Outcome
+from quire_bench.report import METRICS, running, samples, token_times
+from quire_bench.serve import Outcome
 
 _BLUE, _ORANGE, _RED, _GREY = "#2563a8", "#e08a1e", "#c22f2f", "#b9c4cf"
 _ABOVE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3, "frameon": False, "fontsize": 8}
