@@ -61,6 +61,8 @@ class ConstrainedRequests:
         constraint = request.constraint
         assert constraint is not None
         for token in sampled:
+            if (forced := constraint.forced()) and self._ends_early(request, forced[0]):
+                return  # behind the drafts of a finished grammar, where no token was allowed
             yield token
             constraint.advance(token)
         if not request.takes_ahead or request.holds:  # with a step in flight, the next token is being sampled
