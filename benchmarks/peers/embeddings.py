@@ -1,6 +1,6 @@
 """Other programs that embed the sentences of benchmarks/embeddings.py, which starts this one.
 
-    PYTHON peers/embeddings.py sentence-transformers|onnxruntime|openvino MODEL SENTENCES
+    PYTHON peers/embeddings.py sentence-transformers|"ONNX Runtime"|OpenVINO MODEL SENTENCES
 
 PYTHON is an environment with sentence-transformers, onnx, onnxruntime and openvino. Each line on standard input is an
 order to embed all sentences; the answer is a line with the wall time and the processor time in seconds. The vectors of
@@ -76,7 +76,7 @@ def engine(name: str, model: str, sentences: list[str]) -> Callable[[], Any]:
 
         transformer = SentenceTransformer(model, device="cpu")
         return lambda: transformer.encode(sentences, batch_size=BATCH)
-    if name == "onnxruntime":
+    if name == "ONNX Runtime":
         import onnxruntime
 
         session = onnxruntime.InferenceSession(exported(model), providers=["CPUExecutionProvider"])

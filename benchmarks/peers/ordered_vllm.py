@@ -4,7 +4,8 @@
 
 Benchmarks start it through `Vllm`; the process runs in vLLM's environment. OPTIONS: further arguments of vllm.LLM, as
 JSON. An order is a line of JSON on standard input: {"prompts": [[token id]], "params": [fields of SamplingParams, of
-each request], "streams": the number of requests at a time}. The answer is {"seconds", "token_ids"}.
+each request], "streams": the number of requests at a time, "adapters": [folder or null, of each request]}. The answer
+is {"seconds", "token_ids"}.
 """
 
 from __future__ import annotations
@@ -30,10 +31,19 @@ class Vllm:
         self.version: str = self._result()["version"]
 
     def answer(
-        self, prompts: list[list[int]], params: list[dict[str, Any]], streams: int
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        streams: int,
+        adapters: list[str | None] | None = None,
     ) -> tuple[float, list[list[int]]]:
         """The seconds that all requests took, and the token ids of each."""
-        order = {"prompts": prompts, "params": params, "streams": streams}
+        order = {
+            "prompts": prompts,
+            "params": params,
+            "streams": streams,
+            "adapters": adapters or [None] * len(prompts),
+        }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
         result = self._result()
@@ -62,11 +72,13 @@ def main(model: str, threads: str, options: str) -> None:
     if openmp.exists():
         os.environ.setdefault("LD_PRELOAD", str(openmp))
     import vllm
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
     defaults = {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 16, "enable_prefix_caching": False}
     llm = vllm.LLM(model, **(defaults | json.loads(options)))
     print(json.dumps({"version": vllm.__version__}), flush=True)
+    numbers: dict[str, int] = {}
     for line in sys.stdin:
         order = json.loads(line)
         prompts, params, streams = [{"prompt_token_ids": ids} for ids in order["prompts"]], [], order["streams"]
@@ -74,10 +86,13 @@ def main(model: str, threads: str, options: str) -> None:
             if constraint := fields.get("structured_outputs"):
                 fields["structured_outputs"] = StructuredOutputsParams(**constraint)
             params.append(vllm.SamplingParams(**fields))
+        adapters = [path and LoRARequest(path, numbers.setdefault(path, len(numbers) + 1), path)
+                    for path in order["adapters"]]  # fmt: skip
         outputs, started = [], time.perf_counter()
         for first in range(0, len(prompts), streams):
             group = slice(first, first + streams)
-            outputs += llm.generate(prompts[group], params[group], use_tqdm=False)
+            mine = adapters[group] if any(adapters) else None
+            outputs += llm.generate(prompts[group], params[group], use_tqdm=False, lora_request=mine)
         seconds = time.perf_counter() - started
         time.sleep(SETTLE_SECONDS)
         token_ids = [list(output.outputs[0].token_ids) for output in outputs]

@@ -76,7 +76,9 @@ class AsyncLLM:
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
         self.request_log = request_log or RequestLog(enabled=False)
         name = served_name or self.config.model.model or "quire"
-        self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats)
+        lora = self.config.lora
+        max_loras = lora.max_loras if lora.enable_lora else 0
+        self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats, max_loras)
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()

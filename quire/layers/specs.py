@@ -78,7 +78,9 @@ class MoESpec:
 @dataclass(frozen=True)
 class DenseSpec:
     """norm(activation(x W^T + b)). name: of the weight in the checkpoint; with a folder, in the checkpoint there.
-    norm: None for no norm; norm_name: its name. bias_name: the bias's own name, None for `name`."""
+    norm: None for no norm; norm_name: its name. bias_name: the bias's own name, None for `name`. rows: which outputs of
+    the checkpoint's `out_features` the layer computes; empty for all. activation "difference" subtracts the first of
+    two outputs from the second."""
 
     name: str
     in_features: int
@@ -89,6 +91,7 @@ class DenseSpec:
     norm_name: str = ""
     folder: str = ""
     bias_name: str | None = None
+    rows: tuple[int, ...] = ()
 
 
 Pooling = Literal["cls", "last", "mean", "max", "mean_sqrt_len", "weighted_mean", "all"]

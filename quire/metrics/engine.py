@@ -20,11 +20,17 @@ _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read
 class EngineMetrics:
     """Counts requests, and the tokens and other results of steps. Times are taken in the process of the core's client.
 
-    prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics.
+    prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics. max_loras: how many
+    adapters a batch may have; 0 without adapters.
     """
 
     def __init__(
-        self, prefix: str, model_name: str, request_log: RequestLog | None = None, enabled: bool = True
+        self,
+        prefix: str,
+        model_name: str,
+        request_log: RequestLog | None = None,
+        enabled: bool = True,
+        max_loras: int = 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self.enabled = enabled
@@ -58,6 +64,14 @@ class EngineMetrics:
         self.finished = {reason.value: finished(finished_reason=reason.value) for reason in FinishReason}
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by place"
         self.accepted_at = declared(Counter, name, text, "position")
+        self._adapters: Gauge | None = None
+        if max_loras:
+            name, text = (
+                f"{prefix}:lora_requests_info",
+                "The time; its labels name the adapters of unfinished sequences",
+            )
+            names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+            self._max_loras, self._adapters = str(max_loras), Gauge(name, text, names, registry=self.registry)
 
     def set_cache_config(self, config: Mapping[str, object]) -> None:
         """Report options and size of the KV cache as labels of a gauge that is 1. The names must always be the same."""
@@ -70,6 +84,13 @@ class EngineMetrics:
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
+        if self._adapters is not None:
+            found: tuple[set[str], set[str]] = set(), set()  # of sequences that wait for their first token, of others
+            for sequence in self._sequences.values():
+                found[bool(sequence.first_token_at)].add(sequence.adapter)
+            self._adapters.clear()
+            names = (",".join(sorted(some - {""})) for some in found)
+            self._adapters.labels(self._max_loras, *names).set_to_current_time()
         return generate_latest(self.registry) if self.enabled else b""
 
     # ---- events
@@ -83,7 +104,8 @@ class EngineMetrics:
         request = RequestRecord(len(sequences), len(sequences))
         for core_request in sequences:
             num_prompt_tokens, max_tokens = len(core_request.prompt_token_ids), core_request.max_tokens
-            sequence = SequenceRecord(request, num_prompt_tokens, max_tokens, core_request.arrival_time)
+            adapter = core_request.adapter.name if core_request.adapter else ""
+            sequence = SequenceRecord(request, num_prompt_tokens, max_tokens, core_request.arrival_time, adapter)
             self._sequences[core_request.request_id] = sequence
 
     def abort(self, request_ids: list[str]) -> None:

@@ -27,6 +27,7 @@ class SequenceRecord:
     num_prompt_tokens: int
     max_tokens: int
     arrived_at: float
+    adapter: str = ""
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0

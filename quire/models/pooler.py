@@ -18,12 +18,13 @@ class Dense:
     """See DenseSpec."""
 
     def __init__(self, builder: Builder, spec: DenseSpec) -> None:
-        part = OutputPart(spec.name, spec.out_features, 0, spec.out_features)
-        self.weight = DenseWeight(builder, LinearShape((part,), spec.in_features, 0, spec.in_features))
+        spans = [(row, row + 1) for row in spec.rows] or [(0, spec.out_features)]
+        parts = tuple(OutputPart(spec.name, spec.out_features, *span) for span in spans)
+        self.weight = DenseWeight(builder, LinearShape(parts, spec.in_features, 0, spec.in_features))
         bias = spec.bias_name or f"{spec.name}.bias"
         self.bias = builder.whole(bias, spec.out_features) if spec.bias else None
         self.name, self.activation = spec.activation, None
-        if spec.activation not in ("identity", "tanh", "log1p_relu"):
+        if spec.activation not in ("identity", "tanh", "log1p_relu", "difference"):
             self.activation = activation(builder.kernels, spec.activation, gated=False)
         self.norm = None if spec.norm is None else make_norm(builder, spec.norm_name, spec.out_features, spec.norm)
 
@@ -36,6 +37,8 @@ class Dense:
             x = torch.tanh(x)
         elif self.name == "log1p_relu":
             x = torch.log1p(torch.relu(x.float()))
+        elif self.name == "difference":
+            x = x[:, 1:] - x[:, :1]
         return x if self.norm is None else self.norm(x)
 
 

@@ -8,6 +8,7 @@ from quire.config import ConfigError, ModelConfig
 from quire.layers.specs import DenseSpec, NormSpec, PoolerSpec, Pooling
 from quire.loading.sentence_transformers import ACTIVATIONS, SentenceTransformer, read_sentence_transformer
 from quire.models.spec import DecoderSpec, HfConfig
+from quire.text.tokenizer import Tokenizer
 
 # vLLM's names
 _POOLING: dict[str, Pooling] = {"CLS": "cls", "LAST": "last", "MEAN": "mean", "ALL": "all", "MAX": "max"}
@@ -53,7 +54,8 @@ def describe_pooling(config: HfConfig, spec: DecoderSpec, directory: Path, optio
     files = read_sentence_transformer(directory) or SentenceTransformer()
     hidden = spec.hidden_size
     if options.convert != "embed" and (name.endswith(_CLASSIFIERS) or options.convert == "classify"):
-        pooler = _classifier(name, config, spec)
+        words = config.get("classifier_from_token")
+        pooler = _words_head(words, config, spec, directory) if words else _classifier(name, config, spec)
     elif files.is_sparse:
         pooler = PoolerSpec("max", of_tokens=_vocabulary_head(config, spec), normalize=False)
     elif name == "HF_ColBERT":
@@ -115,6 +117,22 @@ def _classifier(name: str, config: HfConfig, spec: DecoderSpec) -> PoolerSpec:
         prefix = str(spec.names["embedding"]).partition(".")[0]
         layers = (DenseSpec(f"{prefix}.pooler.dense", hidden, hidden, True, "tanh"), head("classifier"))
     return PoolerSpec(pooling, (), layers, labels, _scores_activation(config, count, name), normalize=False)
+
+
+def _words_head(words: Any, config: HfConfig, spec: DecoderSpec, directory: Path) -> PoolerSpec:
+    """The logit of a word, or of the second of two words less that of the first, as Qwen3-Reranker scores with "no" and
+    "yes"."""
+    if not isinstance(words, list) or len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(f"hf_overrides: classifier_from_token should be a list of one word or two, got {words!r}")
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
+    if any(len(tokens) != 1 for tokens in ids):
+        raise ConfigError(f"hf_overrides: each word of classifier_from_token should be a token, got {words!r}")
+    table = str(spec.names["embedding" if spec.tie_embeddings else "lm_head"])
+    rows = tuple(tokens[0] for tokens in ids)
+    layer = DenseSpec(table, spec.hidden_size, spec.vocab_size, False, "difference" if len(rows) == 2 else "identity",
+                      rows=rows)  # fmt: skip
+    return PoolerSpec("last", (), (layer,), ("LABEL_0",), _scores_activation(config, 1, ""), normalize=False)
 
 
 def _scores_activation(config: HfConfig, count: int, name: str) -> Literal["identity", "sigmoid", "softmax"]:

@@ -130,6 +130,22 @@ def test_loading_and_unloading(service, said, folder):
     assert service.post("/v1/completions", {"model": "c", "prompt": TEXT}).status == 404
 
 
+def test_metrics_name_the_adapters_of_unfinished_requests(service):
+    def shown() -> str:
+        return next(
+            line for line in service.get("/metrics").body.decode().splitlines() if "lora_requests_info{" in line
+        )
+
+    def labels(waiting: str, running: str) -> str:
+        return f'{{max_lora="2",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"}}'
+
+    assert labels("", "") in shown()
+    body = {"model": "a", "prompt": TEXT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with service.connection("/v1/completions", body):
+        eventually(lambda: labels("", "a") in shown())
+    eventually(lambda: labels("", "") in shown())
+
+
 def test_what_cannot_be_loaded(service, host, folder, tmp_path):
     assert load(service, "x", "../") == (403, "lora_path should be a folder below --lora-folder")
     assert load(service, "x", str(tmp_path))[0] == 403

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, PoolingParams
+from quire.config import ConfigError
 from support.checkpoints import byte_level_tokenizer
 
 VOCAB = 320
@@ -143,6 +144,24 @@ def test_scores_are_those_of_transformers(tmp_path, variant, head, settings):
         probs = [output.outputs.probs for output in llm.classify(texts, use_tqdm=False)]
         activated = [w.sigmoid() if len(w) == 1 else w.softmax(0) for w in wanted]
         check([torch.tensor(p) for p in probs], activated, 1e-4)
+
+
+@pytest.mark.parametrize(("words", "tied"), [(["n", "y"], False), (["n", "y"], True), (["y"], False)])
+def test_a_reranker_scores_with_the_logits_of_words(tmp_path, words, tied):
+    model = saved(tmp_path, "Qwen3", DECODER, "ForCausalLM", tie_word_embeddings=tied)
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": words}
+    llm = LLM(str(tmp_path), dtype="float32", runner="pooling", hf_overrides=overrides)
+    tokenizer, wanted, texts = llm.get_tokenizer(), [], ["Query: a\n", "b? ", "Document: " * 5]
+    [*ids] = (tokenizer.encode(word, add_special_tokens=False)[0] for word in words)
+    for text in texts:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokenizer.encode(text + "end")])).logits[0, -1]
+        wanted.append(float((logits[ids[-1]] - (logits[ids[0]] if len(ids) == 2 else 0)).sigmoid()))
+    outputs = llm.score(texts, ["end"] * 3, use_tqdm=False)
+    assert [output.outputs.score for output in outputs] == pytest.approx(wanted, rel=1e-4)
+    for wrong, message in (("yes", "a list of one word or two"), (["yes", "no"], "should be a token")):
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(tmp_path), runner="pooling", hf_overrides={**overrides, "classifier_from_token": wrong})
 
 
 def test_the_second_text_of_a_pair_has_the_second_kind_of_segment(tmp_path):
