@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from quire.speculative.proposer import Text
 PROPOSERS = ("Perfect", "Random", "Adversarial", "Mixed", "ngram", "suffix")
 
 AHEAD = 32  # tokens that an oracle says at once, most of which it is asked for later
+MOST_ANSWERS = 48  # of an oracle, for texts with the same beginning: sampled ones leave its greedy text again and again
 
 TARGET = "QUIRE_TESTS_TARGET"  # an environment variable: the model of the engine that is started next, see `Oracle`
 
@@ -62,6 +63,7 @@ class Oracle:
         small = {"max_num_seqs": 32, "kv_cache_memory_bytes": 64 << 20}
         self.llm = LLM(**json.loads(options), **small, speculative_config={})
         self._continued: deque[list[int]] = deque(maxlen=256)  # texts with what comes next, the latest first
+        self._answers = Counter[tuple[int, ...]]()  # by the beginning of a text
 
     def __call__(self, text: Sequence[int], count: int) -> list[int]:
         text, room = list(text), max(0, self.llm.max_model_len - len(text))
@@ -73,7 +75,13 @@ class Oracle:
     def prepare(self, texts: Sequence[Sequence[int]], count: int) -> None:
         """Continue those of the texts together for which `count` tokens are not known yet."""
         longest = self.llm.max_model_len
-        unknown = [list(text) for text in texts if len(self(text, count)) < min(count, longest - len(text))]
+        unknown = [
+            list(text)
+            for text in texts
+            if self._answers[tuple(text[:16])] < MOST_ANSWERS
+            and len(self(text, count)) < min(count, longest - len(text))
+        ]
+        self._answers.update(tuple(text[:16]) for text in unknown)
         params = [
             SamplingParams(temperature=0, max_tokens=min(AHEAD, longest - len(t)), ignore_eos=True, detokenize=False)
             for t in unknown
