@@ -86,10 +86,12 @@ class Pooler:
             return hidden[starts if pooling == "cls" else starts + lengths - 1]
         wide, counts = hidden.float(), lengths[:, None].float()
         if pooling == "weighted_mean":
-            places = torch.arange(len(hidden), device=hidden.device) - starts.repeat_interleave(lengths)
+            firsts = starts.repeat_interleave(lengths, output_size=len(hidden))
+            places = torch.arange(len(hidden), device=hidden.device) - firsts
             wide, counts = wide * (places[:, None] + 1), counts * (counts + 1) / 2
         reduce = "max" if pooling == "max" else "sum"
-        pooled = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0)
+        # unsafe: a check of the lengths would wait for the device.
+        pooled = torch.segment_reduce(wide, reduce, lengths=lengths, axis=0, unsafe=True)
         if pooling == "max":
             return pooled
         return pooled / (counts.sqrt() if pooling == "mean_sqrt_len" else counts)

@@ -6,7 +6,7 @@ elsewhere than where the model is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.layers.build import Builder
+from quire.layers.specs import PoolerSpec, Pooling
 from quire.layers.step_inputs import StepInputs, StepSize, dimensions
 from quire.loading.metadata import hf_config
 from quire.models.decoder import Decoder
+from quire.models.pooler import Pooler
 from quire.models.registry import spec_of
 from quire.ops import Kernels, Target
 from quire.parallel.mesh import Communicator
@@ -72,3 +74,14 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
     inputs = StepInputs(size=size, **{name: torch.from_numpy(array).to(META) for name, array in arrays.items()})
     logits = model.logits(forward(inputs, torch.empty(3, dtype=torch.int64, device=META)))
     assert (logits.shape, logits.device) == ((3, model.spec.vocab_size), META)
+
+
+@pytest.mark.parametrize("pooling", get_args(Pooling))
+def test_pooling_needs_nothing_of_the_device(pooling):
+    builder = Builder(Kernels(Target(META, torch.bfloat16)), Communicator(), lambda name: None)
+    hidden, lengths = (
+        torch.empty(7, 4, dtype=torch.bfloat16, device=META),
+        torch.empty(3, dtype=torch.int64, device=META),
+    )
+    pooled = Pooler(builder, PoolerSpec(pooling), None)(hidden, torch.empty_like(lengths), lengths)
+    assert (pooled.shape, pooled.device) == ((7 if pooling == "all" else 3, 4), META)
