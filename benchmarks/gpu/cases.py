@@ -46,13 +46,16 @@ class Case:
 
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
-    """In order of value: every model on every card with default options, then pairs of options.
+    """In order of value: every model on every card with default options, then encoders and adapters on every card, then
+    pairs of options.
 
     On each card, every pair of values of two options occurs; every value of every option occurs with every model on
     some card.
     """
     plain = [Case(card, model) for model in SERVED for card in cards]
-    return plain + _pairs(cards, plain)
+    others = [(Served("bge-m3"), (("dtype", "float32"),)), (Served("modernbert"), ()),
+              (Served("embedding-gemma"), ()), (Served("qwen3-0.6b"), (("enable_lora", "True"),))]  # fmt: skip
+    return [*plain, *(Case(card, *other) for other in others for card in cards), *_pairs(cards, plain)]
 
 
 def _goals(cards: Sequence[str]) -> set[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from quire import LLM
 
 MAX_MODEL_LEN = 8192
+_SWITCHES = ("enforce_eager", "batch_invariant", "enable_lora")
 
 
 def start(case: Case, folder: Path) -> LLM:
@@ -27,7 +29,7 @@ def start(case: Case, folder: Path) -> LLM:
         quantization = None
     options: dict[str, Any] = {"quantization": None if quantization == "none" else quantization}
     options |= {name: case.option(name) for name in ("dtype", "kv_cache_dtype")}
-    options |= {name: value == "True" for name, value in case.options if name in ("enforce_eager", "batch_invariant")}
+    options |= {name: value == "True" for name, value in case.options if name in _SWITCHES}
     mesh = Mesh(tp=Communicator(0, case.model.ranks)) if case.model.ranks > 1 else Mesh()
     longest = min(MAX_MODEL_LEN, config["max_position_embeddings"])
     path = write_config(folder / "model", config)
@@ -40,13 +42,24 @@ def start(case: Case, folder: Path) -> LLM:
 def serve(llm: LLM) -> None:
     """Requests: short and long prompts, steps of prompts and decoding together, few and many rows, every way to
     sample."""
+    from benchmarks.lora import write_adapter
     from quire import SamplingParams
 
-    def run(lengths: list[int], tokens: int = 4, **params: Any) -> None:
-        prompts: list[Any] = [[1 + i % 97 for i in range(length)] for length in lengths]
-        llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, **params), use_tqdm=False)
+    def prompts(lengths: list[int]) -> list[Any]:
+        return [[1 + i % 97 for i in range(length)] for length in lengths]
 
-    longest = llm.max_model_len - 8
+    longest, adapter = llm.max_model_len - 8, None
+    if llm.frontend.pooling is not None:
+        for lengths in ([10], [1], [longest], [5, 1000, 20], [12] * 70):
+            llm.embed(prompts(lengths), use_tqdm=False)
+        return
+    if llm.config.lora.enable_lora:
+        adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", layers=1, rank=16, seed=0)
+
+    def run(lengths: list[int], tokens: int = 4, **params: Any) -> None:
+        options = SamplingParams(max_tokens=tokens, ignore_eos=True, **params)
+        llm.generate(prompts(lengths), options, use_tqdm=False, lora_request=adapter)
+
     run([10], temperature=0)
     run([1], temperature=0)
     run([longest], temperature=0)

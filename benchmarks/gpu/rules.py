@@ -12,7 +12,8 @@ from benchmarks.gpu.machine_code import THREADS, MachineCode, Product, read
 from quire.gpu.cards import Card
 
 WIDE = 16  # bytes that a thread shall load at once
-STREAMED = ("cache", "codes", "weight")  # arguments of kernels with products that hold keys and values, or weights
+# Arguments of kernels with products that hold keys and values, or weights.
+STREAMED = ("cache", "codes", "weight", "k", "v", "a", "b")
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SMALL_TYPES = ("bf16", "f16", "i8", "f8E4M3FN", "f8E5M2", "u8")  # the types of inputs that tensor cores multiply
 

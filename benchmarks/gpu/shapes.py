@@ -94,6 +94,24 @@ SHAPES: dict[str, Config] = {
         "ffn_dim": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048,
         "word_embed_proj_dim": 4096, "do_layer_norm_before": True, "activation_function": "relu",
     },
+    "bge-m3": {
+        "architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta", "vocab_size": 250_002, "hidden_size": 1024,
+        "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "type_vocab_size": 1,
+        "max_position_embeddings": 8194, "layer_norm_eps": 1e-5, "hidden_act": "gelu", "pad_token_id": 1,
+    },
+    "modernbert": {
+        "architectures": ["ModernBertModel"], "model_type": "modernbert", "vocab_size": 50_368, "hidden_size": 768,
+        "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12, "norm_eps": 1e-5,
+        "max_position_embeddings": 8192, "local_attention": 128, "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "hidden_activation": "gelu",
+    },
+    "embedding-gemma": {
+        "architectures": ["Gemma3TextModel"], "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 768,
+        "intermediate_size": 1152, "num_hidden_layers": 24, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "head_dim": 256, "max_position_embeddings": 2048, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
+        "rms_norm_eps": 1e-6, "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": True,
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -101,7 +119,13 @@ SHAPES: dict[str, Config] = {
     },
 }  # fmt: skip
 
-_LAYERS = {"gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4}  # one of each kind; others need 1
+_LAYERS = {
+    "gemma-2-9b": 2,
+    "gemma-3-27b": 6,
+    "gpt-oss-120b": 2,
+    "deepseek-v3": 4,
+    "modernbert": 3,
+}  # one of each kind; others need 1
 
 
 @dataclass(frozen=True)

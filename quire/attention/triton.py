@@ -107,7 +107,7 @@ class TritonAttention(PreparingBackend):
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: TritonPlan) -> None:
         s, slots = self.shape, plan.layout.slot_mapping
-        k, v = _dense(k), k if v is None else _dense(v)
+        k, v = _contiguous(k), k if v is None else _contiguous(v)
         if len(slots):
             store_kernel[(len(slots), s.num_kv_heads)](
                 cache, k, v, slots, cache.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), s.head_dim,
@@ -132,7 +132,7 @@ class TritonAttention(PreparingBackend):
 
     def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
-        s, layout, q = self.shape, plan.layout, _dense(q)
+        s, layout, q = self.shape, plan.layout, _contiguous(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, s.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
@@ -162,5 +162,5 @@ class TritonAttention(PreparingBackend):
         return out, lse
 
 
-def _dense(x: Tensor) -> Tensor:
+def _contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -39,6 +39,7 @@ if HAS_TRITON:
     import quire.ops.triton.dense
     import quire.ops.triton.drafts
     import quire.ops.triton.elementwise
+    import quire.ops.triton.encoder_attention
     import quire.ops.triton.linear
     import quire.ops.triton.lora
     import quire.ops.triton.masks

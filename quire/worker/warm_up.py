@@ -12,24 +12,28 @@ from typing import Any
 import torch
 
 from quire.layers.step_inputs import StepSize
+from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput, TokenMasks
 from quire.worker.model_runner import SCORED_AT_ONCE, ModelRunner
+from quire.worker.runner import Runner
 
 _EPOCH = -1  # a step that is skipped must not make the runner skip the scheduler's steps, which begin at epoch 0
 _GREEDY = SamplingParams(temperature=0)
 _SCORED = SamplingParams(temperature=0, prompt_logprobs=0)
 
 
-def warm_up(runner: ModelRunner, most_tokens: int) -> None:
+def warm_up(runner: Runner[Any], most_tokens: int) -> None:
     """Run steps of up to `most_tokens` tokens. What they store goes to the null block of the cache."""
-    batch = runner.batch
-    steps = _steps(len(batch.num_tokens), batch.max_model_len, most_tokens)
+    batch, samples = runner.batch, isinstance(runner, ModelRunner)
+    steps = (_steps if samples else _texts)(len(batch.num_tokens), batch.max_model_len, most_tokens)
     masks = TokenMasks([0], memoryview(b"\xff" * 4 * -(-batch.vocab_size // 32)))
     for step_id, step in enumerate(steps):
         step.step_id = step_id
         runner.submit(step)
         runner.sample(step_id, masks if len(step.rows) == 1 else None)()
+    if not isinstance(runner, ModelRunner):
+        return
     _verify_drafts(runner)
     if runner.model.adapters is not None:  # a step of few tokens, and one of many
         for tokens in sorted({1, min(most_tokens, 128)}):
@@ -48,12 +52,9 @@ def _verify_drafts(runner: ModelRunner) -> None:
 
 def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:
     """Prompts, prompts with logprobs, one token of each request, and all kinds of sampling parameters."""
-    longest = min(most_tokens, most_requests * max_model_len)
-    for tokens in _sizes(longest):
-        whole, rest = divmod(tokens, max_model_len)
-        lengths = [max_model_len] * whole + [rest] * (rest > 0)
+    for lengths in _prompts(most_requests, max_model_len, most_tokens):
         yield _step(lengths, [_GREEDY])
-        if tokens <= 2 * SCORED_AT_ONCE:
+        if sum(lengths) <= 2 * SCORED_AT_ONCE:
             yield _step(lengths, [_SCORED])
     for requests in _sizes(min(most_requests, most_tokens)):
         yield _step([1] * requests, [_GREEDY])
@@ -67,20 +68,35 @@ def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator
             yield _step([1, 1], [params, _GREEDY])
 
 
+def _texts(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:
+    """Texts that are pooled."""
+    for lengths in _prompts(most_requests, max_model_len, most_tokens):
+        yield _step(lengths, [PoolingParams()])
+
+
+def _prompts(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[list[int]]:
+    """The lengths of the prompts of a step, for steps of all sizes."""
+    for tokens in _sizes(min(most_tokens, most_requests * max_model_len)):
+        whole, rest = divmod(tokens, max_model_len)
+        yield [max_model_len] * whole + [rest] * (rest > 0)
+
+
 def _sizes(most: int) -> list[int]:
     """Powers of two up to `most`, and `most`."""
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
-def _step(lengths: Sequence[int], params: Sequence[SamplingParams]) -> SchedulerOutput:
+def _step(lengths: Sequence[int], params: Sequence[SamplingParams | PoolingParams]) -> SchedulerOutput:
     """A step that computes the whole prompts of new requests. params: repeated if there are fewer than requests.
 
     The first token of a longer prompt counts as cached, so that the step is no step of whole prompts, which some
     attention backends treat in another way.
     """
-    requests = [
-        NewRequest(f"warm-up-{row}", row, [0] * length, length, int(length > 1), params[row % len(params)], seed=0)
-        for row, length in enumerate(lengths)
-    ]
+    requests = []
+    for row, length in enumerate(lengths):
+        given, known = params[row % len(params)], int(length > 1)
+        sampling, pooling = (given, None) if isinstance(given, SamplingParams) else (None, given)
+        name, tokens = f"warm-up-{row}", [0] * length
+        requests.append(NewRequest(name, row, tokens, length, known, sampling, seed=0, pooling_params=pooling))
     counts = [length - request.num_computed_tokens for length, request in zip(lengths, requests, strict=True)]
     return SchedulerOutput(0, requests, list(range(len(requests))), counts, epoch=_EPOCH)

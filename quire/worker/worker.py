@@ -113,8 +113,7 @@ class Worker:
             self._allocate(1, block_bytes)  # the dummy step needs a null block
             tokens = min(most_tokens, max_num_seqs * max_model_len)
             free = memory.left_by_a_step(self.runner, budget, tokens)
-            if isinstance(self.runner, ModelRunner):
-                warm_up(self.runner, tokens)
+            warm_up(self.runner, tokens)
         else:
             free = memory.free_on_host() // group.size
         num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, device))

@@ -21,6 +21,7 @@ if INSTALLED:
     import quire.ops.triton.dense
     import quire.ops.triton.drafts
     import quire.ops.triton.elementwise
+    import quire.ops.triton.encoder_attention
     import quire.ops.triton.float8
     import quire.ops.triton.linear
     import quire.ops.triton.lora
