@@ -100,7 +100,7 @@ def run_case(case: Case, device: TracedStandIn) -> Result:
         try:
             llm = start(case, Path(folder))
             at_start = set(device.compilations)
-            serve(llm)
+            serve(llm, Path(folder))
             result["while_serving"] = sorted(set(device.compilations) - at_start)
         except ConfigError as error:
             result |= {"state": "refused", "reason": str(error)[:300]}

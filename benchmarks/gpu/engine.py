@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -39,9 +38,9 @@ def start(case: Case, folder: Path) -> LLM:
         )
 
 
-def serve(llm: LLM) -> None:
+def serve(llm: LLM, folder: Path) -> None:
     """Requests: short and long prompts, steps of prompts and decoding together, few and many rows, every way to
-    sample."""
+    sample. folder: for an adapter."""
     from benchmarks.lora import write_adapter
     from quire import SamplingParams
 
@@ -54,7 +53,7 @@ def serve(llm: LLM) -> None:
             llm.embed(prompts(lengths), use_tqdm=False)
         return
     if llm.config.lora.enable_lora:
-        adapter = write_adapter(Path(tempfile.mkdtemp()) / "adapter", layers=1, rank=16, seed=0)
+        adapter = write_adapter(folder / "adapter", layers=1, rank=16, seed=0)
 
     def run(lengths: list[int], tokens: int = 4, **params: Any) -> None:
         options = SamplingParams(max_tokens=tokens, ignore_eos=True, **params)
