@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,12 +55,16 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
     """Load the model and execute steps until the executor has gone."""
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
+    from quire.ops.cpu.shared_sums import with_shared_sums
     from quire.parallel.mesh import join
     from quire.worker.device import on_gpu
     from quire.worker.worker import Worker
 
     torch.set_num_threads(start.num_threads)
-    mesh = join(start.sizes, rank, *start.meeting, kind="cuda" if on_gpu(start.config.kernels.device) else "cpu")
+    kind = "cuda" if on_gpu(start.config.kernels.device) else "cpu"
+    mesh = join(start.sizes, rank, *start.meeting, kind=kind)
+    if kind == "cpu":
+        mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))
     while True:

@@ -1,6 +1,7 @@
 """The mesh: the groups of ranks to which one rank belongs, and the collectives of each group."""
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +15,14 @@ from quire.parallel.sizes import AXES, MeshSizes
 @dataclass(frozen=True)
 class Communicator:
     """The collectives of one group of ranks. In a group of one, each is the identity. rank: this rank's number in the
-    group. capturable: whether CUDA graphs can hold the collectives."""
+    group. capturable: whether recorded steps and CUDA graphs can hold the sums. add_up: a faster way to sum a tensor
+    over the ranks in place, which returns False for one that it cannot sum."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     capturable: bool = field(default=False, kw_only=True)
+    add_up: Callable[[Tensor], bool] | None = field(default=None, kw_only=True)
 
     def share(self, total: int) -> tuple[int, int]:
         """This rank's part [start, stop) of `total` items. Parts are equal, but the last ones may be short or empty."""
@@ -28,8 +31,14 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place."""
-        if self.size > 1 and x.numel():
+        if self.size > 1 and x.numel() and not (self.add_up is not None and self.add_up(x)):
             dist.all_reduce(x, group=self.group)
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Overwrite x with that of rank 0."""
+        if self.size > 1:
+            dist.broadcast(x, group_src=0, group=self.group)
         return x
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
