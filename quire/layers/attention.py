@@ -36,14 +36,18 @@ class Attention(CachedAttention):
         self.hidden_size = hidden
         inputs, parts = spec.input_size or hidden, share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
+        inner = (share.heads.start * dim, share.heads.stop * dim)
         self.out = RowParallelLinear(
-            builder, names["o"], spec.num_heads * dim, hidden, spec.output_bias, dim, transposed
+            builder, names["o"], spec.num_heads * dim, inner, hidden, spec.output_bias, transposed, share.is_copy
         )
         self.q_norm = self.k_norm = None
         if (norm := spec.qk_norm) is not None:
             over = spec.qk_norm_over
-            self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads)
-            self.k_norm = make_qk_norm(builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads)
+            q_weight, k_weight = (0.0, 0.0) if share.is_copy else (1.0, 1 / share.holders)
+            self.q_norm = make_qk_norm(builder, names["q_norm"], norm, over, dim, spec.num_heads, share.heads, q_weight)
+            self.k_norm = make_qk_norm(
+                builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight
+            )
         self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
         self.sinks = None
         if spec.sinks:

@@ -66,21 +66,33 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The heads of one rank. If there are fewer KV heads than ranks, several ranks hold the same KV head."""
+    """The heads of one rank. If there are fewer KV heads than ranks, several ranks hold the same KV head.
+
+    Heads that cannot be shared evenly leave the last ranks with fewer, or with none. A rank must not be without heads,
+    so such a rank is a copy: it has the heads of another one, and its results do not count. holders: how many ranks
+    that are no copies hold each of the KV heads.
+    """
 
     heads: range
     kv_heads: range
+    is_copy: bool
+    holders: int
 
     @classmethod
     def of(cls, spec: AttentionSpec, group: "Communicator") -> Self:
-        """The share of the group's rank. Raises ValueError if the heads cannot be shared evenly."""
-        rank, size = group.rank, group.size
-        if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
-            raise ValueError(f"tensor_parallel_size={size} does not divide {spec.num_heads} attention heads and "
-                             f"{spec.num_kv_heads} KV heads")  # fmt: skip
-        heads, kv_heads = spec.num_heads // size, max(1, spec.num_kv_heads // size)
-        start, kv_start = rank * heads, rank * spec.num_kv_heads // size
-        return cls(range(start, start + heads), range(kv_start, kv_start + kv_heads))
+        """The share of the group's rank: KV heads with all their query heads, or a part of one KV head's."""
+        queries = spec.num_heads // spec.num_kv_heads  # of a KV head
+        ranks = max(1, group.size // spec.num_kv_heads)  # that divide a KV head's queries between them
+        if ranks > 1 and group.size % spec.num_kv_heads:
+            ranks = 1
+        kv_heads, no_kv_heads = _share(spec.num_kv_heads, group.rank // ranks, group.size // ranks)
+        if ranks == 1:
+            heads = range(kv_heads.start * queries, kv_heads.stop * queries)
+            return cls(heads, kv_heads, no_kv_heads, 1)
+        part, no_part = _share(queries, group.rank % ranks, ranks)
+        first = kv_heads.start * queries
+        heads = range(first + part.start, first + part.stop)
+        return cls(heads, kv_heads, no_part, -(-queries // -(-queries // ranks)))
 
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
         """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order."""
@@ -123,18 +135,24 @@ class LatentAttentionSpec:
     bias: bool = False
     interleaved_rotary: bool = True
 
-    def heads(self, group: "Communicator") -> range:
-        """This rank's heads. Raises ValueError if they cannot be shared evenly."""
-        if self.num_heads % group.size:
-            raise ValueError(f"tensor_parallel_size={group.size} does not divide {self.num_heads} attention heads")
-        count = self.num_heads // group.size
-        return range(group.rank * count, (group.rank + 1) * count)
+    def heads(self, group: "Communicator") -> tuple[range, bool]:
+        """This rank's heads, and whether they are a copy (see HeadShare)."""
+        return _share(self.num_heads, group.rank, group.size)
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
-        return CacheShape(len(self.heads(group)), 1, self.kv_rank + self.rope_dim, self.kv_rank)
+        return CacheShape(len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank)
 
     def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
         return LatentSpec((CacheEntry(layer),))
+
+
+def _share(total: int, rank: int, size: int) -> tuple[range, bool]:
+    """A rank's part of `total` items. Parts are equal, but the last ones may be short. A rank that would have none has
+    the last one's, as a copy."""
+    part = -(-total // size)
+    last = -(-total // part) - 1
+    start = min(rank, last) * part
+    return range(start, min(start + part, total)), rank > last
 
 
 @dataclass(frozen=True)

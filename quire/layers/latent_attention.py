@@ -27,7 +27,7 @@ class LatentAttention(CachedAttention):
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec, self.place = spec, place
         self.rotary_embedding, self.linear_by_head = builder.kernels.rotary_embedding, builder.kernels.linear_by_head
-        heads, hidden = spec.heads(builder.tensor_group), spec.hidden_size
+        (heads, is_copy), hidden = spec.heads(builder.tensor_group), spec.hidden_size
         query_dim, total = spec.nope_dim + spec.rope_dim, spec.num_heads
         self.num_heads = len(heads)
 
@@ -49,7 +49,10 @@ class LatentAttention(CachedAttention):
         self.adapters: list[LowRank] = []  # of to_latent and of from_latent
         if builder.adapters is not None:
             self.adapters = [LowRankMap(builder, builder.adapters, shape, spec, keys) for keys in (True, False)]
-        self.out = RowParallelLinear(builder, names["o"], total * spec.value_dim, hidden, spec.bias, spec.value_dim)
+        inner = (heads.start * spec.value_dim, heads.stop * spec.value_dim)
+        self.out = RowParallelLinear(
+            builder, names["o"], total * spec.value_dim, inner, hidden, spec.bias, is_copy=is_copy
+        )
 
     def _absorb(self) -> None:
         spec = self.spec

@@ -150,21 +150,22 @@ class RowParallelLinear:
     """y = x W^T + b with the inputs split over ranks. Each rank computes one summand of the whole output."""
 
     def __init__(
-        self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = False, unit: int = 1,
-        transposed: bool = False,
+        self, builder: Builder, name: str, in_features: int, inputs: tuple[int, int], out_features: int,
+        bias: bool = False, transposed: bool = False, is_copy: bool = False,
     ) -> None:  # fmt: skip
-        """unit: how many inputs stay together on a rank, such as the size of a head."""
-        self.group = builder.tensor_group
-        start, stop = (bound * unit for bound in self.group.share(in_features // unit))
+        """inputs: the first one of this rank, and the one behind its last. is_copy: whether other ranks have them, too,
+        so that this rank's summand is zero."""
+        self.group, self.is_copy = builder.tensor_group, is_copy
         parts = (OutputPart(name, out_features, 0, out_features),)
-        self.weight = make_adapted(builder, LinearShape(parts, in_features, start, stop, transposed))
+        self.weight = make_adapted(builder, LinearShape(parts, in_features, *inputs, transposed))
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, this rank's inputs] -> [tokens, out_features], the sum over ranks"""
         if self.group.size == 1:
             return self.weight(x, self.bias)
-        out = self.group.all_reduce(self.weight(x, None))
+        out = self.weight(x, None)
+        out = self.group.all_reduce(torch.zeros_like(out) if self.is_copy else out)
         return out if self.bias is None else out + self.bias
 
 

@@ -73,7 +73,7 @@ class MLP:
         self.up = ColumnParallelLinear(builder, hidden, parts, spec.bias, spec.transposed)
         self.activation = activation(builder.kernels, spec.activation, spec.gated)
         down_bias = spec.bias or spec.down_bias
-        self.down = RowParallelLinear(builder, names["down"], size, hidden, down_bias, transposed=spec.transposed)
+        self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""

@@ -13,12 +13,15 @@ QKNorm = Callable[[Tensor], Tensor]  # [tokens, heads, head_dim] -> the same
 
 
 def make_qk_norm(
-    builder: Builder, name: str, spec: NormSpec, over: str, head_dim: int, num_heads: int, heads: range
+    builder: Builder, name: str, spec: NormSpec, over: str, head_dim: int, num_heads: int, heads: range, weight: float
 ) -> QKNorm:
-    """over: see AttentionSpec.qk_norm_over. heads: the heads of this rank, of num_heads in all."""
+    """over: see AttentionSpec.qk_norm_over. heads: the heads of this rank, of num_heads in all. weight: of this rank's
+    heads in a sum over all ranks, so that each head counts once."""
     if over == "head":
         return make_norm(builder, name, head_dim, spec)
-    return (NormOfEachHead if over == "heads" else RMSNormOfAllHeads)(builder, name, spec, head_dim, num_heads, heads)
+    if over == "heads":
+        return NormOfEachHead(builder, name, spec, head_dim, num_heads, heads)
+    return RMSNormOfAllHeads(builder, name, spec, head_dim, num_heads, heads, weight)
 
 
 class NormOfEachHead:
@@ -45,17 +48,18 @@ class RMSNormOfAllHeads:
     """An RMS norm over the heads of all ranks as one vector (OLMo-2). The checkpoint's weight: [heads * head_dim]."""
 
     def __init__(
-        self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range
+        self, builder: Builder, name: str, spec: NormSpec, head_dim: int, num_heads: int, heads: range, weight: float
     ) -> None:
+        """weight: see make_qk_norm."""
         self.eps, self.group, self.size = spec.eps, builder.tensor_group, num_heads * head_dim
         self.row_sums = builder.kernels.row_sums
         self.weight = builder.parameter(len(heads), head_dim, dtype=torch.float32)
         share = slice(heads.start * head_dim, heads.stop * head_dim)
         builder.part(f"{name}.weight", self.weight.view(-1), (self.size,), share)
-        # With fewer KV heads than ranks, several ranks hold the same head, which the sum must count once.
-        self.copies = self.group.size * (len(heads)) // num_heads
+        self.own_weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
-        squares = self.group.all_reduce(self.row_sums(wide.square().flatten(1)))[..., None] / self.copies
+        squares = self.row_sums(wide.square().flatten(1)) * self.own_weight
+        squares = self.group.all_reduce(squares)[..., None]
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight).to(x.dtype)

@@ -36,15 +36,23 @@ def test_a_transposed_weight_is_kept_as_inputs_by_outputs():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ranks_add_up_shares_of_the_inputs_and_the_bias_once(bias, transposed):
     def share(builder: Builder):
-        layer = RowParallelLinear(builder, "o", 24, 7, bias, unit=8, transposed=transposed)
         start, stop = (8 * bound for bound in builder.tensor_group.share(3))
+        layer = RowParallelLinear(builder, "o", 24, (start, stop), 7, bias, transposed)
         return lambda x: layer(x[:, start:stop])
 
-    _, tensors = build_layer(lambda builder: RowParallelLinear(builder, "o", 24, 7, bias, 8, transposed))
+    _, tensors = build_layer(lambda builder: RowParallelLinear(builder, "o", 24, (0, 24), 7, bias, transposed))
     weight = tensors["o.weight"]
     wanted = X @ (weight if transposed else weight.T) + (tensors["o.bias"] if bias else 0)
     for result in on_two_ranks(share, X):  # of three heads, one rank has two
         torch.testing.assert_close(result, wanted)
+
+
+def test_a_rank_with_a_copy_adds_nothing():
+    def copy(builder: Builder):
+        return RowParallelLinear(builder, "o", 24, (0, 24), 7, True, is_copy=builder.tensor_group.rank == 1)
+
+    for result in on_two_ranks(copy, X):
+        torch.testing.assert_close(result, X @ draw("o.weight", 7, 24).T + draw("o.bias", 7))
 
 
 def test_a_replicated_layer_is_whole_on_every_rank():

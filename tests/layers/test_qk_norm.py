@@ -26,7 +26,7 @@ def centered(x: Tensor) -> Tensor:
 def make(builder: Builder, kind: str, over: str, name: str = "q_norm"):
     """The norm of this rank's heads, as a function of all heads."""
     start, stop = builder.tensor_group.share(HEADS)
-    norm = make_qk_norm(builder, name, NormSpec(kind, EPS), over, DIM, HEADS, range(start, stop))
+    norm = make_qk_norm(builder, name, NormSpec(kind, EPS), over, DIM, HEADS, range(start, stop), 1.0)
     return lambda x: norm(x[:, start:stop])
 
 
@@ -62,7 +62,7 @@ def test_heads_that_several_ranks_keep_are_counted_once():
     """One KV head on two ranks."""
 
     def copies(builder: Builder):
-        return make_qk_norm(builder, "k_norm", NormSpec("rms", EPS), "all", DIM, 1, range(1))
+        return make_qk_norm(builder, "k_norm", NormSpec("rms", EPS), "all", DIM, 1, range(1), 0.5)
 
     x = X[:, :1]
     for result in on_two_ranks(copies, x):

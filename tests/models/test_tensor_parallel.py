@@ -5,6 +5,7 @@ Most splits are tried with ranks that are threads; a few with real processes, wh
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from quire.config import EngineConfig
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
+from quire.layers.attention_spec import AttentionSpec, HeadShare
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -127,6 +129,53 @@ SPLITS = [
 ]
 
 
+UNEVEN = [
+    *((variant, 3) for variant in FIRST),
+    ("llama-6-heads-over-2", 4),
+    ("llama-mqa-linear", 3),  # parts of one KV head's queries
+    ("olmo2-grouped", 3),  # norms over heads of which a rank has none
+    ("olmo3-layer-types", 8),
+    ("falcon-rw-6-heads", 4),
+    ("gpt_oss", 5),
+    ("deepseek_v3", 5),
+]
+QUICK = {"llama", "olmo2", "deepseek_v2", "gpt_oss"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [pytest.param(*pair, marks=[] if pair[1] != 3 or pair[0] in QUICK else pytest.mark.slow) for pair in UNEVEN],
+)
+def test_ranks_with_different_numbers_of_heads_say_what_transformers_says(checkpoints, references, variant, size):
+    test_ranks_together_say_what_transformers_says(checkpoints, references, variant, size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "shares"),
+    [
+        (8, 4, 2, ["0-4 of 0-2", "4-8 of 2-4"]),
+        (8, 2, 4, ["0-2 of 0-1", "2-4 of 0-1", "4-6 of 1-2", "6-8 of 1-2"]),
+        (9, 3, 2, ["0-6 of 0-2", "6-9 of 2-3"]),
+        (9, 3, 4, ["0-3 of 0-1", "3-6 of 1-2", "6-9 of 2-3", "6-9 of 2-3, a copy"]),
+        (5, 1, 3, ["0-2 of 0-1", "2-4 of 0-1", "4-5 of 0-1"]),
+        (4, 1, 3, ["0-2 of 0-1", "2-4 of 0-1", "2-4 of 0-1, a copy"]),
+        (2, 2, 4, ["0-1 of 0-1", "0-1 of 0-1, a copy", "1-2 of 1-2", "1-2 of 1-2, a copy"]),
+    ],
+)
+def test_which_heads_a_rank_has(heads, kv_heads, size, shares):
+    """Each head counts once, and so does each KV head in a sum over the ranks."""
+    spec, found, counted = AttentionSpec(64, heads, kv_heads, 8), [], [Counter[int](), Counter[float]()]
+    for rank in range(size):
+        share = HeadShare.of(spec, ThreadGroup(rank, size))
+        h, kv = share.heads, share.kv_heads
+        found.append(f"{h.start}-{h.stop} of {kv.start}-{kv.stop}{', a copy' * share.is_copy}")
+        if not share.is_copy:
+            counted[0].update(h)
+            counted[1].update(dict.fromkeys(kv, 1 / share.holders))
+    assert found == shares
+    assert counted == [dict.fromkeys(range(heads), 1), dict.fromkeys(range(kv_heads), 1.0)]
+
+
 def test_every_family_is_split():
     assert {ALL_VARIANTS[variant][0] for variant, _ in SPLITS} == {ALL_VARIANTS[variant][0] for variant in FIRST}
 
@@ -192,14 +241,6 @@ def test_a_step_makes_two_all_reduces_a_layer(checkpoints, variant):
     for runner in executor.runners:
         group = runner.model.embedding.group
         assert group.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1}
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 3), (6, 3, 2), (4, 4, 8)])
-def test_heads_that_cannot_be_shared_evenly_are_an_error_with_the_numbers(tmp_path, heads, kv_heads, size):
-    config = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "hidden_size": 96}
-    path = write_checkpoint(tmp_path, "llama", config)
-    with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not divide {heads} attention heads"):
-        worker(path, ThreadGroup(0, size))
 
 
 # ---- processes
