@@ -8,7 +8,6 @@ from quire.config import ConfigError, ModelConfig
 from quire.layers.specs import DenseSpec, NormSpec, PoolerSpec, Pooling
 from quire.loading.sentence_transformers import ACTIVATIONS, SentenceTransformer, read_sentence_transformer
 from quire.models.spec import DecoderSpec, HfConfig
-from quire.text.tokenizer import Tokenizer
 
 # vLLM's names
 _POOLING: dict[str, Pooling] = {"CLS": "cls", "LAST": "last", "MEAN": "mean", "ALL": "all", "MAX": "max"}
@@ -124,6 +123,8 @@ def _words_head(words: Any, config: HfConfig, spec: DecoderSpec, directory: Path
     "yes"."""
     if not isinstance(words, list) or len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"hf_overrides: classifier_from_token should be a list of one word or two, got {words!r}")
+    from quire.text.tokenizer import Tokenizer  # few models need it, and the import takes a while
+
     tokenizer = Tokenizer.from_directory(directory)
     ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
     if any(len(tokens) != 1 for tokens in ids):
