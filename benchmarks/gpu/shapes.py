@@ -119,13 +119,9 @@ SHAPES: dict[str, Config] = {
     },
 }  # fmt: skip
 
-_LAYERS = {
-    "gemma-2-9b": 2,
-    "gemma-3-27b": 6,
-    "gpt-oss-120b": 2,
-    "deepseek-v3": 4,
-    "modernbert": 3,
-}  # one of each kind; others need 1
+_LAYERS = {  # one of each kind; others need 1
+    "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "modernbert": 3, "embedding-gemma": 6,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,8 @@ class HeadShare:
     def of(cls, spec: AttentionSpec, group: "Communicator") -> Self:
         """The share of the group's rank: KV heads with all their query heads, or a part of one KV head's."""
         queries = spec.num_heads // spec.num_kv_heads  # of a KV head
-        ranks = max(1, group.size // spec.num_kv_heads)  # that divide a KV head's queries between them
-        if ranks > 1 and group.size % spec.num_kv_heads:
-            ranks = 1
+        whole, rest = divmod(group.size, spec.num_kv_heads)
+        ranks = 1 if rest else whole  # that divide the queries of a KV head between them
         kv_heads, no_kv_heads = _share(spec.num_kv_heads, group.rank // ranks, group.size // ranks)
         if ranks == 1:
             heads = range(kv_heads.start * queries, kv_heads.stop * queries)

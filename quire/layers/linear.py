@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.specs import OutputPart
+from quire.parallel.mesh import Communicator
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,14 @@ def make_adapted(builder: Builder, shape: LinearShape) -> LinearWeight:
     """The same, with low-rank adapters if the model takes some."""
     weight = make_weight(builder, shape)
     return weight if builder.adapters is None else builder.adapters.wrap(builder, weight, shape)
+
+
+def inner_share(group: Communicator, size: int) -> tuple[int, int]:
+    """A rank's part [start, stop) of the inner elements of a feed-forward layer. Raises ValueError on all ranks if one
+    of them would have none."""
+    if -(-size // group.size) * (group.size - 1) >= size:
+        raise ValueError(f"tensor_parallel_size={group.size} is too large: a feed-forward layer has {size} elements")
+    return group.share(size)
 
 
 class ColumnParallelLinear:

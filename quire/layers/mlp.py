@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quire.layers.build import Builder
-from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, inner_share
 from quire.layers.specs import MLPSpec, OutputPart
 from quire.ops import Kernels
 
@@ -62,7 +62,7 @@ class MLP:
 
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size
-        start, stop = builder.tensor_group.share(size)
+        start, stop = inner_share(builder.tensor_group, size)
         if not spec.gated:
             parts = [OutputPart(names["up"], size, start, stop)]
         elif fused := names.get("gate_up") or names.get("up_gate"):

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, ReplicatedLinear, dense_slots, make_weight
+from quire.layers.linear import (
+    DenseWeight,
+    LinearShape,
+    LinearWeight,
+    ReplicatedLinear,
+    dense_slots,
+    inner_share,
+    make_weight,
+)
 from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
@@ -97,7 +105,7 @@ def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
 def _fused(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> tuple[Experts, Experts]:
     """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up alternate."""
     count, size = spec.num_experts, spec.intermediate_size
-    start, stop = builder.tensor_group.share(size)
+    start, stop = inner_share(builder.tensor_group, size)
     share, everything = stop - start, slice(None)
     gate_up = GroupedExperts(builder, count, 2 * share, hidden, spec.bias)
     down = GroupedExperts(builder, count, hidden, share, spec.bias)
@@ -141,7 +149,7 @@ class MoE:
             self.gate_up, self.down = _fused(builder, spec, hidden, names)
         else:
             size = spec.intermediate_size
-            start, stop = self.group.share(size)
+            start, stop = inner_share(self.group, size)
 
             def name(key: str, expert: int) -> str:
                 return names[key].replace("{e}", str(expert))

@@ -243,6 +243,12 @@ def test_a_step_makes_two_all_reduces_a_layer(checkpoints, variant):
         assert group.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1}
 
 
+@pytest.mark.parametrize("variant", ["llama", "mixtral"])
+def test_more_ranks_than_a_layer_has_parts_for_are_an_error(checkpoints, variant):
+    with pytest.raises(ValueError, match="tensor_parallel_size=40 is too large: a feed-forward layer has"):
+        worker(checkpoints.path(variant), ThreadGroup(0, 40))
+
+
 # ---- processes
 
 

@@ -1,5 +1,6 @@
 """Sums over the ranks of a machine, through memory that they share (shared_sums.cpp)."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -21,9 +22,9 @@ def with_shared_sums(group: Communicator) -> Communicator:
 
     The group stays as it was if the kernels are missing somewhere, or the system gives no such memory.
     """
-    if group.size == 1:
+    if group.size == 1 or not group.minimum(int(library() is not None)):
         return group
-    memory = None if library() is None else _share(group)
+    memory = _share(group)
     if not group.minimum(int(memory is not None)):
         logger.warning("The ranks cannot share memory, so steps take longer")
         return group
@@ -43,24 +44,31 @@ def with_shared_sums(group: Communicator) -> Communicator:
 
 
 def _share(group: Communicator) -> mmap.mmap | None:
-    """The memory of the ranks. It has no name, so it is gone with the last of them. Only rank 0 reserves it; the others
+    """The memory of the ranks. It has no name, so it is gone with the last of them. Rank 0 reserves it, and the others
     find it among the open files of that process. None if this rank cannot have it."""
-    size = group.size * (_ARRIVAL_BYTES + 2 * _SLOT_BYTES)
-    place = torch.full((2,), -1)
-    if group.rank == 0:
-        try:
-            file = os.memfd_create("quire-sums")
-            os.posix_fallocate(file, 0, size)
-            place = torch.tensor([os.getpid(), file])
-        except OSError:
-            pass
-    process, number = group.broadcast(place).tolist()
-    try:
-        file = number if group.rank == 0 else os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
-        memory = mmap.mmap(file, size)
-    except (OSError, ValueError):
-        memory = None
+    size, memory = group.size * (_ARRIVAL_BYTES + 2 * _SLOT_BYTES), None
+    file = _reserve(size) if group.rank == 0 else None
+    process, number = group.broadcast(torch.tensor([os.getpid(), -1 if file is None else file])).tolist()
+    with contextlib.suppress(OSError):
+        if group.rank > 0 and number >= 0:
+            file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        if file is not None:
+            memory = mmap.mmap(file, size)
     group.minimum(0)  # all have opened it
-    if number >= 0 and (group.rank == 0 or memory is not None):
+    if file is not None:
         os.close(file)
     return memory
+
+
+def _reserve(size: int) -> int | None:
+    """A file in memory, of so many bytes; None if the system gives none."""
+    try:
+        file = os.memfd_create("quire-sums")
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError:
+        os.close(file)
+        return None
+    return file
