@@ -142,9 +142,10 @@ class ParallelConfig:
     """Parallelism."""
 
     tensor_parallel_size: int = option(1, flags=("-tp",))
+    data_parallel_size: int = option(1, flags=("-dp",))
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "tensor_parallel_size")
+        at_least(self, 1, "tensor_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True)

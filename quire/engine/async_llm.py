@@ -1,4 +1,4 @@
-"""AsyncLLM: an engine with vLLM's asyncio interface, for many callers at once. The core runs in its own process."""
+"""AsyncLLM: an engine with vLLM's asyncio interface, for many callers at once. The cores run in their own processes."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class AsyncLLM:
 
     model, options: as for `LLM`. metrics_prefix: the prefix of the Prometheus metrics' names. served_name: the model's
     name in the metrics' labels. log_stats: keep statistics for the metrics and the periodic log line. request_log: logs
-    each request; None logs none. core: the client of a core that was started already, with its own model and options.
+    each request; None logs none. core: the client of cores that were started already, with its own model and options.
     Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
     """
 
@@ -78,9 +78,10 @@ class AsyncLLM:
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
-        self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats, max_loras)
+        replicas = self.config.parallel.data_parallel_size
+        self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats, max_loras, replicas)
         self._running: dict[str, _Running] = {}  # by request id
-        self._inbox: deque[tuple[list[EngineCoreOutput], CoreStats]] = deque()
+        self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -90,10 +91,10 @@ class AsyncLLM:
         # The tokenizer's length bound is computed while the model is loaded.
         bound = asyncio.to_thread(lambda: self.get_tokenizer().length_bound)
         await asyncio.gather(self.client.start(self._receive), bound)
-        self.processor.max_model_len = self.client.size.max_model_len
+        self.processor.max_model_len = min(size.max_model_len for size in self.client.sizes)
 
     async def shutdown(self) -> None:
-        """End the core's process. Unfinished requests end as aborted."""
+        """End the cores' processes. Unfinished requests end as aborted."""
         await self.client.shutdown()
         if self._task is not None:
             self._task.cancel()
@@ -140,17 +141,20 @@ class AsyncLLM:
                 yield pooling_request_output(output)
 
     async def add_lora(self, lora_request: LoRARequest) -> Adapter:
-        """Load an adapter before its first request, which would do so otherwise. Raises ValueError if it cannot be
-        used."""
+        """Load an adapter into all cores before its first request, which would do so otherwise. Raises ValueError if it
+        cannot be used."""
         adapter = await asyncio.to_thread(self.frontend.adapter, lora_request)
+        assert adapter is not None
+        await asyncio.gather(*(self._load(adapter, core) for core in self.client.ready))
+        return adapter
+
+    async def _load(self, adapter: Adapter, core: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=1)
         request = await self.process(f"adapter-{token_hex(8)}", [0], params, adapter=adapter)
-        async with aclosing(self.run([request])) as outputs:
+        async with aclosing(self.run([request], core)) as outputs:
             async for output in outputs:
                 if output.outputs[0].finish_reason in ("bad_request", "error"):
                     raise ValueError(output.outputs[0].stop_reason)
-        assert adapter is not None
-        return adapter
 
     def abort(self, request_id: str) -> bool:
         """End a request; its reader gets the output so far. Returns False for an unknown or finished request."""
@@ -174,11 +178,11 @@ class AsyncLLM:
 
     def render_metrics(self) -> bytes:
         """The engine's metrics in Prometheus' text format; empty without log_stats."""
-        cache, size = self.config.cache, self.client.size
+        cache, cores = self.config.cache, self.client.sizes
         names = "block_size enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override"
-        sizes = {"num_gpu_blocks": size.num_blocks, "kv_cache_size_tokens": size.kv_cache_tokens}
-        options = {name: getattr(cache, name) for name in names.split()}
-        self.metrics.set_cache_config({**options, **sizes, "cache_dtype": cache.kv_cache_dtype})
+        options = {**{name: getattr(cache, name) for name in names.split()}, "cache_dtype": cache.kv_cache_dtype}
+        sizes = ({"num_gpu_blocks": s.num_blocks, "kv_cache_size_tokens": s.kv_cache_tokens} for s in cores)
+        self.metrics.set_cache_config([{**options, **size} for size in sizes])
         return self.metrics.render()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -207,10 +211,11 @@ class AsyncLLM:
             return await asyncio.to_thread(self.processor.process, *arguments)
         return self.processor.process(*arguments)
 
-    async def run(self, requests: Sequence[ProcessedRequest]) -> AsyncGenerator[RequestOutput]:
+    async def run(self, requests: Sequence[ProcessedRequest], core: int | None = None) -> AsyncGenerator[RequestOutput]:
         """Run the requests together. Yields a RequestOutput whenever it changed in a way that its output_kind reports.
 
-        Closing the generator aborts the unfinished requests. Raises ValueError if a request id is in use.
+        core: the number of the core to take; None lets the client choose one for each sequence. Closing the generator
+        aborts the unfinished requests. Raises ValueError if a request id is in use.
         """
         for request in requests:
             if request.request_id in self._running:
@@ -223,8 +228,9 @@ class AsyncLLM:
                 output = self.output_processor.add(request)
                 self._running[request.request_id] = _Running(request, output, mailbox)
                 self.request_log.received(request.request_id, request.prompt, request.prompt_token_ids, request.params)
-                self.metrics.add(request.core_requests)
-            self.client.add([core_request for request in requests for core_request in request.core_requests])
+            self.client.add([core_request for request in requests for core_request in request.core_requests], core)
+            for request in requests:
+                self.metrics.add(request.core_requests, self.client.core_of)
             while running:
                 if not mailbox.grown:
                     mailbox.news.clear()
@@ -246,8 +252,8 @@ class AsyncLLM:
             self.client.abort(core_request_ids)
             self.metrics.abort(core_request_ids)
 
-    def _receive(self, outputs: list[EngineCoreOutput], stats: CoreStats) -> None:
-        self._inbox.append((outputs, stats))
+    def _receive(self, core: int, outputs: list[EngineCoreOutput], stats: CoreStats) -> None:
+        self._inbox.append((core, outputs, stats))
         self._arrived.set()
 
     async def _deliver(self) -> None:
@@ -256,8 +262,8 @@ class AsyncLLM:
             await self._arrived.wait()
             self._arrived.clear()
             while self._inbox:
-                outputs, stats = self._inbox.popleft()
-                self.metrics.step(outputs, stats)
+                core, outputs, stats = self._inbox.popleft()
+                self.metrics.step(outputs, stats, core)
                 for index, output in enumerate(outputs, 1):
                     self._take(output)
                     if index % SLICE == 0:

@@ -64,6 +64,18 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> Sched
     return replace(limits, max_model_len=max(longest, 1))
 
 
+def take_devices(rank: int, config: EngineConfig) -> None:
+    """Let a replica see only its own GPUs, which come after those of the replicas before it. Call it before CUDA is
+    used. Raises ConfigError if there are too few."""
+    count = 0 if config.kernels.device == "cpu" else torch.cuda.device_count()
+    replicas, size = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    if count and replicas > 1:
+        if count < replicas * size:
+            raise ConfigError(f"data_parallel_size={replicas} needs {replicas * size} GPUs, but there are {count}")
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank * size : (rank + 1) * size])
+
+
 def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError."""
     limits = scheduler_limits(config, max_model_len)
@@ -72,7 +84,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     vocab_size = describe(directory, config.model).spec.vocab_size
     on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
     multiprocess = config.parallel.tensor_parallel_size > 1
-    _limit_threads()
+    _limit_threads(config.parallel.data_parallel_size)
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size
     if config.model.max_model_len == -1:
@@ -117,9 +129,15 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     return EngineCore(scheduler, executor)
 
 
-def _limit_threads() -> None:
-    """Limit torch to the processors that may run at once: torch respects the affinity, but not a cgroup's quota."""
+def _limit_threads(replicas: int) -> None:
+    """Limit torch to the processors that may run at once, divided among the replicas of the model on this machine.
+
+    torch respects the affinity of the process, but not a cgroup's quota.
+    """
     wanted, allowed = torch.get_num_threads(), processors()
-    if allowed < wanted and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    if allowed < wanted:
         logger.info("Threads: %d instead of %d, since the cgroup has a quota of processors", allowed, wanted)
-        torch.set_num_threads(allowed)
+    if allowed < wanted or replicas > 1:
+        torch.set_num_threads(max(1, min(allowed, wanted) // replicas))

@@ -1,15 +1,10 @@
-"""The client of a core in another process. It replaces a lost core, and sends it the unfinished requests again."""
+"""The client of the cores. It divides the requests among them, and sends those of a lost core to another."""
 
 import asyncio
-import contextlib
-import multiprocessing
-import shutil
-import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
 from pathlib import Path
 
 import msgspec
@@ -18,253 +13,249 @@ import zmq.asyncio
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineDeadError
-from quire.engine.core_process import PATIENCE_SECONDS, run_core
+from quire.engine.cores import Cores
+from quire.engine.router import Router
 from quire.messages import engine as messages
-from quire.messages.engine import CoreDied, CoreReady, CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.messages.errors import error_text
-from quire.metrics.logging import logger, logging_level
-from quire.system.folders import private_folder
+from quire.messages.engine import (
+    CoreEvent,
+    CoreLost,
+    CoreReady,
+    CoreStats,
+    CoreUp,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+)
+from quire.metrics.logging import logger
 
-SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
-SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
-_SOCKET_PATH = 107  # characters that the path of a socket may have
-MAX_FAILED_STARTS = 3  # failed starts in a row, after which the client gives up
-_reports = msgspec.msgpack.Decoder(messages.CoreReport)
+_DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
+_outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
-Sink = Callable[[list[EngineCoreOutput], CoreStats], None]  # a step's outputs, and the core's state after it
+Sink = Callable[[int, list[EngineCoreOutput], CoreStats], None]  # a core's number, its outputs, its state after them
 
 
 class CoreState(StrEnum):
     STARTING = "starting"
     READY = "ready"
-    RESTARTING = "restarting"  # requests are accepted, and sent when the new core is ready
+    RESTARTING = "restarting"  # requests are accepted, and sent when a core is ready
     DEAD = "dead"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Unfinished:
-    """An unfinished request. token_ids: its output so far. losses: how many cores were lost while they ran it."""
+    """An unfinished request. token_ids: its output so far. core: the number of the core that runs it, None if it waits
+    for a core. losses: how many cores were lost while they ran it."""
 
     request: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
+    core: int | None = None
     losses: int = 0
 
 
-class _Link:
-    """The sockets and the process of one core. A new core gets a new link, so messages of the old one cannot arrive.
+@dataclass
+class _Core:
+    """A core as its client sees it. socket, reader: how the client talks with it, while it is ready."""
 
-    When this process ends, the core's process is ended and the sockets' folder is removed, unless this process is
-    killed by a signal (then the core's process does both).
-    """
-
-    def __init__(self, context: zmq.asyncio.Context, config: EngineConfig, directory: Path) -> None:
-        folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
-        processes: list[BaseProcess] = []
-        # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
-        self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
-        self.orders, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        for socket, name in ((self.orders, "orders"), (self.reports, "reports")):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(f"ipc://{folder}/{name}")
-        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(folder, config, directory, logging_level()), name="quire-core"
-        )
-        self.process.start()
-        processes.append(self.process)
-
-    async def close(self, patience: float) -> None:
-        """Close the sockets and end the process. patience: seconds in which it may end by itself."""
-        self.orders.close(linger=1000)
-        self.reports.close()
-        await asyncio.to_thread(self.process.join, patience)
-        self._end()
-
-    def kill(self) -> None:
-        self.orders.close(linger=0)
-        self.reports.close(linger=0)
-        self._end()
-
-
-def _end(processes: list[BaseProcess], folder: Path) -> None:
-    for process in processes:
-        process.kill()
-        process.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    state: CoreState = CoreState.STARTING
+    stats: CoreStats = field(default_factory=CoreStats)
+    size: CoreReady = field(default_factory=lambda: CoreReady(0, 0, 0))
+    socket: zmq.asyncio.Socket | None = None
+    reader: asyncio.Task[None] | None = None
 
 
 class CoreClient:
-    """Starts a core's process, sends requests to it, and passes its outputs to the sink that `start` is given.
+    """Sends requests to the cores, and passes their outputs to the sink that `start` is given.
 
-    The constructor starts the process, so that it loads the model while the caller builds the rest; `start` waits for
-    it. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
+    The constructor starts the cores' processes, so that they load the model while the caller builds the rest; `start`
+    waits for them. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
 
-    If the core is lost (killed, stopped, an error in a step), a new one gets every unfinished request together with its
-    output tokens so far. A request that is lost a second time ends with an error. Use from one event loop.
+    If a core is lost (killed, stopped, an error in a step), another one gets its unfinished requests together with
+    their output tokens so far. A request that is lost a second time ends with an error. Use from one event loop.
     """
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         """directory: the model's directory or GGUF file."""
         self.config, self.directory = config, directory
-        self._sink: Sink = lambda outputs, stats: None
+        self._processes = Cores(config, directory)
+        self._sink: Sink = lambda core, outputs, stats: None
         self._context = zmq.asyncio.Context()
         self._unfinished: dict[str, _Unfinished] = {}
-        self._link: _Link | None = self._launch()
-        self._task: asyncio.Task[None] | None = None
-        self._heard_at = 0.0
-        self._failed_starts = 0
-        self.state = CoreState.STARTING
-        self.stats = CoreStats()
-        self.size = CoreReady(0, 0, 0)
+        self._cores = [_Core() for _ in range(config.parallel.data_parallel_size)]
+        self._router = Router(len(self._cores))
+        self._started: asyncio.Future[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.ready: list[int] = []  # the numbers of the cores that take orders
         self.restarts = 0
         self.cause_of_death = ""
 
     async def start(self, sink: Sink) -> None:
-        """Wait until the core is ready. Raises ConfigError for wrong options, EngineDeadError if it cannot start."""
+        """Wait until all cores are ready. Raises ConfigError for wrong options, EngineDeadError if one cannot start."""
         self._sink = sink
-        ready = asyncio.Event()
-        self._task = asyncio.create_task(self._run(ready), name="core client")
-        await ready.wait()
-        if self._task.done():
-            await self._task
+        self._started = asyncio.get_running_loop().create_future()
+        self._run(self._processes.run(self._told))
+        await self._started
 
-    def add(self, requests: list[EngineCoreRequest]) -> None:
-        """Send requests to the core, or keep them until it is ready. Raises EngineDeadError if the client gave up."""
+    def add(self, requests: list[EngineCoreRequest], core: int | None = None) -> None:
+        """Send requests to cores, or keep them until one is ready. core: the number of the one to take.
+
+        Raises EngineDeadError if the client gave up."""
         self.check()
-        for request in requests:
-            self._unfinished[request.request_id] = _Unfinished(request)
-        if self.state is CoreState.READY:  # otherwise `_begin` sends them
-            self._order(messages.AddRequests(requests))
+        added = [_Unfinished(request) for request in requests]
+        self._unfinished.update((unfinished.request.request_id, unfinished) for unfinished in added)
+        self._send(added, core)
 
     def abort(self, request_ids: list[str]) -> None:
-        known = [request_id for request_id in request_ids if self._unfinished.pop(request_id, None)]
-        if known and self.state is CoreState.READY:
-            self._order(messages.AbortRequests(known))
+        batches: defaultdict[int | None, list[str]] = defaultdict(list)
+        for request_id in request_ids:
+            if unfinished := self._unfinished.pop(request_id, None):
+                batches[unfinished.core].append(request_id)
+        for core, batch in batches.items():
+            self._order(core, messages.AbortRequests(batch))
 
     def reset_prefix_cache(self) -> None:
-        if self.state is CoreState.READY:  # a new core's cache is empty
-            self._order(messages.ResetPrefixCache())
+        for core in self.ready:  # a new core's cache is empty
+            self._order(core, messages.ResetPrefixCache())
 
     def check(self) -> None:
         if self.state is CoreState.DEAD:
             raise EngineDeadError(f"the engine failed: {self.cause_of_death}")
 
     @property
+    def state(self) -> CoreState:
+        """READY if requests are answered, by whatever number of cores."""
+        states = {core.state for core in self._cores}
+        order = (CoreState.READY, CoreState.RESTARTING, CoreState.STARTING)
+        return next((state for state in order if state in states), CoreState.DEAD)
+
+    @property
+    def stats(self) -> CoreStats:
+        """The last reports of all cores together."""
+        return CoreStats.total([core.stats for core in self._cores])
+
+    @property
+    def sizes(self) -> list[CoreReady]:
+        return [core.size for core in self._cores]
+
+    @property
     def num_unfinished(self) -> int:
-        """Sequences that are in the core, or wait to be sent to it."""
+        """Sequences that are in a core, or wait to be sent to one."""
         return len(self._unfinished)
 
     @property
-    def process_id(self) -> int | None:
-        return None if self._link is None else self._link.process.pid
+    def process_ids(self) -> list[int | None]:
+        """Of the cores by number; None for a core that is being replaced."""
+        return self._processes.process_ids
+
+    def core_of(self, request_id: str) -> int:
+        """The number of the core that runs an unfinished request, 0 if none does yet."""
+        unfinished = self._unfinished.get(request_id)
+        return (unfinished and unfinished.core) or 0
 
     async def shutdown(self) -> None:
-        """End the core. Unfinished requests get no further output."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, EngineDeadError, ConfigError):
-                await self._task
-        self.state, self.cause_of_death = CoreState.DEAD, self.cause_of_death or "it was shut down"
+        """End the cores. Unfinished requests get no further output."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.kill()
 
     def kill(self) -> None:
-        """End the core's process at once, if there is one."""
-        if self._link is not None:
-            self._link.kill()
-            self._link = None
+        """End the cores' processes at once."""
+        self._processes.kill()
+        self.cause_of_death = self.cause_of_death or "it was shut down"
+        self.ready = []
+        for core in self._cores:
+            core.state = CoreState.DEAD
         self._context.destroy(linger=0)
 
-    # ---- the life of a core
+    # ---- cores that come and go
 
-    def _launch(self) -> _Link:
-        try:
-            return _Link(self._context, self.config, self.directory)
-        except (OSError, zmq.ZMQError) as error:  # for example, no folder for the sockets can be made
-            raise ConfigError(error_text(error)) from error
+    def _run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _order(self, order: messages.CoreOrder) -> None:
-        assert self._link is not None
-        # The socket has no high-water mark, so sending never waits and the returned future is done.
-        self._link.orders.send(msgspec.msgpack.encode(order))
+    def _told(self, event: CoreEvent) -> None:
+        core = self._cores[event.rank]
+        if isinstance(event, CoreUp):
+            restarted = core.state is CoreState.RESTARTING
+            core.size, core.state = event.size, CoreState.READY
+            core.socket = self._context.socket(zmq.DEALER)
+            core.socket.set_hwm(0)
+            core.socket.connect(event.address)
+            core.reader = self._run(self._read(event.rank, core.socket))
+            self._order(event.rank, messages.Connect())
+        else:
+            restarted = False
+            core.state = CoreState.DEAD if event.given_up else CoreState.RESTARTING
+            self.cause_of_death = event.died.reason
+            self._run(self._replay(event))
+        self.ready = [rank for rank, core in enumerate(self._cores) if core.state is CoreState.READY]
+        if restarted:
+            logger.warning("Engine core %d runs again", event.rank)
+        self._send([unfinished for unfinished in self._unfinished.values() if unfinished.core is None])
+        if self._started is not None and not self._started.done() and len(self.ready) == len(self._cores):
+            self._started.set_result(None)
 
-    async def _run(self, ready: asyncio.Event) -> None:
-        """Keep a core running until there is no hope that another start helps."""
-        try:
-            while True:
-                try:
-                    self._link = self._link or self._launch()
-                except ConfigError as error:
-                    self._lost(CoreDied(error_text(error), by_user=True), ready.is_set())
-                    raise
-                self._failed_starts += 1
-                self._heard_at = time.monotonic()
-                died, patience = CoreDied(""), PATIENCE_SECONDS
-                try:
-                    died = await self._listen(self._link, ready)
-                    patience = 0.0 if died.silent else PATIENCE_SECONDS
-                except asyncio.CancelledError:
-                    self._order(messages.Shutdown())
-                    raise
-                finally:
-                    await self._link.close(patience)
-                    self._link = None
-                self._lost(died, ready.is_set())
-                if self.state is CoreState.DEAD:
-                    kind = ConfigError if died.by_user else EngineDeadError
-                    raise kind(self.cause_of_death)
-        finally:
-            ready.set()
-
-    def _lost(self, died: CoreDied, was_ready: bool) -> None:
-        """Decide whether to start another core, and end the requests that will not be sent to it."""
-        held_requests, self.state = self.state is CoreState.READY, CoreState.RESTARTING
-        self.cause_of_death, self.stats = died.reason, CoreStats()
-        self._sink([], self.stats)
-        hopeless = died.by_user or not was_ready or self._failed_starts >= MAX_FAILED_STARTS
-        if was_ready:
-            logger.error("The engine core was lost: %s%s", died.reason, "" if hopeless else "; starting another")
-        repeated = []
-        for request_id, unfinished in self._unfinished.items():
-            unfinished.losses += held_requests
-            if unfinished.losses > 1:
-                repeated.append(request_id)
+    async def _replay(self, event: CoreLost) -> None:
+        """Send the requests of a lost core to another one, and end those that cannot be."""
+        core = self._cores[event.rank]
+        socket, reader, core.socket, core.reader = core.socket, core.reader, None, None
+        if socket is not None and reader is not None:
+            reader.cancel()
+            while await socket.poll(_DRAIN_MILLISECONDS):
+                self._take(event.rank, await socket.recv())
+            socket.close(linger=0)
+        self._router.forget(event.rank)
+        core.stats = CoreStats()
+        self._sink(event.rank, [], core.stats)
+        lost = [unfinished for unfinished in self._unfinished.values() if unfinished.core == event.rank]
+        for unfinished in lost:
+            unfinished.core = None
+            unfinished.losses += 1
+        repeated = [unfinished for unfinished in lost if unfinished.losses > 1]
         self._end(repeated, "the engine failed twice while it ran this request; it is not tried again")
-        self.restarts += not hopeless
-        if hopeless:
-            self.state = CoreState.DEAD
-            self._end(list(self._unfinished), f"the engine failed: {died.reason}")
+        self.restarts += not event.given_up
+        if self.state is CoreState.DEAD:
+            self._end(list(self._unfinished.values()), f"the engine failed: {event.died.reason}")
+        again = [unfinished for unfinished in lost if unfinished.request.request_id in self._unfinished]
+        if again:
+            logger.warning("%d requests of engine core %d go on", len(again), event.rank)
+        self._send(again)
+        if event.given_up and self._started is not None and not self._started.done():
+            kind = ConfigError if event.died.by_user else EngineDeadError
+            self._started.set_exception(kind(event.died.reason))
 
-    async def _listen(self, link: _Link, ready: asyncio.Event) -> CoreDied:
-        """Handle the core's reports until it is lost. Returns the reason."""
+    # ---- messages
+
+    def _order(self, core: int | None, order: messages.CoreOrder) -> None:
+        """Send an order to a core, if it is ready."""
+        socket = None if core is None else self._cores[core].socket
+        if socket is not None:  # it has no high-water mark, so sending never waits and the returned future is done
+            socket.send(msgspec.msgpack.encode(order))
+
+    def _send(self, requests: Iterable[_Unfinished], core: int | None = None) -> None:
+        """Send requests to a core each, with their output so far. core: the one to take, if it is ready."""
+        if not self.ready:
+            return  # `_told` sends them
+        batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)
+        for unfinished in requests:
+            request, output = unfinished.request, unfinished.token_ids
+            rank = core if core is not None and core in self.ready else self._router.choose(self.ready)
+            self._router.sent(rank)
+            unfinished.core = rank
+            batches[rank].append(msgspec.structs.replace(request, output_token_ids=output) if output else request)
+        for rank, batch in batches.items():
+            self._order(rank, messages.AddRequests(batch))
+
+    async def _read(self, core: int, socket: zmq.asyncio.Socket) -> None:
         while True:
-            if not await link.reports.poll(timeout=250):
-                if not link.process.is_alive():
-                    return CoreDied(f"its process ended unexpectedly (exit code {link.process.exitcode})")
-                patience = SILENCE_SECONDS if self.state is CoreState.READY else SILENT_START_SECONDS
-                if time.monotonic() - self._heard_at > patience:
-                    return CoreDied(f"its process has been silent for {patience:.0f} s", silent=True)
-                continue
-            report = _reports.decode(await link.reports.recv())
-            self._heard_at = time.monotonic()
-            if isinstance(report, messages.StepOutputs):
-                self._take(report)
-            elif isinstance(report, CoreReady):
-                self._begin(report, ready)
-            elif isinstance(report, CoreDied):
-                return report
+            self._take(core, await socket.recv())
 
-    def _begin(self, size: CoreReady, ready: asyncio.Event) -> None:
-        self.size, self.state = size, CoreState.READY
-        if ready.is_set():
-            logger.warning("The engine core runs again; %d requests go on", len(self._unfinished))
-        if self._unfinished:
-            lost = self._unfinished.values()
-            again = [msgspec.structs.replace(u.request, output_token_ids=u.token_ids) for u in lost]
-            self._order(messages.AddRequests(again))
-        ready.set()
-
-    def _take(self, report: messages.StepOutputs) -> None:
-        self.stats = report.stats
+    def _take(self, rank: int, message: bytes) -> None:
+        report = _outputs.decode(message)
+        stats = self._cores[rank].stats = report.stats
+        self._router.report(rank, stats.num_waiting, stats.num_running, report.num_received)
         known = []
         for output in report.outputs:
             unfinished = self._unfinished.get(output.request_id)
@@ -274,14 +265,11 @@ class CoreClient:
             if output.finish_reason is not None:
                 del self._unfinished[output.request_id]
             known.append(output)
-        if known:
-            self._failed_starts = 0
-        self._sink(known, report.stats)
+        self._sink(rank, known, stats)
 
-    def _end(self, request_ids: list[str], reason: str) -> None:
-        for request_id in request_ids:
+    def _end(self, requests: list[_Unfinished], reason: str) -> None:
+        for unfinished in requests:
+            request_id, core = unfinished.request.request_id, unfinished.core or 0
             del self._unfinished[request_id]
             logger.error("Request %s failed: %s", request_id, reason)
-        if request_ids:
-            ended = [EngineCoreOutput(request_id, [], FinishReason.ERROR, reason) for request_id in request_ids]
-            self._sink(ended, self.stats)
+            self._sink(core, [EngineCoreOutput(request_id, [], FinishReason.ERROR, reason)], self._cores[core].stats)

@@ -1,10 +1,11 @@
-"""An engine core in its own process. It receives orders and sends reports, as msgpack over ZeroMQ."""
+"""An engine core in its own process. It takes orders from clients, and sends them outputs, as msgpack over ZeroMQ."""
 
 import os
 import shutil
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
@@ -24,25 +25,33 @@ from quire.system.garbage import skip_last_collection
 
 HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
+_LOAD_SECONDS = 0.1  # how often clients without outputs learn the core's load
 _orders = msgspec.msgpack.Decoder(messages.CoreOrder)
 
 
-def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> None:
+def core_address(folder: Path) -> str:
+    """Where a core takes orders."""
+    return f"ipc://{folder}/core"
+
+
+def run_core(folder: Path, rank: int, config: EngineConfig, directory: Path, log: str) -> None:
     """The main function of the process.
 
-    folder: contains the client's sockets "orders" and "reports". directory: the model's directory or GGUF file. log:
-    the level of the log.
+    folder: contains the parent's socket "reports", and gets the core's own, for its clients. rank: the core's number.
+    directory: the model's directory or GGUF file. log: the level of the log.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the client decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     configure_logging(log)
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
     context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, name in ((inbox, "orders"), (outbox, "reports")):
-        socket.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last reports
+    inbox, outbox = context.socket(zmq.ROUTER), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
         socket.set_hwm(0)
-        socket.connect(f"ipc://{folder}/{name}")
+    inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
+    inbox.bind(core_address(folder))
+    outbox.connect(f"ipc://{folder}/reports")
 
     def report(message: CoreReport) -> None:
         outbox.send(msgspec.msgpack.encode(message))
@@ -50,9 +59,10 @@ def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> N
     threading.Thread(target=_beat, args=(context, folder), name="heartbeat", daemon=True).start()
     core = None
     try:
-        from quire.engine.client import make_core  # imports torch, which the client's process does not need
+        from quire.engine.client import make_core, take_devices  # imports torch, which other processes do not need
         from quire.models.description import describe
 
+        take_devices(rank, config)
         core = make_core(config, directory, describe(directory, config.model).max_model_len)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
@@ -74,60 +84,111 @@ def run_core(folder: Path, config: EngineConfig, directory: Path, log: str) -> N
 
 
 def _beat(context: "zmq.Context[zmq.Socket[bytes]]", folder: Path) -> None:
-    """Send the client a heartbeat every second, and end this process when the client has ended."""
-    client = parent_process()
-    assert client is not None
+    """Send the parent a heartbeat every second, and end this process when the parent has ended."""
+    parent = parent_process()
+    assert parent is not None
     socket = context.socket(zmq.PUSH)
     socket.connect(f"ipc://{folder}/reports")
     message = msgspec.msgpack.encode(messages.Heartbeat())
     try:
-        while not wait([client.sentinel], HEARTBEAT_SECONDS):
+        while not wait([parent.sentinel], HEARTBEAT_SECONDS):
             socket.send(message)
     except zmq.ZMQError:
         return  # the context was destroyed
-    shutil.rmtree(folder, ignore_errors=True)  # the client cannot remove it any more
+    shutil.rmtree(folder, ignore_errors=True)  # the parent cannot remove it any more
     time.sleep(PATIENCE_SECONDS)
     os._exit(1)  # the main thread still loads the model, or it is stuck
 
 
 def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreReport], None]) -> None:
-    """Carry out orders and run steps, until the client shuts the core down or ends."""
-    client = parent_process()
-    assert client is not None
+    """Carry out orders and run steps, until the core is shut down or its parent ends."""
+    parent = parent_process()
+    assert parent is not None
     poller = zmq.Poller()
     poller.register(inbox, zmq.POLLIN)
-    poller.register(client.sentinel, zmq.POLLIN)
+    poller.register(parent.sentinel, zmq.POLLIN)
     gates = None if core.wake_up is None else core.wake_up.fileno()
     if gates is not None:
         poller.register(gates, zmq.POLLIN)
+    clients, has_output = _Clients(core, inbox), False
     while True:
         ready = dict(poller.poll(0 if core.has_work else None))
-        if client.sentinel in ready:
+        if parent.sentinel in ready:
             return
         while inbox.poll(0):
-            order = _orders.decode(inbox.recv())
+            client, data = inbox.recv_multipart()
+            order = _orders.decode(data)
             if isinstance(order, messages.Shutdown):
                 return
-            refused = _obey(core, order)
-            if refused or not core.has_unfinished:
-                report(messages.StepOutputs(refused, core.stats))
+            clients.obey(client, order)
         if core.has_work or gates in ready:
             outputs = core.step()
-            report(messages.StepOutputs(outputs, core.stats))
+            clients.report(outputs)
+            if outputs and not has_output:
+                has_output = True
+                report(messages.FirstOutput())
 
 
-def _obey(core: EngineCore, order: messages.CoreOrder) -> list[EngineCoreOutput]:
-    """Carry out an order. Returns the final outputs of requests that cannot run."""
-    if isinstance(order, messages.AddRequests):
+class _Clients:
+    """The clients of a core, by their addresses. Each gets the outputs of its own requests, and the core's load."""
+
+    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
+        self._core, self._socket = core, socket
+        self._num_received: dict[bytes, int] = {}  # by client
+        self._see_every_step: set[bytes] = set()
+        self._owners: dict[str, bytes] = {}  # of unfinished requests
+        self._load_is_due = 0.0
+
+    def obey(self, client: bytes, order: messages.CoreOrder) -> None:
+        """Carry out an order. Requests that cannot run are reported as failed."""
         refused = []
-        for request in order.requests:
+        if isinstance(order, messages.Connect):
+            self._num_received[client] = 0
+            if order.every_step:
+                self._see_every_step.add(client)
+        elif isinstance(order, messages.AddRequests):
+            self._num_received[client] += len(order.requests)
+            for request in order.requests:
+                self._owners[request.request_id] = client
+                try:
+                    self._core.add_request(request)
+                except ValueError as error:
+                    refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
+        elif isinstance(order, messages.AbortRequests):
+            self._abort(order.request_ids)
+        else:
+            self._core.reset_prefix_cache()
+        if refused or not self._core.has_unfinished:
+            self.report(refused)
+
+    def report(self, outputs: list[EngineCoreOutput]) -> None:
+        """Send outputs to the clients that wait for them. All clients learn an idle core's load at once."""
+        stats, now = self._core.stats, time.monotonic()
+        to_all = not self._core.has_unfinished or now >= self._load_is_due
+        if to_all:
+            self._load_is_due = now + _LOAD_SECONDS
+        parts: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
+        parts.update({client: [] for client in (self._num_received if to_all else self._see_every_step)})
+        for output in outputs:
+            owner = self._owners.get(output.request_id)
+            if owner is not None:
+                parts[owner].append(output)
+                if output.finish_reason is not None:
+                    del self._owners[output.request_id]
+        for client, part in parts.items():
+            message = messages.StepOutputs(part, stats, self._num_received[client])
             try:
-                core.add_request(request)
-            except ValueError as error:
-                refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
-        return refused
-    if isinstance(order, messages.AbortRequests):
-        core.abort_requests(order.request_ids)
-    else:
-        core.reset_prefix_cache()
-    return []
+                self._socket.send_multipart([client, msgspec.msgpack.encode(message)])
+            except zmq.ZMQError:
+                self._forget(client)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._core.abort_requests(request_ids)
+        for request_id in request_ids:
+            self._owners.pop(request_id, None)
+
+    def _forget(self, client: bytes) -> None:
+        """A client has gone."""
+        self._abort([request_id for request_id, owner in self._owners.items() if owner == client])
+        del self._num_received[client]
+        self._see_every_step.discard(client)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import structs
 from tqdm import tqdm
 
-from quire.config import EngineConfig
+from quire.config import ConfigError, EngineConfig
 from quire.engine.beam_search import BeamSearchOutput, beam_search
 from quire.engine.client import make_core
 from quire.engine.frontend import Frontend, Message
@@ -71,6 +71,9 @@ class LLM:
 
     def _start(self, frontend: Frontend) -> None:
         self.config, self.frontend = frontend.config, frontend
+        if (replicas := self.config.parallel.data_parallel_size) > 1:
+            raise ConfigError(f"data_parallel_size={replicas}: an LLM runs one core, in this process; quire serve and "
+                              "AsyncLLM run several")  # fmt: skip
         self.processor = self.frontend.processor
         self.dtype = self.config.model.dtype_name
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)

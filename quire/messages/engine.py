@@ -1,6 +1,9 @@
-"""Messages between the client side (processor, output processor) and the engine core."""
+"""Messages between the client side (processor, output processor) and the engine cores."""
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import zip_longest
+from typing import Self
 
 import msgspec
 
@@ -69,7 +72,13 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     pooled: Pooled | None = None  # the result of a pooling request
 
 
-# ---- between processes: the orders of a client, and the reports of a core
+# ---- between processes: the orders of a client to a core, and what it gets back
+
+
+class Connect(msgspec.Struct, array_like=True, tag=True):
+    """The first order of a client. every_step: report all steps to it, not only those with outputs for it."""
+
+    every_step: bool = True
 
 
 class AddRequests(msgspec.Struct, array_like=True, tag=True):
@@ -88,7 +97,7 @@ class Shutdown(msgspec.Struct, array_like=True, tag=True):
     """End now. Unfinished requests get no further output."""
 
 
-CoreOrder = AddRequests | AbortRequests | ResetPrefixCache | Shutdown
+CoreOrder = Connect | AddRequests | AbortRequests | ResetPrefixCache | Shutdown
 
 
 class SpeculationStats(msgspec.Struct, array_like=True):
@@ -98,6 +107,10 @@ class SpeculationStats(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = []  # by place: how often the first, the second ... draft was accepted
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.drafts, self.draft_tokens, self.accepted_tokens
 
 
 class CoreStats(msgspec.Struct, array_like=True):
@@ -112,6 +125,31 @@ class CoreStats(msgspec.Struct, array_like=True):
     computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
     speculation: SpeculationStats | None = None
 
+    @classmethod
+    def total(cls, parts: Sequence[Self]) -> Self:
+        """The stats of several cores together."""
+        if len(parts) == 1:
+            return parts[0]
+        found = [part.speculation for part in parts if part.speculation is not None]
+        at = [sum(counts) for counts in zip_longest(*(s.accepted_at for s in found), fillvalue=0)]
+        total = cls(*(sum(counts) for counts in zip(*(msgspec.structs.astuple(p)[:-1] for p in parts), strict=True)))
+        total.kv_cache_usage /= len(parts)
+        if found:
+            drafts, drafted, accepted = map(sum, zip(*(s.counts for s in found), strict=True))
+            total.speculation = SpeculationStats(drafts, drafted, accepted, at)
+        return total
+
+
+class StepOutputs(msgspec.Struct, array_like=True):
+    """What a core tells a client after a step. num_received: requests that it has received from this client so far."""
+
+    outputs: list[EngineCoreOutput]
+    stats: CoreStats
+    num_received: int = 0
+
+
+# ---- between processes: the reports of a core to the process that started it
+
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
     num_blocks: int
@@ -119,9 +157,8 @@ class CoreReady(msgspec.Struct, array_like=True, tag=True):
     max_model_len: int
 
 
-class StepOutputs(msgspec.Struct, array_like=True, tag=True):
-    outputs: list[EngineCoreOutput]
-    stats: CoreStats
+class FirstOutput(msgspec.Struct, array_like=True, tag=True):
+    """The core has run a request, so it is worth another start if it fails later."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=True):
@@ -129,7 +166,7 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=True):
 
 
 class CoreDied(msgspec.Struct, array_like=True, tag=True):
-    """Why a core was lost: its own last report, or what its client found.
+    """Why a core was lost: its own last report, or what was found out about it.
 
     by_user: an option was wrong, so another start would fail too. silent: the process may still exist.
     """
@@ -139,4 +176,26 @@ class CoreDied(msgspec.Struct, array_like=True, tag=True):
     silent: bool = False
 
 
-CoreReport = CoreReady | StepOutputs | Heartbeat | CoreDied
+CoreReport = CoreReady | FirstOutput | Heartbeat | CoreDied
+
+
+# ---- what a client is told of the cores
+
+
+class CoreUp(msgspec.Struct, array_like=True, tag=True):
+    """A core takes orders at a ZeroMQ address. rank: its number."""
+
+    rank: int
+    address: str
+    size: CoreReady
+
+
+class CoreLost(msgspec.Struct, array_like=True, tag=True):
+    """A core was lost. given_up: no other will be started for it."""
+
+    rank: int
+    died: CoreDied
+    given_up: bool
+
+
+CoreEvent = CoreUp | CoreLost

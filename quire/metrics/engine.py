@@ -2,7 +2,7 @@
 
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -18,10 +18,11 @@ _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read
 
 
 class EngineMetrics:
-    """Counts requests, and the tokens and other results of steps. Times are taken in the process of the core's client.
+    """Counts requests, and the tokens and other results of steps. Times are taken in the process of the cores' client.
 
     prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics. max_loras: how many
-    adapters a batch may have; 0 without adapters.
+    adapters a batch may have; 0 without adapters. num_cores: each has metrics of its own, with its number as the label
+    `engine`.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class EngineMetrics:
         request_log: RequestLog | None = None,
         enabled: bool = True,
         max_loras: int = 0,
+        num_cores: int = 1,
     ) -> None:
         self.registry = CollectorRegistry()
         self.enabled = enabled
@@ -38,32 +40,35 @@ class EngineMetrics:
         self._request_log = request_log or RequestLog(enabled=False)
         self._throughput = ThroughputLog()
         self._sequences: dict[str, SequenceRecord] = {}  # by core request id
-        self._before = CoreStats()
+        self._stats = [CoreStats() for _ in range(num_cores)]  # the last of each core
         self._cache_config: Gauge | None = None
-        labels = {"model_name": model_name, "engine": "0"}
+        # For each core its metrics by name, or by name and value of an additional label.
+        self._cores: list[dict[Any, Any]] = [{} for _ in range(num_cores)]
 
-        def declared(kind: Any, name: str, text: str, *extra: str, **options: Any) -> Callable[..., Any]:
-            """The function that makes the metric for the values of the extra labels."""
-            metric = kind(f"{prefix}:{name}", text, [*labels, *extra], registry=self.registry, **options)
-            return partial(metric.labels, **labels)
+        def declare(kind: Any, name: str, text: str, **options: Any) -> None:
+            metric = kind(f"{prefix}:{name}", text, ["model_name", "engine"], registry=self.registry, **options)
+            for rank, core in enumerate(self._cores):
+                core[name] = metric.labels(model_name, str(rank))
 
-        self.gauges = {name: declared(Gauge, name, text)() for name, text in _TABLES["gauges"].items()}
-        self.counters = {name: declared(Counter, name, text)() for name, text in _TABLES["counters"].items()}
-        self.histograms = {
-            name: declared(Histogram, name, text, buckets=table["buckets"])()
-            for table in _TABLES["histograms"]
-            for name, text in table["metrics"].items()
-        }
+        def declare_labelled(kind: Any, name: str, text: str, label: str, values: Iterable[str]) -> None:
+            metric = kind(f"{prefix}:{name}", text, ["model_name", "engine", label], registry=self.registry)
+            for rank, core in enumerate(self._cores):
+                core[name] = partial(metric.labels, model_name, str(rank))
+                core.update({(name, value): core[name](value) for value in values})
+
+        for kind, group in ((Gauge, "gauges"), (Counter, "counters")):
+            for name, text in _TABLES[group].items():
+                declare(kind, name, text)
+        for table in _TABLES["histograms"]:
+            for name, text in table["metrics"].items():
+                declare(Histogram, name, text, buckets=table["buckets"])
         text = "Sequences that wait, by the reason for it"
-        waiting_for = declared(Gauge, "num_requests_waiting_by_reason", text, "reason")
-        self.waiting_for_capacity = waiting_for(reason="capacity")
+        declare_labelled(Gauge, "num_requests_waiting_by_reason", text, "reason", ["capacity"])
         text = "These prompt tokens, by where their keys and values came from"
-        tokens_from = declared(Counter, "prompt_tokens_by_source", text, "source")
-        self.prompt_sources = {name: tokens_from(source=name) for name in ("local_compute", "local_cache_hit")}
-        finished = declared(Counter, "request_success", "Sequences that ended, by reason", "finished_reason")
-        self.finished = {reason.value: finished(finished_reason=reason.value) for reason in FinishReason}
-        name, text = "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were accepted, by place"
-        self.accepted_at = declared(Counter, name, text, "position")
+        declare_labelled(Counter, "prompt_tokens_by_source", text, "source", ["local_compute", "local_cache_hit"])
+        declare_labelled(Counter, "request_success", "Sequences that ended, by reason", "finished_reason", FinishReason)
+        text = "Drafted tokens that were accepted, by place"
+        declare_labelled(Counter, "spec_decode_num_accepted_tokens_per_pos", text, "position", [])
         self._adapters: Gauge | None = None
         if max_loras:
             name, text = (
@@ -73,14 +78,17 @@ class EngineMetrics:
             names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
             self._max_loras, self._adapters = str(max_loras), Gauge(name, text, names, registry=self.registry)
 
-    def set_cache_config(self, config: Mapping[str, object]) -> None:
-        """Report options and size of the KV cache as labels of a gauge that is 1. The names must always be the same."""
-        labels = {name: str(value) for name, value in config.items()}
-        if self._cache_config is None:
-            name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
-            self._cache_config = Gauge(name, text, [*labels, "engine"], registry=self.registry)
-        self._cache_config.clear()
-        self._cache_config.labels(**labels, engine="0").set(1)
+    def set_cache_config(self, configs: Sequence[Mapping[str, object]]) -> None:
+        """Report options and size of the cores' KV caches as labels of a gauge that is 1. The names must always be the
+        same."""
+        for rank, config in enumerate(configs):
+            labels = {**{name: str(value) for name, value in config.items()}, "engine": str(rank)}
+            if self._cache_config is None:
+                name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
+                self._cache_config = Gauge(name, text, [*labels], registry=self.registry)
+            if rank == 0:
+                self._cache_config.clear()
+            self._cache_config.labels(**labels).set(1)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -95,8 +103,8 @@ class EngineMetrics:
 
     # ---- events
 
-    def add(self, sequences: list[EngineCoreRequest]) -> None:
-        """A request arrived. It has one core request for each of its n sequences."""
+    def add(self, sequences: list[EngineCoreRequest], core_of: Callable[[str], int] = lambda request_id: 0) -> None:
+        """A request arrived. It has one core request for each of its n sequences. core_of: which core gets it."""
         if not self.enabled:
             return
         if not self._sequences:
@@ -105,8 +113,10 @@ class EngineMetrics:
         for core_request in sequences:
             num_prompt_tokens, max_tokens = len(core_request.prompt_token_ids), core_request.max_tokens
             adapter = core_request.adapter.name if core_request.adapter else ""
-            sequence = SequenceRecord(request, num_prompt_tokens, max_tokens, core_request.arrival_time, adapter)
-            self._sequences[core_request.request_id] = sequence
+            request_id, core = core_request.request_id, core_of(core_request.request_id)
+            self._sequences[request_id] = SequenceRecord(
+                request, num_prompt_tokens, max_tokens, core_request.arrival_time, adapter, core
+            )
 
     def abort(self, request_ids: list[str]) -> None:
         """The client aborted these core requests."""
@@ -118,8 +128,8 @@ class EngineMetrics:
         for request_id in request_ids:
             self._finish(request_id, "stop")
 
-    def step(self, outputs: list[EngineCoreOutput], stats: CoreStats) -> None:
-        """A step has finished. stats: the core's state right after the step."""
+    def step(self, outputs: list[EngineCoreOutput], stats: CoreStats, core: int = 0) -> None:
+        """A core has finished a step. stats: its state right after the step."""
         if not self.enabled:
             return
         now, generated, first_tokens = time.monotonic(), 0, 0
@@ -130,28 +140,30 @@ class EngineMetrics:
             if output.new_token_ids:
                 generated += len(output.new_token_ids)
                 first_tokens += not sequence.first_token_at
+                sequence.core = core
                 self._advance(sequence, output, now)
             if output.finish_reason is not None:
                 self._finish(output.request_id, output.finish_reason.value)
-        self._count(stats, generated, first_tokens)
+        self._count(core, stats, generated, first_tokens)
 
     # ---- counting
 
     def _advance(self, sequence: SequenceRecord, output: EngineCoreOutput, now: float) -> None:
+        metrics = self._cores[sequence.core]
         if not sequence.first_token_at:
             cached, computed = output.num_cached_tokens, sequence.num_prompt_tokens - output.num_cached_tokens
             sequence.scheduled_at = output.scheduled_at or now
             sequence.first_token_at = now
             sequence.num_cached_tokens = cached
-            self.histograms["time_to_first_token_seconds"].observe(now - sequence.arrived_at)
-            self.histograms["request_queue_time_seconds"].observe(max(0.0, sequence.scheduled_at - sequence.arrived_at))
-            self.histograms["request_prefill_time_seconds"].observe(max(0.0, now - sequence.scheduled_at))
-            self.counters["prompt_tokens"].inc(sequence.num_prompt_tokens)
-            self.counters["prompt_tokens_cached"].inc(cached)
-            self.prompt_sources["local_cache_hit"].inc(cached)
-            self.prompt_sources["local_compute"].inc(computed)
+            metrics["time_to_first_token_seconds"].observe(now - sequence.arrived_at)
+            metrics["request_queue_time_seconds"].observe(max(0.0, sequence.scheduled_at - sequence.arrived_at))
+            metrics["request_prefill_time_seconds"].observe(max(0.0, now - sequence.scheduled_at))
+            metrics["prompt_tokens"].inc(sequence.num_prompt_tokens)
+            metrics["prompt_tokens_cached"].inc(cached)
+            metrics["prompt_tokens_by_source", "local_cache_hit"].inc(cached)
+            metrics["prompt_tokens_by_source", "local_compute"].inc(computed)
         else:
-            self.histograms["inter_token_latency_seconds"].observe(now - sequence.last_token_at)
+            metrics["inter_token_latency_seconds"].observe(now - sequence.last_token_at)
         sequence.last_token_at = now
         sequence.num_tokens += len(output.new_token_ids)
         sequence.num_preemptions = output.num_preemptions
@@ -163,55 +175,57 @@ class EngineMetrics:
         if not self._sequences:
             self._throughput.end_work()
         now = time.monotonic()
-        self.finished[reason].inc()
-        self.histograms["e2e_request_latency_seconds"].observe(now - sequence.arrived_at)
-        self.histograms["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
-        self.histograms["request_generation_tokens"].observe(sequence.num_tokens)
-        self.histograms["request_params_max_tokens"].observe(sequence.max_tokens)
-        self.histograms["request_num_preemptions"].observe(sequence.num_preemptions)
+        metrics = self._cores[sequence.core]
+        metrics["request_success", reason].inc()
+        metrics["e2e_request_latency_seconds"].observe(now - sequence.arrived_at)
+        metrics["request_prompt_tokens"].observe(sequence.num_prompt_tokens)
+        metrics["request_generation_tokens"].observe(sequence.num_tokens)
+        metrics["request_params_max_tokens"].observe(sequence.max_tokens)
+        metrics["request_num_preemptions"].observe(sequence.num_preemptions)
         first, last = sequence.first_token_at, sequence.last_token_at
         if first:
-            self.histograms["request_prefill_kv_computed_tokens"].observe(
+            metrics["request_prefill_kv_computed_tokens"].observe(
                 sequence.num_prompt_tokens - sequence.num_cached_tokens
             )
-            self.histograms["request_decode_time_seconds"].observe(last - first)
-            self.histograms["request_inference_time_seconds"].observe(max(0.0, last - sequence.scheduled_at))
+            metrics["request_decode_time_seconds"].observe(last - first)
+            metrics["request_inference_time_seconds"].observe(max(0.0, last - sequence.scheduled_at))
             if sequence.num_tokens > 1:
-                self.histograms["request_time_per_output_token_seconds"].observe(
-                    (last - first) / (sequence.num_tokens - 1)
-                )
+                metrics["request_time_per_output_token_seconds"].observe((last - first) / (sequence.num_tokens - 1))
         request = sequence.request
         request.longest = max(request.longest, sequence.num_tokens)
         request.unfinished -= 1
         if not request.unfinished:
-            self.histograms["request_params_n"].observe(request.n)
-            self.histograms["request_max_num_generation_tokens"].observe(request.longest)
+            metrics["request_params_n"].observe(request.n)
+            metrics["request_max_num_generation_tokens"].observe(request.longest)
         self._request_log.ended(request_id, reason, sequence, now)
 
-    def _count(self, stats: CoreStats, generated: int, first_tokens: int) -> None:
+    def _count(self, core: int, stats: CoreStats, generated: int, first_tokens: int) -> None:
         """Add the changes since the last step. A new core counts from zero, and the metrics continue."""
-        before = self._before if stats.computed_tokens >= self._before.computed_tokens else CoreStats()
+        metrics, before = self._cores[core], self._stats[core]
+        if stats.computed_tokens < before.computed_tokens:
+            before = CoreStats()
         queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
         # A sequence's last token is generated but never computed, so a sequence has one token more than were computed.
         step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
         if step_tokens:
-            self.histograms["iteration_tokens_total"].observe(step_tokens)
-            self.counters["generation_tokens"].inc(generated)
+            metrics["iteration_tokens_total"].observe(step_tokens)
+            metrics["generation_tokens"].inc(generated)
         if stats.speculation is not None:
-            self._count_drafts(stats.speculation, before.speculation or SpeculationStats())
-        self.counters["num_preemptions"].inc(stats.preemptions - before.preemptions)
-        self.counters["prefix_cache_queries"].inc(queries)
-        self.counters["prefix_cache_hits"].inc(hits)
-        self.gauges["num_requests_running"].set(stats.num_running)
-        self.gauges["num_requests_waiting"].set(stats.num_waiting)
-        self.waiting_for_capacity.set(stats.num_waiting)
-        self.gauges["kv_cache_usage_perc"].set(stats.kv_cache_usage)
-        self._before = stats
-        self._throughput.step(stats, max(0, step_tokens - generated), generated, queries, hits)
+            _count_drafts(metrics, stats.speculation, before.speculation or SpeculationStats())
+        metrics["num_preemptions"].inc(stats.preemptions - before.preemptions)
+        metrics["prefix_cache_queries"].inc(queries)
+        metrics["prefix_cache_hits"].inc(hits)
+        metrics["num_requests_running"].set(stats.num_running)
+        metrics["num_requests_waiting"].set(stats.num_waiting)
+        metrics["num_requests_waiting_by_reason", "capacity"].set(stats.num_waiting)
+        metrics["kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        self._stats[core] = stats
+        self._throughput.step(CoreStats.total(self._stats), max(0, step_tokens - generated), generated, queries, hits)
 
-    def _count_drafts(self, stats: SpeculationStats, before: SpeculationStats) -> None:
-        self.counters["spec_decode_num_drafts"].inc(stats.drafts - before.drafts)
-        self.counters["spec_decode_num_draft_tokens"].inc(stats.draft_tokens - before.draft_tokens)
-        self.counters["spec_decode_num_accepted_tokens"].inc(stats.accepted_tokens - before.accepted_tokens)
-        for place, (after, earlier) in enumerate(zip_longest(stats.accepted_at, before.accepted_at, fillvalue=0)):
-            self.accepted_at(position=str(place)).inc(after - earlier)
+
+def _count_drafts(metrics: dict[Any, Any], stats: SpeculationStats, before: SpeculationStats) -> None:
+    metrics["spec_decode_num_drafts"].inc(stats.drafts - before.drafts)
+    metrics["spec_decode_num_draft_tokens"].inc(stats.draft_tokens - before.draft_tokens)
+    metrics["spec_decode_num_accepted_tokens"].inc(stats.accepted_tokens - before.accepted_tokens)
+    for place, (after, earlier) in enumerate(zip_longest(stats.accepted_at, before.accepted_at, fillvalue=0)):
+        metrics["spec_decode_num_accepted_tokens_per_pos"](str(place)).inc(after - earlier)

@@ -115,7 +115,7 @@ class Worker:
             free = memory.left_by_a_step(self.runner, budget, tokens)
             warm_up(self.runner, tokens)
         else:
-            free = memory.free_on_host() // group.size
+            free = memory.free_on_host() // (group.size * config.parallel.data_parallel_size)
         num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         if config.cache.kv_cache_pretouch:

@@ -50,6 +50,7 @@ FEATURES = [
     "long_prefill_token_threshold",
     "batch invariance",
     "tensor parallelism",
+    "data parallelism",
     "structured outputs",
     "thinking budgets",
     "speculation",

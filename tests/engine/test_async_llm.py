@@ -163,7 +163,7 @@ def test_requests_go_on_when_the_core_is_lost(expected, signal_number):
             task = asyncio.create_task(everything(llm))
             while not any(s.completion.token_ids for s in llm.output_processor._sequences.values()):
                 await asyncio.sleep(0.01)
-            os.kill(llm.client.process_id, signal_number)
+            os.kill(llm.client.process_ids[0], signal_number)
             assert await task == expected
             assert llm.client.restarts == 1
             await assert_nothing_is_left(llm)
@@ -185,7 +185,7 @@ def test_requests_with_grammars_go_on_when_the_core_is_lost():
             while not any(len(s.completion.token_ids) > 40 for s in llm.output_processor._sequences.values()):
                 await asyncio.sleep(0)
             assert not all(task.done() for task in made)
-            os.kill(llm.client.process_id, signal.SIGKILL)
+            os.kill(llm.client.process_ids[0], signal.SIGKILL)
             assert [said(await task) for task in made] == wanted
             assert llm.client.restarts == 1
             await assert_nothing_is_left(llm)
@@ -295,7 +295,7 @@ def refuse(prefix: str, longest: int | None = None) -> Path:
 
 
 def test_a_client_that_finds_no_folder_for_its_sockets_does_not_call_itself_ready(monkeypatch):
-    monkeypatch.setattr("quire.engine.core_client.private_folder", refuse)
+    monkeypatch.setattr("quire.engine.cores.private_folder", refuse)
 
     async def check() -> None:
         with pytest.raises(ConfigError, match="no temporary folder can be made"):
@@ -311,8 +311,8 @@ def test_a_client_that_cannot_replace_a_lost_core_ends_its_requests(monkeypatch)
             stream = asyncio.create_task(answer(llm, "open", PROMPTS[0], GREEDY.clone(max_tokens=400)))
             while not llm.client.stats.num_running:
                 await asyncio.sleep(0.01)
-            monkeypatch.setattr("quire.engine.core_client.private_folder", refuse)
-            os.kill(llm.client.process_id, signal.SIGKILL)
+            monkeypatch.setattr("quire.engine.cores.private_folder", refuse)
+            os.kill(llm.client.process_ids[0], signal.SIGKILL)
             output = await stream
             assert output.outputs[0].finish_reason == "error"
             assert "no temporary folder" in str(output.outputs[0].stop_reason)

@@ -17,7 +17,7 @@ from quire.engine.client import make_core
 from quire.engine.core import EngineCore
 from quire.engine.core_process import _serve
 from quire.executor.base import Executor
-from quire.messages.engine import AddRequests, CoreReport, EngineCoreRequest, FinishReason, StepOutputs
+from quire.messages.engine import AddRequests, Connect, EngineCoreRequest, FinishReason, StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from support.engines import GREEDY, MAX_MODEL_LEN, assert_nothing_is_left, core_request, finish, make_llm
 
@@ -108,41 +108,37 @@ def test_generate_raises_the_reason_for_which_a_gate_refuses_a_request_and_the_e
     llm.core.shutdown()
 
 
-def run_gated_core(orders: str, reports: str, path: Path) -> None:
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(orders)
-    outbox.connect(reports)
+def run_gated_core(address: str, path: Path) -> None:
+    inbox = zmq.Context().socket(zmq.ROUTER)
+    inbox.bind(address)
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=4)
     core = make_core(config, path, MAX_MODEL_LEN)
     core, _ = gated_core(core.executor, core.scheduler.limits, config.cache.block_size)
-    _serve(core, inbox, lambda report: outbox.send(msgspec.msgpack.encode(report)))
+    _serve(core, inbox, lambda report: None)
 
 
-def test_the_core_process_sleeps_while_all_requests_wait_at_gates(checkpoints, references):
+def test_the_core_process_sleeps_while_all_requests_wait_at_gates(checkpoints, references, tmp_path):
     continuation = references.continuations("llama")[0]
     llm = make_llm(checkpoints.path("llama"))
+    address = f"ipc://{tmp_path}/core"
     context = zmq.Context()
-    orders, reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    addresses = []
-    for socket in (orders, reports):
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        addresses.append(f"tcp://127.0.0.1:{port}")
+    socket = context.socket(zmq.DEALER)
+    socket.connect(address)
     process = multiprocessing.get_context("spawn").Process(
-        target=run_gated_core, args=(*addresses, checkpoints.path("llama"))
+        target=run_gated_core, args=(address, checkpoints.path("llama"))
     )
     process.start()
     try:
         late = [core_request(llm, name, continuation.prompt, GREEDY) for name in ("late", "bad")]
-        orders.send(msgspec.msgpack.encode(AddRequests(late)))
+        for order in (Connect(), AddRequests(late)):
+            socket.send(msgspec.msgpack.encode(order))
         said: dict[str, list[int]] = {"late": [], "bad": []}
         ended: dict[str, FinishReason] = {}
         num_silent = 0
         while len(ended) < 2:
-            if not reports.poll(120_000):
+            if not socket.poll(120_000):
                 pytest.fail("the core process says nothing")
-            report = msgspec.msgpack.decode(reports.recv(), type=CoreReport)
-            assert isinstance(report, StepOutputs)
+            report = msgspec.msgpack.decode(socket.recv(), type=StepOutputs)
             num_silent += not report.outputs
             for output in report.outputs:
                 said[output.request_id] += output.new_token_ids

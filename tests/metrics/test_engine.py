@@ -113,7 +113,7 @@ def test_parameters_are_counted_when_a_request_ends(clock) -> None:
 
 def test_the_documented_names_are_those_of_the_metrics() -> None:
     metrics = EngineMetrics("quire", "m", max_loras=1)
-    metrics.set_cache_config({"block_size": 16})
+    metrics.set_cache_config([{"block_size": 16}])
     families = list(text_string_to_metric_families(metrics.render().decode()))
     shown = {
         (family.name.removeprefix("quire:") + ("_total" if family.type == "counter" else ""), family.type)

@@ -63,7 +63,7 @@ NOT_YET = [
     "--tensor-parallel-size 4 --pipeline-parallel-size 2",
     "--tensor-parallel-size 8 --distributed-executor-backend ray",
     "-dp 8 -ep",
-    "--data-parallel-size 4 --tensor-parallel-size 2",
+    "--data-parallel-size 4 --data-parallel-hybrid-lb",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",

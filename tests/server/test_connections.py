@@ -17,6 +17,10 @@ BODIES = {
 }
 
 
+LABELS = {"model_name": "quire", "engine": "0", "finished_reason": "abort"}
+ABORTED = ("quire:request_success_total", LABELS)
+
+
 def read_until(raw: socket.socket, end: bytes) -> bytes:
     data = b""
     while end not in data:
@@ -29,14 +33,14 @@ def read_until(raw: socket.socket, end: bytes) -> bytes:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request_at_once(server: Service, host: Host, path, stream):
-    aborted = host.llm.metrics.finished["abort"]._value.get()
+    aborted = host.llm.metrics.registry.get_sample_value(*ABORTED)
     with server.connection(path, {**BODIES[path], "stream": stream, "n": 2, "temperature": 1}) as raw:
         if stream:
             read_until(raw, b"data: ")
         eventually(lambda: host.llm.client.stats.num_running == 2)
         assert server.get("/load").json == {"server_load": 1}
     eventually(lambda: host.is_idle and server.get("/load").json == {"server_load": 0})
-    assert host.llm.metrics.finished["abort"]._value.get() == aborted + 2
+    assert host.llm.metrics.registry.get_sample_value(*ABORTED) == aborted + 2
 
 
 def test_clients_that_leave_while_they_wait_leave_nothing(server: Service, host: Host):

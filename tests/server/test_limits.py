@@ -269,7 +269,7 @@ def test_a_failed_engine_is_told_from_a_failed_request():
         def kill_core_when_it_runs() -> None:
             for cores in (1, 2):
                 eventually(lambda: server.get("/health").status == 200 and client.stats.num_running == 1)
-                os.kill(client.process_id, signal.SIGKILL)
+                os.kill(client.process_ids[0], signal.SIGKILL)
                 eventually(lambda cores=cores: client.restarts == cores)
 
         for stream in (True, False):

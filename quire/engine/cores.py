@@ -1,0 +1,187 @@
+"""The processes of an engine's cores, one for each replica of the model. A lost one is replaced."""
+
+import asyncio
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.config import ConfigError, EngineConfig
+from quire.engine.core_process import PATIENCE_SECONDS, core_address, run_core
+from quire.messages import engine as messages
+from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
+from quire.messages.errors import error_text
+from quire.metrics.logging import logger, logging_level
+from quire.system.folders import private_folder
+
+SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
+SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
+MAX_FAILED_STARTS = 3  # failed starts in a row, after which a core is given up
+_SOCKET_PATH = 107  # characters that the path of a socket may have
+_reports = msgspec.msgpack.Decoder(messages.CoreReport)
+
+
+class _Process:
+    """The process of one core, and the socket on which it reports. A core that replaces a lost one gets a new folder
+    for its sockets, so messages of the old one cannot arrive.
+
+    When this process ends, the core's process is ended and the sockets' folder is removed, unless this process is
+    killed by a signal (then the core's process does both).
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path) -> None:
+        folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
+        processes: list[BaseProcess] = []
+        # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
+        self._end = Finalize(self, _end, (processes, folder), exitpriority=1)
+        self.address = core_address(folder)
+        self.reports = context.socket(zmq.PULL)
+        self.reports.set_hwm(0)
+        self.reports.bind(f"ipc://{folder}/reports")
+        self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
+            target=run_core, args=(folder, rank, config, directory, logging_level()), name="quire-core"
+        )
+        self.process.start()
+        processes.append(self.process)
+
+    async def close(self, patience: float) -> None:
+        """End the process. patience: seconds in which it may end by itself."""
+        self.reports.close(linger=0)
+        await asyncio.to_thread(self.process.join, patience)
+        self._end()
+
+    def kill(self) -> None:
+        self.reports.close(linger=0)
+        self._end()
+
+
+def _end(processes: list[BaseProcess], folder: Path) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Replica:
+    """One core and those that replace it."""
+
+    def __init__(self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path) -> None:
+        self._context, self._arguments = context, (context, rank, config, directory)
+        self.rank = rank
+        self.process: _Process | None = None
+        self._is_ready = self._was_ready = False
+        self._heard_at = 0.0
+        self._failed_starts = 0
+
+    def launch(self) -> _Process:
+        """The running process, or a new one. Raises ConfigError if none can be started."""
+        try:
+            self.process = self.process or _Process(*self._arguments)
+        except (OSError, zmq.ZMQError) as error:  # for example, no folder for the sockets can be made
+            raise ConfigError(error_text(error)) from error
+        return self.process
+
+    async def run(self, tell: Callable[[CoreEvent], None]) -> None:
+        """Keep a core running until there is no hope that another start helps."""
+        given_up = False
+        while not given_up:
+            process, patience = None, PATIENCE_SECONDS
+            try:
+                process = self.launch()
+                self._failed_starts += 1
+                self._heard_at = time.monotonic()
+                died = await self._listen(process, tell)
+                patience = 0.0 if died.silent else PATIENCE_SECONDS
+                given_up = died.by_user or not self._was_ready or self._failed_starts >= MAX_FAILED_STARTS
+                self._lost(died, given_up, tell)
+            except ConfigError as error:
+                given_up = True
+                self._lost(CoreDied(error_text(error), by_user=True), given_up, tell)
+            except asyncio.CancelledError:
+                patience = PATIENCE_SECONDS if self._is_ready else 0.0
+                if self._is_ready and process is not None:
+                    self._tell_to_end(process.address)
+                raise
+            finally:
+                self._is_ready = False
+                if process is not None:
+                    await process.close(patience)
+                    self.process = None
+
+    def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> None:
+        if self._was_ready:
+            fate = "it is given up" if given_up else "starting another"
+            logger.error("Engine core %d was lost: %s; %s", self.rank, died.reason, fate)
+        tell(CoreLost(self.rank, died, given_up))
+
+    async def _listen(self, process: _Process, tell: Callable[[CoreEvent], None]) -> CoreDied:
+        """Handle the core's reports until it is lost. Returns the reason."""
+        while True:
+            if not await process.reports.poll(timeout=250):
+                if not process.process.is_alive():
+                    return CoreDied(f"its process ended unexpectedly (exit code {process.process.exitcode})")
+                patience = SILENCE_SECONDS if self._is_ready else SILENT_START_SECONDS
+                if time.monotonic() - self._heard_at > patience:
+                    return CoreDied(f"its process has been silent for {patience:.0f} s", silent=True)
+                continue
+            report = _reports.decode(await process.reports.recv())
+            self._heard_at = time.monotonic()
+            if isinstance(report, CoreReady):
+                self._is_ready = self._was_ready = True
+                tell(CoreUp(self.rank, process.address, report))
+            elif isinstance(report, messages.FirstOutput):
+                self._failed_starts = 0
+            elif isinstance(report, CoreDied):
+                return report
+
+    def _tell_to_end(self, address: str) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        socket.connect(address)
+        # Sending does not wait, so the returned future is done.
+        socket.send(msgspec.msgpack.encode(messages.Shutdown()))
+        socket.close(linger=1000)
+
+
+class Cores:
+    """Starts `data_parallel_size` processes, and starts another for each that is lost: killed, stopped, or failed.
+
+    The constructor starts them, so that they load the model while the caller builds the rest; `run` watches them. Use
+    from one event loop. Raises ConfigError if no process can be started.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path) -> None:
+        """directory: the model's directory or GGUF file."""
+        self._context = zmq.asyncio.Context()
+        self._replicas = [
+            _Replica(self._context, rank, config, directory) for rank in range(config.parallel.data_parallel_size)
+        ]
+        try:
+            for replica in self._replicas:
+                replica.launch()
+        except ConfigError:
+            self.kill()
+            raise
+
+    @property
+    def process_ids(self) -> list[int | None]:
+        """By rank; None for a core that is being replaced."""
+        return [None if r.process is None else r.process.process.pid for r in self._replicas]
+
+    async def run(self, tell: Callable[[CoreEvent], None]) -> None:
+        """Replace lost cores until all are given up. Cancel it to end the cores. tell: is called with each event."""
+        await asyncio.gather(*(replica.run(tell) for replica in self._replicas))
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for replica in self._replicas:
+            if replica.process is not None:
+                replica.process.kill()
+                replica.process = None
+        self._context.destroy(linger=0)
