@@ -143,6 +143,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(1, flags=("-tp",))
     data_parallel_size: int = option(1, flags=("-dp",))
+    data_parallel_routing: Literal["load", "prefix"] = "load"
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "data_parallel_size")

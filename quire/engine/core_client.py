@@ -81,7 +81,7 @@ class CoreClient:
         self._context = zmq.asyncio.Context()
         self._unfinished: dict[str, _Unfinished] = {}
         self._cores = [_Core() for _ in range(config.parallel.data_parallel_size)]
-        self._router = Router(len(self._cores))
+        self._router = Router(len(self._cores), config.parallel.data_parallel_routing == "prefix")
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.ready: list[int] = []  # the numbers of the cores that take orders
@@ -241,9 +241,7 @@ class CoreClient:
         batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)
         for unfinished in requests:
             request, output = unfinished.request, unfinished.token_ids
-            rank = core if core is not None and core in self.ready else self._router.choose(self.ready)
-            self._router.sent(rank)
-            unfinished.core = rank
+            rank = unfinished.core = self._router.route(request, self.ready, core if core in self.ready else None)
             batches[rank].append(msgspec.structs.replace(request, output_token_ids=output) if output else request)
         for rank, batch in batches.items():
             self._order(rank, messages.AddRequests(batch))

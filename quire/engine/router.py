@@ -1,9 +1,16 @@
 """Decides which of several cores gets a request."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.messages.engine import EngineCoreRequest
+
 WEIGHT_OF_WAITING = 4  # a request that waits counts as much as four that run
+# With prefixes, a core may be chosen whose load is at most the mean of all cores, times the first, plus the second.
+LEEWAY = (1.25, 2 * WEIGHT_OF_WAITING)
+PIECE = 64  # tokens; prefixes are compared in pieces of so many
+MAX_PIECES = 1 << 18
 
 
 @dataclass
@@ -21,24 +28,35 @@ class _Core:
 
 
 class Router:
-    """Sends each request to the core with the lowest `4 * waiting + running`. Requests that are on their way to a core
-    count as waiting there. Cores with equal loads take turns.
+    """Sends each request to the core with the lowest load, `4 * waiting + running`. Requests that are on their way to a
+    core count as waiting there. Cores with equal loads take turns.
+
+    by_prefix: prefer the cores that got the longest prefix of the prompt before, among those whose loads are not far
+    above the mean.
     """
 
-    def __init__(self, num_cores: int) -> None:
+    def __init__(self, num_cores: int, by_prefix: bool = False) -> None:
         self._cores = [_Core() for _ in range(num_cores)]
         self._next = 0
+        self._prefixes = _Prefixes() if by_prefix else None
 
-    def choose(self, ready: Sequence[int]) -> int:
-        """The core for a request, which will be sent to it. ready: the numbers of the cores to choose from."""
-        cores, count, first = self._cores, len(self._cores), self._next
-        core = min(ready, key=lambda rank: (cores[rank].load, (rank - first) % count))
-        self._next = (core + 1) % count
-        return core
-
-    def sent(self, core: int) -> None:
-        """A request is sent to a core, chosen here or elsewhere."""
+    def route(self, request: EngineCoreRequest, ready: Sequence[int], core: int | None = None) -> int:
+        """The core to which the request is sent now. ready: the numbers of the cores to choose from. core: one of them
+        that was chosen already."""
+        pieces = [] if self._prefixes is None else _pieces(request)
+        loads = [state.load for state in self._cores]
+        if core is None:
+            count, first = len(loads), self._next
+            if self._prefixes is not None:
+                factor, margin = LEEWAY
+                most = factor * sum(loads[rank] for rank in ready) / len(ready) + margin
+                ready = self._prefixes.longest(pieces, [rank for rank in ready if loads[rank] <= most])
+            core = min(ready, key=lambda rank: (loads[rank], (rank - first) % count))
+            self._next = (core + 1) % count
+        if self._prefixes is not None:
+            self._prefixes.add(pieces, core)
         self._cores[core].sent += 1
+        return core
 
     def report(self, core: int, waiting: int, running: int, received: int) -> None:
         """A core's state. received: the number of requests that it had received from here by then."""
@@ -46,5 +64,46 @@ class Router:
         state.waiting, state.running, state.received = waiting, running, received
 
     def forget(self, core: int) -> None:
-        """A core was lost. Another one will take its number."""
+        """A core was lost. Another one, with an empty cache, will take its number."""
         self._cores[core] = _Core()
+        if self._prefixes is not None:
+            self._prefixes.forget(core)
+
+
+class _Prefixes:
+    """Which cores got which pieces of prompts. The pieces that were not met for longest are forgotten."""
+
+    def __init__(self) -> None:
+        self._cores: OrderedDict[int, int] = OrderedDict()  # a piece's hash -> a bit for each core
+
+    def longest(self, pieces: list[int], ready: list[int]) -> list[int]:
+        """Those of the ready cores that got the longest part of a prompt; all of them if none got any."""
+        found = sum(1 << rank for rank in ready)
+        for piece in pieces:
+            here = found & self._cores.get(piece, 0)
+            if not here:
+                break
+            found = here
+        return [rank for rank in ready if found >> rank & 1]
+
+    def add(self, pieces: list[int], core: int) -> None:
+        for piece in reversed(pieces):  # the first ones are kept longest, since the others are of no use without them
+            self._cores[piece] = self._cores.get(piece, 0) | 1 << core
+            self._cores.move_to_end(piece)
+        while len(self._cores) > MAX_PIECES:
+            self._cores.popitem(last=False)
+
+    def forget(self, core: int) -> None:
+        for piece in self._cores:
+            self._cores[piece] &= ~(1 << core)
+
+
+def _pieces(request: EngineCoreRequest) -> list[int]:
+    """The hash of each full piece of the prompt and of all that is before it."""
+    tokens = request.prompt_token_ids
+    piece = hash((request.cache_salt, request.adapter and request.adapter.key))
+    hashes = []
+    for end in range(PIECE, len(tokens) + 1, PIECE):
+        piece = hash((piece, *tokens[end - PIECE : end]))
+        hashes.append(piece)
+    return hashes

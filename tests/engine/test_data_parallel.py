@@ -152,6 +152,18 @@ def test_a_request_is_aborted_in_the_core_that_runs_it():
     run(check())
 
 
+def test_a_conversation_goes_on_where_its_prefix_is_cached():
+    async def check() -> None:
+        async with engine(data_parallel_routing="prefix") as llm:
+            params, head = GREEDY.clone(max_tokens=4), list(range(100, 228))
+            for index in range(4):
+                await answer(llm, f"other{index}", [index] * 64, params)
+                output = await answer(llm, str(index), {"prompt_token_ids": [*head, *range(index)]}, params)
+                assert output.num_cached_tokens == (128 if index else 0)
+
+    run(check())
+
+
 def test_an_adapter_is_loaded_into_all_cores():
     adapter = LoRARequest("rhyme", 1, "quire-demo/rhyme")
     messages = [{"role": "user", "content": "What is the capital of France?"}]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from quire.engine.router import Router
+from quire.engine import router as module
+from quire.engine.router import PIECE, Router
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.sampling_params import SamplingParams
+
+
+def request(tokens: Sequence[int] = (), salt: str | None = None) -> EngineCoreRequest:
+    return EngineCoreRequest("a", list(tokens), SamplingParams(), 0, 1, cache_salt=salt)
 
 
 def send(router: Router, count: int, ready: list[int]) -> list[int]:
     """The cores of `count` requests, of which no core reports anything."""
-    chosen = []
-    for _ in range(count):
-        chosen.append(router.choose(ready))
-        router.sent(chosen[-1])
-    return chosen
+    return [router.route(request(), ready) for _ in range(count)]
 
 
 def test_requests_on_their_way_count_so_a_burst_is_spread_evenly():
@@ -24,9 +28,9 @@ def test_a_waiting_request_counts_as_four_running_ones():
     router = Router(2)
     router.report(0, waiting=1, running=0, received=0)
     router.report(1, waiting=0, running=3, received=0)
-    assert router.choose([0, 1]) == 1
-    router.report(1, waiting=0, running=5, received=0)
-    assert router.choose([0, 1]) == 0
+    assert send(router, 1, [0, 1]) == [1]
+    router.report(1, waiting=0, running=5, received=1)
+    assert send(router, 1, [0, 1]) == [0]
 
 
 def test_a_request_counts_until_the_core_has_reported_it_as_received():
@@ -34,9 +38,9 @@ def test_a_request_counts_until_the_core_has_reported_it_as_received():
     router.report(1, waiting=0, running=2, received=0)
     assert send(router, 1, [0, 1]) == [0]
     router.report(0, waiting=0, running=0, received=0)  # it was sent before the request arrived
-    assert router.choose([0, 1]) == 1
+    assert send(router, 1, [0, 1]) == [1]
     router.report(0, waiting=0, running=1, received=1)
-    assert router.choose([0, 1]) == 0
+    assert send(router, 1, [0, 1]) == [0]
 
 
 def test_cores_with_equal_loads_take_turns():
@@ -55,3 +59,60 @@ def test_only_ready_cores_are_chosen_and_a_new_core_begins_empty():
     assert set(send(router, 4, [0, 2])) == {0, 2}
     router.forget(1)
     assert send(router, 3, [0, 1, 2]) == [1, 1, 1]
+
+
+# ---- by prefix
+
+
+def settled(router: Router, cores: int) -> None:
+    """All that was sent has ended."""
+    for core in range(cores):
+        router.report(core, waiting=0, running=0, received=router._cores[core].sent)
+
+
+def test_a_prompt_goes_where_the_longest_part_of_it_went_before():
+    router = Router(3, by_prefix=True)
+    head, other = list(range(2 * PIECE)), list(range(1000, 1000 + PIECE))
+    first = router.route(request(head), [0, 1, 2])
+    settled(router, 3)
+    second = router.route(request(head[:PIECE] + other), [rank for rank in (0, 1, 2) if rank != first])
+    settled(router, 3)
+    assert second != first
+    for _ in range(3):
+        assert router.route(request(head + other), [0, 1, 2]) == first
+        assert router.route(request(head[:PIECE] + other + head), [0, 1, 2]) == second
+        settled(router, 3)
+
+
+def test_prompts_that_share_less_than_a_piece_or_have_another_salt_take_turns():
+    router = Router(2, by_prefix=True)
+    for prompts in (
+        [request(range(PIECE - 1))] * 4,
+        [request(range(PIECE), salt=str(index)) for index in range(4)],
+        [request(range(index, index + PIECE)) for index in range(4)],
+    ):
+        chosen = []
+        for prompt in prompts:
+            chosen.append(router.route(prompt, [0, 1]))
+            settled(router, 2)
+        assert Counter(chosen) == {0: 2, 1: 2}
+
+
+def test_a_prefix_does_not_overload_its_core():
+    router, prompt = Router(4, by_prefix=True), request(range(4 * PIECE))
+    chosen = Counter(router.route(prompt, [0, 1, 2, 3]) for _ in range(400))
+    assert len(chosen) == 4
+    assert max(chosen.values()) < 1.5 * 100
+
+
+def test_a_lost_core_has_no_prefixes_and_old_ones_are_forgotten(monkeypatch):
+    router, prompt = Router(2, by_prefix=True), request(range(4 * PIECE))
+    core = router.route(prompt, [0, 1])
+    settled(router, 2)
+    router.forget(core)
+    assert router._prefixes.longest(module._pieces(prompt), [0, 1]) == [0, 1]
+    monkeypatch.setattr(module, "MAX_PIECES", 4)
+    router.route(prompt, [0, 1], core=1)
+    router.route(request(range(PIECE, 3 * PIECE)), [0, 1], core=0)
+    assert len(router._prefixes._cores) == 4
+    assert router._prefixes.longest(module._pieces(prompt), [0, 1]) == [1]  # its head is still known
