@@ -167,6 +167,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     uds: str | None = None
+    api_server_count: int = option(1, flags=("-asc",))
     api_key: list[str] = option([])
     served_model_name: list[str] = option([])
     root_path: str = ""
@@ -209,7 +210,15 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 0, "port", "max_waiting_requests", "max_log_len")
-        at_least(self, 1, "max_body_bytes", "max_total_body_bytes", "max_generated_tokens", "response_store_bytes")
+        at_least(
+            self,
+            1,
+            "api_server_count",
+            "max_body_bytes",
+            "max_total_body_bytes",
+            "max_generated_tokens",
+            "response_store_bytes",
+        )
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         for name in ("request_timeout", "drain_timeout"):

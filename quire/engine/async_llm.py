@@ -79,7 +79,9 @@ class AsyncLLM:
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
         replicas = self.config.parallel.data_parallel_size
-        self.metrics = EngineMetrics(metrics_prefix, name, self.request_log, log_stats, max_loras, replicas)
+        self.metrics = EngineMetrics(
+            metrics_prefix, name, self.request_log, log_stats, max_loras, replicas, core.index == 0, core.since_start
+        )
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()

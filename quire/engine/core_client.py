@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -41,6 +42,17 @@ class CoreState(StrEnum):
     DEAD = "dead"
 
 
+class Processes(Protocol):
+    """Whoever starts the cores' processes, and knows what becomes of them."""
+
+    @property
+    def process_ids(self) -> list[int | None]: ...
+
+    async def run(self, tell: Callable[[CoreEvent], None]) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @dataclass(eq=False)
 class _Unfinished:
     """An unfinished request. token_ids: its output so far. core: the number of the core that runs it, None if it waits
@@ -73,15 +85,23 @@ class CoreClient:
     their output tokens so far. A request that is lost a second time ends with an error. Use from one event loop.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path) -> None:
-        """directory: the model's directory or GGUF file."""
-        self.config, self.directory = config, directory
-        self._processes = Cores(config, directory)
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        processes: Processes | None = None,
+        index: int = 0,
+        since_start: bool = True,
+    ) -> None:
+        """directory: the model's directory or GGUF file. processes: cores that have other clients, too. index: the
+        number of this client among them. since_start: no other client had this number before."""
+        self.config, self.directory, self.index, self.since_start = config, directory, index, since_start
+        self._processes = processes or Cores(config, directory)
         self._sink: Sink = lambda core, outputs, stats: None
         self._context = zmq.asyncio.Context()
         self._unfinished: dict[str, _Unfinished] = {}
         self._cores = [_Core() for _ in range(config.parallel.data_parallel_size)]
-        self._router = Router(len(self._cores), config.parallel.data_parallel_routing == "prefix")
+        self._router = Router(len(self._cores), config.parallel.data_parallel_routing == "prefix", index)
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.ready: list[int] = []  # the numbers of the cores that take orders
@@ -184,7 +204,7 @@ class CoreClient:
             core.socket.set_hwm(0)
             core.socket.connect(event.address)
             core.reader = self._run(self._read(event.rank, core.socket))
-            self._order(event.rank, messages.Connect())
+            self._order(event.rank, messages.Connect(every_step=self.index == 0))
         else:
             restarted = False
             core.state = CoreState.DEAD if event.given_up else CoreState.RESTARTING

@@ -158,6 +158,7 @@ class Cores:
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         """directory: the model's directory or GGUF file."""
+        self.config, self.directory = config, directory
         self._context = zmq.asyncio.Context()
         self._replicas = [
             _Replica(self._context, rank, config, directory) for rank in range(config.parallel.data_parallel_size)

@@ -32,12 +32,12 @@ class Router:
     core count as waiting there. Cores with equal loads take turns.
 
     by_prefix: prefer the cores that got the longest prefix of the prompt before, among those whose loads are not far
-    above the mean.
+    above the mean. first: the core whose turn is first.
     """
 
-    def __init__(self, num_cores: int, by_prefix: bool = False) -> None:
+    def __init__(self, num_cores: int, by_prefix: bool = False, first: int = 0) -> None:
         self._cores = [_Core() for _ in range(num_cores)]
-        self._next = 0
+        self._next = first % num_cores
         self._prefixes = _Prefixes() if by_prefix else None
 
     def route(self, request: EngineCoreRequest, ready: Sequence[int], core: int | None = None) -> int:

@@ -8,13 +8,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason, SpeculationStats
+from quire.metrics.exposition import are_shared, exposition
 from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
 from quire.metrics.throughput import ThroughputLog
 
 _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_Gauge = partial(Gauge, multiprocess_mode="mostrecent")  # one API process sets them
 
 
 class EngineMetrics:
@@ -22,7 +24,8 @@ class EngineMetrics:
 
     prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics. max_loras: how many
     adapters a batch may have; 0 without adapters. num_cores: each has metrics of its own, with its number as the label
-    `engine`.
+    `engine`. counts_cores: False if another client counts what cores do for all of them. since_start: False if the
+    cores have run before, for a process that this one replaces.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class EngineMetrics:
         enabled: bool = True,
         max_loras: int = 0,
         num_cores: int = 1,
+        counts_cores: bool = True,
+        since_start: bool = True,
     ) -> None:
         self.registry = CollectorRegistry()
         self.enabled = enabled
@@ -40,8 +45,10 @@ class EngineMetrics:
         self._request_log = request_log or RequestLog(enabled=False)
         self._throughput = ThroughputLog()
         self._sequences: dict[str, SequenceRecord] = {}  # by core request id
-        self._stats = [CoreStats() for _ in range(num_cores)]  # the last of each core
+        self._counts_cores = counts_cores
+        self._stats = [CoreStats() if since_start else None for _ in range(num_cores)]  # the last of each core
         self._cache_config: Gauge | None = None
+        self._cache_labels: list[dict[str, str]] = []
         # For each core its metrics by name, or by name and value of an additional label.
         self._cores: list[dict[Any, Any]] = [{} for _ in range(num_cores)]
 
@@ -56,21 +63,21 @@ class EngineMetrics:
                 core[name] = partial(metric.labels, model_name, str(rank))
                 core.update({(name, value): core[name](value) for value in values})
 
-        for kind, group in ((Gauge, "gauges"), (Counter, "counters")):
+        for kind, group in ((_Gauge, "gauges"), (Counter, "counters")):
             for name, text in _TABLES[group].items():
                 declare(kind, name, text)
         for table in _TABLES["histograms"]:
             for name, text in table["metrics"].items():
                 declare(Histogram, name, text, buckets=table["buckets"])
         text = "Sequences that wait, by the reason for it"
-        declare_labelled(Gauge, "num_requests_waiting_by_reason", text, "reason", ["capacity"])
+        declare_labelled(_Gauge, "num_requests_waiting_by_reason", text, "reason", ["capacity"])
         text = "These prompt tokens, by where their keys and values came from"
         declare_labelled(Counter, "prompt_tokens_by_source", text, "source", ["local_compute", "local_cache_hit"])
         declare_labelled(Counter, "request_success", "Sequences that ended, by reason", "finished_reason", FinishReason)
         text = "Drafted tokens that were accepted, by place"
         declare_labelled(Counter, "spec_decode_num_accepted_tokens_per_pos", text, "position", [])
         self._adapters: Gauge | None = None
-        if max_loras:
+        if max_loras and not are_shared():
             name, text = (
                 f"{prefix}:lora_requests_info",
                 "The time; its labels name the adapters of unfinished sequences",
@@ -81,14 +88,15 @@ class EngineMetrics:
     def set_cache_config(self, configs: Sequence[Mapping[str, object]]) -> None:
         """Report options and size of the cores' KV caches as labels of a gauge that is 1. The names must always be the
         same."""
-        for rank, config in enumerate(configs):
-            labels = {**{name: str(value) for name, value in config.items()}, "engine": str(rank)}
-            if self._cache_config is None:
-                name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
-                self._cache_config = Gauge(name, text, [*labels], registry=self.registry)
-            if rank == 0:
-                self._cache_config.clear()
-            self._cache_config.labels(**labels).set(1)
+        labels = [{**{n: str(v) for n, v in c.items()}, "engine": str(rank)} for rank, c in enumerate(configs)]
+        if self._cache_config is None:
+            name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
+            self._cache_config = _Gauge(name, text, [*labels[0]], registry=self.registry)
+        elif labels != self._cache_labels:
+            self._cache_config.clear()
+        self._cache_labels = labels
+        for of_core in labels:
+            self._cache_config.labels(**of_core).set(1)
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -99,7 +107,7 @@ class EngineMetrics:
             self._adapters.clear()
             names = (",".join(sorted(some - {""})) for some in found)
             self._adapters.labels(self._max_loras, *names).set_to_current_time()
-        return generate_latest(self.registry) if self.enabled else b""
+        return exposition(self.registry) if self.enabled else b""
 
     # ---- events
 
@@ -201,7 +209,10 @@ class EngineMetrics:
 
     def _count(self, core: int, stats: CoreStats, generated: int, first_tokens: int) -> None:
         """Add the changes since the last step. A new core counts from zero, and the metrics continue."""
-        metrics, before = self._cores[core], self._stats[core]
+        metrics, before = self._cores[core], self._stats[core] or stats
+        metrics["generation_tokens"].inc(generated)
+        if not self._counts_cores:
+            return
         if stats.computed_tokens < before.computed_tokens:
             before = CoreStats()
         queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
@@ -209,7 +220,6 @@ class EngineMetrics:
         step_tokens = stats.computed_tokens - before.computed_tokens + first_tokens
         if step_tokens:
             metrics["iteration_tokens_total"].observe(step_tokens)
-            metrics["generation_tokens"].inc(generated)
         if stats.speculation is not None:
             _count_drafts(metrics, stats.speculation, before.speculation or SpeculationStats())
         metrics["num_preemptions"].inc(stats.preemptions - before.preemptions)
@@ -220,7 +230,14 @@ class EngineMetrics:
         metrics["num_requests_waiting_by_reason", "capacity"].set(stats.num_waiting)
         metrics["kv_cache_usage_perc"].set(stats.kv_cache_usage)
         self._stats[core] = stats
-        self._throughput.step(CoreStats.total(self._stats), max(0, step_tokens - generated), generated, queries, hits)
+        if not are_shared():  # else this process does not see all tokens
+            self._throughput.step(
+                CoreStats.total([stats or CoreStats() for stats in self._stats]),
+                max(0, step_tokens - generated),
+                generated,
+                queries,
+                hits,
+            )
 
 
 def _count_drafts(metrics: dict[Any, Any], stats: SpeculationStats, before: SpeculationStats) -> None:

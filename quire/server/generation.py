@@ -91,7 +91,7 @@ class Server:
         client = self.llm.client
         running, queued = client.stats.num_running, client.stats.num_waiting
         coming = max(0, client.num_unfinished - running - queued)
-        free = 0 if queued else self.llm.config.scheduler.max_num_seqs - running
+        free = 0 if queued else self.llm.config.scheduler.max_num_seqs * len(client.ready) - running
         return None if coming < free else queued + coming - free
 
     async def render(self, messages: Sequence[Message], body: Rendering, held: HeldBody) -> str:

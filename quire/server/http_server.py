@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -22,14 +22,17 @@ from quire.server.listening import Acceptor
 LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
 
 
-def run(core: CoreClient, config: ServerConfig, listening: socket.socket) -> int:
-    """Build the server, wait for the core, and serve until a signal. Returns the exit status.
+def run(
+    core: CoreClient, config: ServerConfig, listening: socket.socket, announce: Callable[[str], None] = logger.info
+) -> int:
+    """Build the server, wait for the cores, and serve until a signal. Returns the exit status.
 
-    Raises ConfigError, OSError or EngineDeadError if the server or the core cannot start.
+    announce: is told when the server is ready, and at which URL. Raises ConfigError, OSError or EngineDeadError if the
+    server or a core cannot start.
     """
     llm, names = create_llm(core, config)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(llm, config, names, listening))
+        return runner.run(_serve(llm, config, names, listening, announce))
 
 
 def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[str]]:
@@ -42,9 +45,11 @@ def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[s
     return llm, names
 
 
-async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listening: socket.socket) -> int:
+async def _serve(
+    llm: AsyncLLM, config: ServerConfig, names: list[str], listening: socket.socket, announce: Callable[[str], None]
+) -> int:
     try:
-        server = _Server(config, llm, create_app(llm, config, names), names)
+        server = _Server(config, llm, create_app(llm, config, names), names, announce)
         await llm.start()
         await server.app.state.server.adapters.start()
         await server.serve(sockets=[listening])
@@ -54,10 +59,12 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, names: list[str], listenin
 
 
 class _Server(uvicorn.Server):
-    """Logs its URL when it is ready, drains when it is told to end, and ends when the engine has failed for good."""
+    """Announces its URL when it is ready, drains when it is told to end, and ends if the engine has failed for good."""
 
-    def __init__(self, config: ServerConfig, llm: AsyncLLM, app: FastAPI, names: list[str]) -> None:
-        self.app, self.llm, self._names = app, llm, names
+    def __init__(
+        self, config: ServerConfig, llm: AsyncLLM, app: FastAPI, names: list[str], announce: Callable[[str], None]
+    ) -> None:
+        self.app, self.llm, self._names, self._announce = app, llm, names, announce
         self.engine_failed = False
         self._about = config
         self._loop = asyncio.get_running_loop()
@@ -83,9 +90,8 @@ class _Server(uvicorn.Server):
         scheme = "https" if self._about.ssl_certfile else "http"
         name = sockets[0].getsockname()
         where = f"unix:{name}" if isinstance(name, str) else f"{scheme}://{_in_url(name[0])}:{name[1]}"
-        logger.info(
-            "Serving at %s: model %s, API %s/v1, description %s/docs", where, ", ".join(self._names), where, where
-        )
+        models = ", ".join(self._names)
+        self._announce(f"Serving at {where}: model {models}, API {where}/v1, description {where}/docs")
 
     async def on_tick(self, counter: int) -> bool:
         if self.llm.client.state is CoreState.DEAD and not self.engine_failed:

@@ -22,11 +22,11 @@ from prometheus_client import (
     PlatformCollector,
     ProcessCollector,
     Summary,
-    generate_latest,
 )
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.metrics.exposition import are_shared, exposition
 from quire.metrics.logging import logger, printable
 from quire.server.errors import ApiError, api_error, error_response, path_in
 from quire.server.middleware import header
@@ -61,8 +61,8 @@ class HttpMetrics:
         self._metrics["http_response_size_bytes"].labels(handler).observe(sent)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
-        return generate_latest(self.registry)
+        """In Prometheus' text format. Those of several API processes are shown with the engine's metrics."""
+        return b"" if are_shared() else exposition(self.registry)
 
 
 class _Exchange:

@@ -1,13 +1,16 @@
-"""`quire serve`: the socket first, then the core's process, then everything else."""
+"""`quire serve`: the socket first, then the cores' processes, then everything else."""
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from quire.config import EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient
+from quire.engine.cores import Cores
 from quire.models.heads.resolve import with_files
 from quire.server.listening import listening_socket, raise_descriptor_limit
+from quire.server.processes import ApiProcesses
 
 
 def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -> int:
@@ -17,7 +20,13 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
     """
     with contextlib.closing(listening_socket(config)) as listening:
         engine_config = EngineConfig.create(model=model, **options)
-        raise_descriptor_limit(engine_config.scheduler.max_num_seqs)
+        raise_descriptor_limit(engine_config.scheduler.max_num_seqs * engine_config.parallel.data_parallel_size)
+        if config.api_server_count > 1:
+            cores = Cores(*with_files(engine_config))
+            try:
+                return asyncio.run(ApiProcesses(cores, config, listening).run())
+            finally:
+                cores.kill()
         core = CoreClient(*with_files(engine_config))
         try:
             # Imported here, since it takes a while, in which the core's process imports torch and loads the model.

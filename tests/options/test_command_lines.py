@@ -70,7 +70,7 @@ NOT_YET = [
     "--enable-sleep-mode",
     "--task embed",
     "--headless --data-parallel-size 4 --data-parallel-start-rank 2",
-    "--api-server-count 4",
+    "--data-parallel-external-lb",
     "--tokenizer-mode mistral --config-format mistral",
     "--no-enable-chunked-prefill",
 ]
