@@ -142,11 +142,21 @@ class ParallelConfig:
     """Parallelism."""
 
     tensor_parallel_size: int = option(1, flags=("-tp",))
+    pipeline_parallel_size: int = option(1, flags=("-pp",))
+    pipeline_layers: list[int] = option([])
     data_parallel_size: int = option(1, flags=("-dp",))
     data_parallel_routing: Literal["load", "prefix"] = "load"
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "tensor_parallel_size", "data_parallel_size")
+        at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
+            raise ConfigError("pipeline_layers must have a number for each of the pipeline_parallel_size="
+                              f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}")  # fmt: skip
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,16 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
         if options.async_scheduling:
             raise ConfigError("async_scheduling: proposers on the host need the results of a step before the next one")
         is_async = False
+    stages = config.parallel.pipeline_parallel_size
+    # On a CPU, the time of a step follows from its tokens, so one more step fills gaps at no cost. On a GPU, each step
+    # reads all weights, so more steps with fewer requests each would take longer.
+    depth = 1 + is_async if stages == 1 else stages + (not gpu)
     tokens, pools = options.tokens_of_a_step(gpu), config.model.runner == "pooling"
     return SchedulerLimits(
         options.max_num_seqs, max(tokens, max_model_len) if pools else tokens, max_model_len, options.scheduling_policy,
-        2 if is_async else 1, 0 if pools else options.long_prefill_token_threshold,
+        depth, 0 if pools else options.long_prefill_token_threshold,
         options.speculation.num_speculative_tokens if options.speculation and options.speculation.on_device else 0,
-        pools,
+        pools, stages,
     )  # fmt: skip
 
 
@@ -68,7 +72,7 @@ def take_devices(rank: int, config: EngineConfig) -> None:
     """Let a replica see only its own GPUs, which come after those of the replicas before it. Call it before CUDA is
     used. Raises ConfigError if there are too few."""
     count = 0 if config.kernels.device == "cpu" else torch.cuda.device_count()
-    replicas, size = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    replicas, size = config.parallel.data_parallel_size, config.parallel.ranks
     if count and replicas > 1:
         if count < replicas * size:
             raise ConfigError(f"data_parallel_size={replicas} needs {replicas * size} GPUs, but there are {count}")
@@ -83,7 +87,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     check_backend(config.sampling.structured_outputs_config)
     vocab_size = describe(directory, config.model).spec.vocab_size
     on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
-    multiprocess = config.parallel.tensor_parallel_size > 1
+    multiprocess = config.parallel.ranks > 1
     _limit_threads(config.parallel.data_parallel_size)
     executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
     kv, block_size = executor.kv_cache, config.cache.block_size
@@ -106,8 +110,9 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         if options := config.scheduler.speculation:
             proposer = None if options.on_device else make_proposer(options)
             lengths = DraftLengths(options.num_speculative_tokens, executor.step_costs)
+            stay = limits.depth > 1 and limits.stages == 1
             longest = options.max_model_len or limits.max_model_len
-            speculation = Speculation(proposer, lengths, limits.depth > 1, longest)
+            speculation = Speculation(proposer, lengths, stay, longest)
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),

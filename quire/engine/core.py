@@ -30,7 +30,8 @@ class EngineCore:
     """Drives a scheduler and an executor. At most `depth` steps are in flight: submitted, and their results not read.
 
     Depth 1 is the simple loop. With depth 2, the next step is scheduled while the device runs the current one. The
-    sampled tokens then pass from one step to the next on the device.
+    sampled tokens then pass from one step to the next on the device. A pipeline has at least a step for each of its
+    stages, and the steps in flight sample for different requests.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -117,11 +118,13 @@ class EngineCore:
             if not scheduled.num_preemptions and not scheduled.source.output_token_ids:
                 self._scheduled_at.setdefault(request.request_id, now)
         try:
-            needs_masks = self.scheduler.needs_masks()
-            if needs_masks and not self._flights:
+            needs_masks, is_pipelined = self.scheduler.needs_masks(), self.scheduler.limits.stages > 1
+            if needs_masks and (is_pipelined or not self._flights):
                 self.scheduler.begin_masks()  # on a thread, since the forward may be done when `submit` returns
             self.executor.submit(step)
-            self._flights.append(Flight(step, None if needs_masks else self.executor.sample(step.step_id)))
+            masks = self.scheduler.token_masks() if needs_masks and is_pipelined else None
+            waits = needs_masks and not is_pipelined
+            self._flights.append(Flight(step, None if waits else self.executor.sample(step.step_id, masks)))
         except KeyboardInterrupt:  # the step is withdrawn; its requests can be aborted, or be scheduled again
             self.scheduler.withdraw(step)
             raise

@@ -47,7 +47,7 @@ class Frontend:
         self.processor = Processor(
             self.tokenizer, self.max_model_len, description.spec.vocab_size, generation_config(m, directory),
             seed=m.seed, max_logprobs=config.sampling.max_logprobs, plugins=_plugins(config.sampling.logits_processors),
-            in_process=in_process and config.parallel.tensor_parallel_size == 1,
+            in_process=in_process and config.parallel.ranks == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
         )  # fmt: skip

@@ -213,7 +213,7 @@ class Processor:
         if not self.in_process:
             if params.logits_processors:
                 raise ValueError("logits_processors are functions of this process, but the model runs in others; write "
-                                 "a plugin (option logits_processors), or set tensor_parallel_size to 1")  # fmt: skip
+                                 "a plugin (option logits_processors), or use a single rank")  # fmt: skip
             try:
                 msgspec.msgpack.encode(params.extra_args)
             except (TypeError, ValueError, OverflowError, RecursionError) as error:

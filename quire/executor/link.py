@@ -59,6 +59,17 @@ class Link:
             raise ConnectionError("a message is too long")
         return self._read(length)
 
+    def is_closed(self) -> bool:
+        """Whether the other end has closed the connection. Drops what it has sent before."""
+        try:
+            while self._socket.recv(1 << 16, socket.MSG_DONTWAIT):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def _authenticate(self, key: bytes, role: bytes) -> None:
         challenge = secrets.token_bytes(_KEY_BYTES)
         self.send(challenge)

@@ -40,6 +40,13 @@ class Sample(msgspec.Struct, array_like=True, tag=True):
     masks: TokenMasks | None = None
 
 
+class Take(msgspec.Struct, array_like=True, tag=True):
+    """What the last stage of a pipeline has sampled in a step, for the other stages: see StageRunner.take."""
+
+    step_id: int
+    sampled_token_ids: list[list[int]]
+
+
 class LoadAdapter(msgspec.Struct, array_like=True, tag=True):
     key: str
     path: str
@@ -49,7 +56,7 @@ class DropAdapter(msgspec.Struct, array_like=True, tag=True):
     key: str
 
 
-Order = Start | Submit | Sample | LoadAdapter | DropAdapter | Heartbeat
+Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Heartbeat
 
 
 # ---- from a rank to the executor
@@ -69,7 +76,8 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
 
 
 class Result(msgspec.Struct, array_like=True, tag=True):
-    """The result of a sampled step. Only rank 0 sends it, since all ranks have the same."""
+    """The result of a sampled step. Only the first rank of the last stage sends it, since all its ranks have the
+    same."""
 
     output: ModelRunnerOutput
 

@@ -1,5 +1,5 @@
-"""The executor of several ranks (tensor parallelism). Each rank is a process that has its part of every layer and
-executes every step."""
+"""The executor of several ranks. Each is a process that has its part of the model and executes every step: some of the
+layers (pipeline parallelism), and of each layer a share (tensor parallelism)."""
 
 import contextlib
 import os
@@ -35,7 +35,8 @@ _replies = msgspec.msgpack.Decoder(messages.Reply)
 
 
 class MultiprocExecutor(Executor):
-    """Starts `tensor_parallel_size` processes, and sends each of them every step.
+    """Starts a process for each rank, and sends each of them every step. The ranks of the last stage sample; what they
+    sampled goes to the other stages before the result is known here, so before any later step that needs it.
 
     If a rank fails, ends or falls silent, the executor is broken: all pending and later results raise a RuntimeError
     that names the rank.
@@ -43,18 +44,18 @@ class MultiprocExecutor(Executor):
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
         """Raises ValueError if the options do not fit the model, RuntimeError if a rank fails otherwise."""
-        sizes = MeshSizes(tp=config.parallel.tensor_parallel_size)
+        sizes = MeshSizes(pp=config.parallel.pipeline_parallel_size, tp=config.parallel.tensor_parallel_size)
         meeting = open_meeting(HOST)
         start = messages.Start(
             config, str(directory), max_model_len, sizes, (HOST, meeting.port),
             max(1, torch.get_num_threads() // sizes.world), logging_level(),
         )  # fmt: skip
-        self._ranks = _Ranks(sizes.world)
+        self._ranks = _Ranks(sizes)
         self._end = weakref.finalize(self, self._ranks.end)  # also runs when the executor is garbage-collected
         try:
             self._ranks.start(start)
-            first, *_ = [ready.result() for ready in self._ranks.ready]
-            self.kv_cache, self.step_costs = first.kv_cache, first.step_costs
+            *_, last = [ready.result() for ready in self._ranks.ready]
+            self.kv_cache, self.step_costs = last.kv_cache, last.step_costs
         except BaseException:
             self.shutdown()
             raise
@@ -64,7 +65,7 @@ class MultiprocExecutor(Executor):
 
     def sample(self, step_id: int, masks: TokenMasks | None = None) -> Future[ModelRunnerOutput]:
         result = self._ranks.expect(step_id)
-        self._ranks.order(messages.Sample(step_id, masks))
+        self._ranks.order(messages.Sample(step_id, masks), self._ranks.last_stage)
         return result
 
     def load_adapter(self, key: str, path: str) -> Future[None]:
@@ -83,11 +84,13 @@ class _Ranks:
     Ctrl-C interrupts only the main thread, so no message is ever cut off, or sent to some of the ranks only.
     """
 
-    def __init__(self, size: int) -> None:
-        self.ready: list[Future[messages.Ready]] = [Future() for _ in range(size)]
+    def __init__(self, sizes: MeshSizes) -> None:
+        ranks = range(sizes.world)
+        self.last_stage, self._other_stages = ranks[-sizes.tp :], ranks[: -sizes.tp]
+        self.ready: list[Future[messages.Ready]] = [Future() for _ in ranks]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Link] = {}  # by rank
-        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[bytes, range] | None] = queue.SimpleQueue()
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
         # Adapters by key, with the ranks' replies.
         self._loading: dict[str, tuple[Future[None], list[messages.AdapterLoaded]]] = {}
@@ -115,8 +118,9 @@ class _Ranks:
                     self._links[rank] = link
                     threading.Thread(target=self._listen, args=(rank, link), name=f"rank {rank}", daemon=True).start()
 
-    def order(self, order: messages.Submit | messages.Sample | messages.LoadAdapter | messages.DropAdapter) -> None:
-        self._orders.put(messages.encode(order))
+    def order(self, order: messages.Order, ranks: range | None = None) -> None:
+        """Send an order to the given ranks, or to all."""
+        self._orders.put((messages.encode(order), range(len(self.ready)) if ranks is None else ranks))
 
     def expect(self, step_id: int) -> Future[ModelRunnerOutput]:
         result: Future[ModelRunnerOutput] = Future()
@@ -170,17 +174,19 @@ class _Ranks:
 
     def _send(self) -> None:
         """Send orders to all ranks, and heartbeats while there are no orders."""
-        beat = messages.encode(messages.Heartbeat())
+        beat = messages.encode(messages.Heartbeat()), range(len(self.ready))
         while True:
             try:
-                message = self._orders.get(timeout=messages.BEAT_SECONDS)
+                order = self._orders.get(timeout=messages.BEAT_SECONDS)
             except queue.Empty:
-                message = beat
-            if message is None:
+                order = beat
+            if order is None:
                 return
-            for link in list(self._links.values()):
-                with contextlib.suppress(OSError):  # the rank has gone, which the thread in _listen reports
-                    link.send(message)
+            message, ranks = order
+            for rank, link in list(self._links.items()):
+                if rank in ranks:
+                    with contextlib.suppress(OSError):  # the rank has gone, which the thread in _listen reports
+                        link.send(message)
 
     def _listen(self, rank: int, link: Link) -> None:
         """Receive the messages of a rank until it has gone."""
@@ -189,6 +195,9 @@ class _Ranks:
             while True:
                 reply = _replies.decode(link.receive())
                 if isinstance(reply, messages.Result):
+                    if self._other_stages:
+                        taken = messages.Take(reply.output.step_id, reply.output.sampled_token_ids)
+                        self.order(taken, self._other_stages)
                     self._take(reply.output)
                 elif isinstance(reply, messages.AdapterLoaded):
                     self._note_loaded(reply)

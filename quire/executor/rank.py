@@ -42,6 +42,8 @@ def main() -> None:
     try:
         _work(link, start, rank)
     except Exception as error:
+        if link.is_closed():  # another rank has ended before this one, in whose step it was needed
+            return
         by_user = isinstance(error, (ValueError, TypeError, OSError))
         with contextlib.suppress(OSError):
             link.send(messages.encode(messages.Broken(error_text(error), by_user)))
@@ -58,6 +60,7 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
     from quire.ops.cpu.shared_sums import with_shared_sums
     from quire.parallel.mesh import join
     from quire.worker.device import on_gpu
+    from quire.worker.stage_runner import StageRunner
     from quire.worker.worker import Worker
 
     torch.set_num_threads(start.num_threads)
@@ -65,6 +68,7 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
     mesh = join(start.sizes, rank, *start.meeting, kind=kind)
     if kind == "cpu":
         mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
+    reports = mesh.tp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))
     while True:
@@ -76,8 +80,11 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
             worker.runner.submit(order.step)
         elif isinstance(order, messages.Sample):
             output = worker.runner.sample(order.step_id, order.masks)()
-            if rank == 0:
+            if reports:
                 link.send(messages.encode(messages.Result(output)))
+        elif isinstance(order, messages.Take):
+            assert isinstance(worker.runner, StageRunner)
+            worker.runner.take(order.step_id, order.sampled_token_ids)
         elif isinstance(order, messages.LoadAdapter):
             threading.Thread(target=_load_adapter, args=(link, worker.runner.adapters, order), daemon=True).start()
         elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:

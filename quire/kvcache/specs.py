@@ -7,9 +7,8 @@ part of its blocks, so a block is as large as the group with the most entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -50,6 +49,10 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
     def layers(self) -> tuple[int, ...]:
         """The layers of the entries with the role "kv"."""
         return tuple(entry.layer for entry in self.entries if entry.role == "kv")
+
+    def of_layers(self, layers: Container[int]) -> Self:
+        """The same group with the entries of these layers only: what one stage of a pipeline keeps."""
+        return msgspec.structs.replace(self, entries=tuple(entry for entry in self.entries if entry.layer in layers))
 
     def page_bytes(self, entry_bytes: int) -> int:
         """Bytes of a block that this group uses, if each entry takes `entry_bytes`."""
@@ -163,7 +166,8 @@ def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Has
     A block is as large as the group with the most entries. With ten layers of full attention beside 52 with a window,
     two groups would waste memory: each block of the ten would take the memory of 52. So the 52 are split into six
     groups. The group size is the largest one that wastes at most 5 % of what a request of max_model_len keeps. Larger
-    groups are better, since each group costs the scheduler and every step a little time.
+    groups are better, since each group costs the scheduler and every step a little time. Groups of a kind take turns
+    with its layers, so that each stage of a pipeline has its share of every group.
     """
     kinds: dict[tuple[Spec, Hashable], list[CacheEntry]] = {}
     for spec, shape in zip(kept, shapes or [None] * len(kept), strict=True):
@@ -177,9 +181,8 @@ def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Has
 
     least = memory(1)
     size = max(size for size in range(1, max(map(len, kinds.values())) + 1) if memory(size) <= 1.05 * least)
-    groups = []
+    groups: list[Spec] = []
     for (kind, _), entries in sorted(kinds.items(), key=lambda item: -item[0][0].tokens_kept(max_model_len)):
         count = -(-len(entries) // size)
-        bounds = [len(entries) * i // count for i in range(count + 1)]
-        groups += [msgspec.structs.replace(kind, entries=tuple(entries[a:b])) for a, b in pairwise(bounds)]
+        groups += [msgspec.structs.replace(kind, entries=tuple(entries[i::count])) for i in range(count)]
     return groups

@@ -36,6 +36,7 @@ class AdapterSlots:
     def __init__(self, count: int, max_rank: int) -> None:
         self.count, self.max_rank = count, max_rank
         self.products: list[LowRank] = []
+        self.elsewhere: Container[str] = ()  # modules of other stages of a pipeline, which check them
         self._rows: Tensor | None = None
         self._wanted: Tensor | None = None
 
@@ -69,6 +70,8 @@ class AdapterSlots:
         shapes = [shape for product in self.products for shape in product.shapes]
         sizes = {part.name: (part.rows, shape.in_features) for shape in shapes for part in shape.parts}
         matrices = {_known(module, sizes): both for module, both in matrices.items()}
+        others = self.elsewhere
+        matrices = {m: both for m, both in matrices.items() if m in sizes or _known(m, others) not in others}
         if unknown := sorted(matrices.keys() - sizes.keys()):
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise ValueError(f"the model has no linear layer for {', '.join(unknown[:3])}{more}")

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -188,14 +188,19 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     raise ModelNotFoundError(f"{directory} has no *.safetensors and no pytorch_model*.bin file")
 
 
-def load_weights(checkpoint: Checkpoint, builder: Builder, ignored: tuple[str, ...], show_progress: bool) -> None:
-    """Fill every slot of `builder`. ignored: patterns of the names of tensors that are not parameters.
+def load_weights(
+    checkpoint: Checkpoint, builder: Builder, ignored: tuple[str, ...], show_progress: bool,
+    elsewhere: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Fill every slot of `builder`. ignored: patterns of the names of tensors that are not parameters. elsewhere: the
+    tensors of other stages of a pipeline.
 
     Raises WeightError for tensors that are missing, unexpected, or of a wrong shape or type.
     """
     wanted = {checkpoint.alias(slot.name) for slot in builder.slots}
     missing = sorted(wanted - checkpoint.names.keys())
-    extra = sorted(n for n in checkpoint.names.keys() - wanted if not any(re.search(p, n) for p in ignored))
+    known = wanted.union(map(checkpoint.alias, elsewhere))
+    extra = sorted(n for n in checkpoint.names.keys() - known if not any(re.search(p, n) for p in ignored))
     if missing or extra:
         parts = [f"{label}: {_some(names)}" for label, names in (("missing", missing), ("unexpected", extra)) if names]
         raise WeightError("the checkpoint's tensors do not fit the model; " + "; ".join(parts))

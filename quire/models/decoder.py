@@ -22,6 +22,7 @@ from quire.layers.specs import MLPSpec
 from quire.models.model import Model
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
+from quire.parallel.pipeline import Stage
 
 MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
     AttentionSpec: Attention,
@@ -98,8 +99,10 @@ LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": Po
 class LayerStack:
     """The layers of a decoder, over a paged KV cache: what a whole model and the head of a drafter share."""
 
-    def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
+    def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, layers: range | None = None) -> None:
+        """layers: those of this stage of a pipeline, None for all."""
         self.spec, self.kernels = spec, builder.kernels
+        own = range(spec.num_layers) if layers is None else layers
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
         self.kv_specs: Sequence[AttentionKVSpec] = []
@@ -107,14 +110,16 @@ class LayerStack:
             layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
             self.kv_specs = group_entries(layer_specs, max_model_len, shapes)
         self.cache_shapes: Sequence[CacheShape] = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
+        self.kv_specs = [kv_spec.of_layers(own) for kv_spec in self.kv_specs]
         group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
             RotaryEmbedding(r, max_model_len, builder.device) for r in variants
         ]
         layer = LAYERS[spec.residual]
-        self.layers = []
-        for i, rotary in enumerate(spec.rotary):
+        self.first_layer, self.layers = own.start, list[DecoderLayer]()
+        for i in own:
+            rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
             self.layers.append(layer(builder, spec, i, LayerPlace(group_of.get(i, 0), windows[i], table, scale)))
@@ -122,7 +127,7 @@ class LayerStack:
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
             for index, entry in enumerate(kv_spec.entries):
-                self.layers[entry.layer].mixer.bind(backend, backend.view(blocks, index))
+                self.layers[entry.layer - self.first_layer].mixer.bind(backend, backend.view(blocks, index))
 
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
@@ -132,10 +137,11 @@ class LayerStack:
         residual: Tensor | None = None
         start, last = 0, len(self.layers) - 1
         for tapped in sorted(taps):
-            for layer in self.layers[start : tapped + 1]:
+            stop = tapped + 1 - self.first_layer
+            for layer in self.layers[start:stop]:
                 x, residual = layer(x, residual, state)
             self._copy_stream(x, residual, taps[tapped])
-            start = tapped + 1
+            start = stop
         for layer in self.layers[start:last]:
             x, residual = layer(x, residual, state)
         if start <= last:
@@ -155,18 +161,32 @@ class Decoder(LayerStack, Model):
 
     pooler: Pooler | None = None
 
-    def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int) -> None:
+    def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, stage: Stage | None = None) -> None:
+        """stage: that of this rank in a pipeline, None for the whole model."""
+        self.spec, self.stage = spec, stage or Stage(range(spec.num_layers))
+        stage = self.stage
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_token_ids = spec.vocab_size * max(1, spec.token_types)
         names = {key: name for key, name in spec.names.items() if name is not None}
         embedding_size = spec.embedding_size or spec.hidden_size
+        if stage.has_embedding:
+            self._make_embedding(builder, names, embedding_size)
+        super().__init__(builder, spec, max_model_len, stage.layers)
+        self.project_out: ReplicatedLinear | None = None
+        self.lm_head: LMHead | None = None
+        if stage.has_head:
+            self._make_head(builder, names, embedding_size)
+        self.num_parameters, self.adapters = builder.num_parameters, builder.adapters
+
+    def _make_embedding(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
+        spec = self.spec
         self.embedding = VocabParallelEmbedding(
             builder, names["embedding"], spec.vocab_size, embedding_size, spec.tie_embeddings
         )
         self.embedding_scale = None
         if spec.embedding_scale is not None:  # rounded to the model's type, as in training
             self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)
-        self.positions = self.project_in = self.project_out = None
+        self.positions = self.project_in = None
         if spec.position_offset is not None:
             self.positions = LearnedPositions(
                 builder, names["positions"], spec.max_positions, spec.hidden_size, spec.position_offset
@@ -177,18 +197,26 @@ class Decoder(LayerStack, Model):
         self.embedding_norm = make_norm(builder, names.get("embedding_norm"), spec.hidden_size, spec.norm)
         if embedding_size != spec.hidden_size:
             self.project_in = ReplicatedLinear(builder, names["project_in"], embedding_size, spec.hidden_size)
+
+    def _make_head(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
+        spec = self.spec
+        if embedding_size != spec.hidden_size:
             self.project_out = ReplicatedLinear(builder, names["project_out"], spec.hidden_size, embedding_size)
-        super().__init__(builder, spec, max_model_len)
         self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
-        tied, self.lm_head = self.embedding if spec.tie_embeddings else None, None
         if "lm_head" in names:
+            tied = self.embedding if spec.tie_embeddings else None
             self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
-        self.num_parameters, self.adapters = builder.num_parameters, builder.adapters
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        return self.final_norm.add(*self.run(x, state, wanted, taps))[0]
+        """For a stage without head, the result is the residual stream behind its last layer, [tokens, hidden]."""
+        x, residual = self.run(x, state, wanted, taps)
+        if self.stage.has_head:
+            return self.final_norm.add(x, residual)[0]
+        if residual is not None:
+            self.kernels.add(x, residual, x)
+        return x
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """In a model with kinds of segments, vocab_size is added to the ids once for each kind before a token's own:

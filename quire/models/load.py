@@ -16,9 +16,10 @@ from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.model import Model
 from quire.models.pooler import Pooler
+from quire.models.stages import choose_stage
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Mesh
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import check_format, extra_tensors, quantization_method
 
@@ -33,11 +34,12 @@ def load_model(
     config: EngineConfig,
     max_model_len: int,
     device: torch.device,
-    group: Communicator,
+    mesh: Mesh,
     show_progress: bool,
     adapters: AdapterSlots | None = None,
 ) -> Model:
-    """Build the model of a checkpoint's directory or GGUF file, with its pooler, and fill the parameters.
+    """Build this rank's part of the model of a checkpoint's directory or GGUF file, with its pooler, and fill the
+    parameters.
 
     adapters: see Builder.
     """
@@ -62,14 +64,20 @@ def load_model(
         if device.type == "cpu" and find_compiler() is None:
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
-    builder = Builder(kernels, group, method_of, quantizer_of(config.model.quantization, spec.names), adapters)
-    model = Decoder(builder, spec, max_model_len)
-    if description.pooling is not None:
+    builder = Builder(kernels, mesh.tp, method_of, quantizer_of(config.model.quantization, spec.names), adapters)
+    stage, elsewhere = None, set[str]()
+    if mesh.pp.size > 1:
+        drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
+        stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
+        if adapters is not None:
+            adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
+    model = Decoder(builder, spec, max_model_len, stage)
+    if description.pooling is not None and model.stage.has_head:
         model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else directory)
     if checkpoint is None:
         load_dummy(builder, show_progress)
     else:
         tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
         ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
-        load_weights(checkpoint, builder, ignored, show_progress)
+        load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
     return model

@@ -12,19 +12,22 @@ from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
+from quire.parallel.pipeline import Stage
 
 
 class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
     vocab_size: size of the logits. num_token_ids: one more than the largest token id, see Decoder.embed. hidden_size:
-    of the residual stream. num_parameters: of all ranks together. rotary: functions from positions to the tables (cos,
-    sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token; empty for a model without a cache.
-    cache_shapes: for each KV group, the sizes of what this rank caches in one layer. pooler: of a model that pools.
-    adapters: the slots for low-rank adapters, None if the model takes none.
+    of the residual stream. num_parameters: of all ranks of this stage. rotary: functions from positions to the tables
+    (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token in the layers of this stage; empty
+    for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
+    pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. stage: the
+    part of the model that this rank has in a pipeline.
     """
 
     kernels: Kernels
+    stage: Stage
     vocab_size: int
     num_token_ids: int
     hidden_size: int
@@ -47,7 +50,8 @@ class Model(Protocol):
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """x: the result of `embed` -> hidden states for `logits`: [tokens, hidden], or [len(wanted), hidden].
+        """x: the result of `embed`, or of the stage before -> hidden states for `logits`, or for the next stage:
+        [tokens, hidden], or [len(wanted), hidden].
 
         wanted: indices of the tokens whose hidden states are needed, None for all. taps: tensors [tokens or more,
         hidden] by layer. The residual stream after each of these layers, for all tokens of the step, is written to the

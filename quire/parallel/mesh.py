@@ -53,11 +53,28 @@ class Communicator:
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, so that all ranks decide alike."""
+        return self._agree(value, dist.ReduceOp.MIN)
+
+    def total(self, value: int) -> int:
+        """The sum of the ranks' values."""
+        return self._agree(value, dist.ReduceOp.SUM)
+
+    def _agree(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return value
         tensor = torch.tensor(value)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(tensor, operation, group=self.group)
         return int(tensor)
+
+    def send(self, x: Tensor, to: int) -> dist.Work:
+        """Start to send x to a rank of the group. x must not change until the returned work is completed."""
+        work = dist.isend(x, group=self.group, group_dst=to)
+        assert work is not None
+        return work
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """Overwrite x with what a rank of the group has sent. Waits for it on a CPU; on a GPU, later work waits."""
+        dist.recv(x, group=self.group, group_src=source)
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,7 @@ class Mesh:
     cp: Communicator = Communicator()
     tp: Communicator = Communicator()
     ep: Communicator = Communicator()
+    replica: Communicator = Communicator()
 
     def device(self, kind: str) -> torch.device:
         """The device of this rank, of the kind "cpu" or "cuda". The ranks of a machine take its GPUs in turn."""

@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 
 # For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
-# that hold the same layers.
-AXES = {"dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp")}
+# that hold the same layers. All ranks of a replica run the same steps.
+AXES = {
+    "dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp"), "replica": ("pp", "cp", "tp"),
+}  # fmt: skip
 
 
 class MeshSizes(msgspec.Struct, frozen=True):
@@ -34,7 +36,7 @@ class MeshSizes(msgspec.Struct, frozen=True):
         return math.prod(msgspec.structs.astuple(self))
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along an axis (dp, pp, cp, tp or ep), in the order of their numbers in the group.
+        """The ranks of every group of a kind (dp, pp, cp, tp, ep or replica), in the order of their numbers in it.
 
         MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
         """

@@ -10,6 +10,7 @@ class SchedulerLimits:
     depth: how many steps may be submitted but not retired. long_prefill_token_threshold: the most tokens of one request
     in a step; 0 for no limit besides max_num_batched_tokens. lookahead: the most drafts that a drafter on the device
     makes behind a step. whole_prompts: a prompt is computed in one step, as a model needs that pools all of its tokens.
+    stages: of a pipeline. With several, the steps in flight share out the running requests, so that no stage starves.
     """
 
     max_num_seqs: int
@@ -20,6 +21,7 @@ class SchedulerLimits:
     long_prefill_token_threshold: int = 0
     lookahead: int = 0
     whole_prompts: bool = False
+    stages: int = 1
 
     @property
     def most_in_flight(self) -> int:

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 
 from quire.kvcache.hashing import extra_keys
@@ -21,6 +21,11 @@ from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import Speculation
 from quire.structured.gate import GrammarGate
+
+# A step of a pipeline computes so many tokens of prompts at least, and a share of those that wait: enough shares for
+# each stage to have some steps, since steps that follow each other must take about as long.
+LEAST_CHUNK = 32
+SHARES_OF_A_STAGE = 4
 
 _by_key = attrgetter("key")
 
@@ -52,7 +57,7 @@ class Scheduler:
         vocab_size: the number of logits, for `grammars`. speculation: what drafts are made of, None for no drafts."""
         limits.validate()
         self.limits = limits
-        self._longest_chunk = limits.longest_chunk
+        self._longest_chunk, self._is_pipelined = limits.longest_chunk, limits.stages > 1
         chunk = limits.most_in_flight
         self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching, fingerprint)
         if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
@@ -169,7 +174,7 @@ class Scheduler:
             self.speculation.propose(self.running)
         step = SchedulerOutput(self._num_steps, epoch=self.epoch)
         requests: list[Request] = []
-        budget = self._schedule_running(step, requests, self.limits.max_num_batched_tokens)
+        budget = self._schedule_running(step, requests, self._budget())
         self._schedule_waiting(step, requests, budget)
         if requests:
             self._submitted.append((step, requests))
@@ -182,29 +187,44 @@ class Scheduler:
         return step
 
     def needs_masks(self) -> bool:
-        """Whether the last step needs token masks. They can be filled when all earlier steps have retired."""
+        """Whether the last step needs token masks. They can be filled when all earlier steps of its requests have
+        retired: with a pipeline, at once."""
         constrained = self._constrained
         return constrained is not None and constrained.count > 0 and constrained.need_masks(self._submitted[-1][1])
 
     def begin_masks(self) -> None:
-        """Start to fill the masks of the only submitted step, which needs some. A thread does the work."""
+        """Start to fill the masks of the step that was submitted last, which needs some. A thread does the work."""
         assert self._constrained is not None
-        self._constrained.begin_masks(*self._submitted[0])
+        self._constrained.begin_masks(*self._submitted[-1])
 
     def token_masks(self) -> TokenMasks | None:
-        """The masks of the only submitted step. Waits until they are filled. None if its constraints allow all
+        """The masks of the step that was submitted last. Waits until they are filled. None if its constraints allow all
         tokens."""
         assert self._constrained is not None
-        [(step, requests)] = self._submitted
-        return self._constrained.masks(step, requests)
+        return self._constrained.masks(*self._submitted[-1])
+
+    def _budget(self) -> int:
+        """The most tokens of the next step. The steps of a pipeline share out what is to be computed, since a stage
+        would wait for another one that has a longer step."""
+        most, stages = self.limits.max_num_batched_tokens, self.limits.stages
+        if stages == 1 or self.limits.whole_prompts:
+            return most
+        pending, shares = 0, SHARES_OF_A_STAGE * stages
+        for request in chain(self.running, self.waiting):
+            pending += len(request.token_ids) - request.num_computed_tokens
+            if pending >= most * shares:
+                return most
+        return min(most, -(-len(self.running) // stages) + max(LEAST_CHUNK, -(-pending // shares)))
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
         running, take = self.running, self._take
         position, all_have_room = 0, True
-        while position < len(running):
+        most = len(requests) + -(-len(running) // self.limits.stages)
+        while position < len(running) and len(requests) < most:
             request = running[position]
             position += 1
-            room = budget - (len(running) - position)  # keeps one token for each request that follows
+            # keeps one token for each request that follows
+            room = budget - min(len(running) - position, most - len(requests) - 1)
             while (count := take(request, room, step, requests)) is None and not self._num_leaving:
                 self._preempt(running[-1])
                 if request.status is not Status.RUNNING:
@@ -267,9 +287,11 @@ class Scheduler:
         in_flight, computed = request.num_in_flight_samples, request.num_computed_tokens
         known = len(request.token_ids) + in_flight
         if in_flight and (
-            known >= request.max_total_tokens or (request.constraint is not None and ConstrainedRequests.skips(request))
+            self._is_pipelined
+            or known >= request.max_total_tokens
+            or (request.constraint is not None and ConstrainedRequests.skips(request))
         ):
-            return 0  # its last tokens are in flight, or it waits to take forced tokens ahead
+            return 0  # the first stage needs its last tokens, or they end it, or it waits to take forced tokens ahead
         count = known - computed
         if count > budget:
             count = budget

@@ -9,6 +9,7 @@ from quire.attention.base import AttentionBackend
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.step_inputs import AdaptedInputs, StepInputs, StepSize
 from quire.models.model import Model
+from quire.parallel.pipeline import Pipe
 
 
 class Forward:
@@ -17,8 +18,9 @@ class Forward:
     taps: the tensors that receive hidden states of chosen layers, see Model.forward. Set them before the first step.
     """
 
-    def __init__(self, model: Model, backends: Sequence[AttentionBackend]) -> None:
-        self.model, self.backends = model, backends
+    def __init__(self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None = None) -> None:
+        """pipe: of a stage of a pipeline, None for a whole model."""
+        self.model, self.backends, self.pipe = model, backends, pipe
         self.taps: dict[int, Tensor] = {}
 
     def fit(self, size: StepSize) -> StepSize:
@@ -26,7 +28,17 @@ class Forward:
         return size
 
     def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call."""
+        """Hidden states [tokens, hidden], or only those of the tokens `rows`. Valid until the next call.
+
+        A stage of a pipeline takes what the stage before has sent, and sends its result to the next one.
+        """
+        hidden = self.run(inputs, rows)
+        if self.pipe is not None and not self.pipe.is_last:
+            self.pipe.send(hidden)
+        return hidden
+
+    def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
+        """The same, without sending."""
         self.adapt(inputs, rows)
         return self.layers(self.embed(inputs), inputs, rows)
 
@@ -48,7 +60,10 @@ class Forward:
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """The input of the first layer, [tokens, hidden]. Recorded steps and CUDA graphs start after it."""
-        return self.model.embed(inputs.input_ids, inputs.positions)
+        if self.pipe is None or self.pipe.is_first:
+            return self.model.embed(inputs.input_ids, inputs.positions)
+        target = self.model.kernels.target
+        return self.pipe.receive(inputs.size.tokens, target.dtype, target.device)
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Hidden states, as `__call__` returns them. x: the result of `embed`."""

@@ -18,6 +18,7 @@ from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 from quire.models.model import Model
 from quire.ops.cpu.recording import Arena, Recording
+from quire.parallel.pipeline import Pipe
 from quire.worker.forward import Forward
 from quire.worker.staging import Staging
 
@@ -38,8 +39,8 @@ class RecordedForward(Forward):
     A model whose layers do not consist of kernels only (see Recording) runs eagerly.
     """
 
-    def __init__(self, model: Model, backends: Sequence[AttentionBackend]) -> None:
-        super().__init__(model, backends)
+    def __init__(self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None = None) -> None:
+        super().__init__(model, backends, pipe)
         self.usable = True
         self._arena = Arena()
         self._recorded: dict[StepSize, _Calls] = {}
@@ -104,11 +105,12 @@ class CapturedForward(Forward):
         most_tokens: int,
         most_per_request: int = 1,
         is_only_rank: bool = True,
+        pipe: Pipe | None = None,
     ) -> None:
         """most_per_request: steps of 1, 2, ... up to so many tokens of each request are captured. is_only_rank: if
         False, a capture that fails is an error, since the other ranks' graphs wait for this rank's part of each
         all-reduce."""
-        super().__init__(model, backends)
+        super().__init__(model, backends, pipe)
         self.is_only_rank = is_only_rank
         self.staging, most_requests = staging, len(staging.batch.num_tokens)
         decoding = [*(n for n in DECODE_SIZES if n < most_requests), most_requests]
@@ -131,13 +133,15 @@ class CapturedForward(Forward):
         gc.collect()
         gc.disable()  # a collection that frees device memory during a capture may break the capture
         try:
-            x = None
+            target = self.model.kernels.target
+            most = max(size.tokens for size in chain(*self._sizes.values()))
+            memory = torch.zeros(most, self.model.hidden_size, dtype=target.dtype, device=target.device)
             variants = (False,) if self.model.adapters is None else (False, True)
             sizes = [size._replace(adapted=v) for size in chain(*self._sizes.values()) for v in variants]
             for size in sorted(sizes, reverse=True):
                 inputs = self.staging.stage_dummy(size)
                 self.adapt(inputs, None)
-                x = self.embed(inputs).clone() if x is None else x[: size.tokens]
+                x = memory[: size.tokens]
                 run = partial(self.layers, x, replace(inputs, longest_prompt=0))
                 hidden, replay = self.staging.device.capture(run)
                 self._graphs[size] = _Graph(replay, x, hidden)
@@ -152,10 +156,10 @@ class CapturedForward(Forward):
         if self._graphs:
             logger.info("CUDA graphs: %d sizes in %.1f s", len(self._graphs), time.perf_counter() - started)
 
-    def __call__(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
+    def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         graph = self._graphs.get(inputs.size)
         if graph is None:
-            return super().__call__(inputs, rows)
+            return super().run(inputs, rows)
         self.adapt(inputs, None)
         graph.x.copy_(self.embed(inputs))
         graph.replay()

@@ -83,8 +83,7 @@ class ModelRunner(Runner[_Launched]):
 
     def install(self, new: NewRequest) -> None:
         self._prompt_logprobs.pop(new.row, None)
-        if new.pooling_params is not None:
-            raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
+        self.check_kind(new)
         self.batch.install(new)
         if new.adapter is not None and self.adapters is not None:
             self.adapters.place(new.adapter)

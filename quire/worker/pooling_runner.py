@@ -27,6 +27,8 @@ class _Launched:
 class PoolingRunner(Runner[_Launched]):
     """Each step computes whole texts, so the hidden states of a text are complete when it ends."""
 
+    pools = True
+
     def __init__(
         self, model: Model, pooler: Pooler, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool
     ) -> None:
@@ -35,8 +37,8 @@ class PoolingRunner(Runner[_Launched]):
         self._params: dict[int, PoolingParams] = {}  # by row
 
     def install(self, new: NewRequest) -> None:
-        if new.pooling_params is None:
-            raise ValueError("this model does not generate; give the request pooling_params")
+        self.check_kind(new)
+        assert new.pooling_params is not None
         self.batch.install(new)
         self._params[new.row] = new.pooling_params
 

@@ -26,6 +26,7 @@ class Runner(ABC, Generic[Launched]):
     """
 
     adapters: AdapterStore | None = None  # of a model that takes some
+    pools: bool = False  # whether requests are pooled instead of generating tokens
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
         """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
@@ -57,6 +58,13 @@ class Runner(ABC, Generic[Launched]):
             self._launched[step.step_id] = self.launch(flat, step)
         except torch.OutOfMemoryError as error:
             self._launched[step.step_id] = self.out_of_memory(step, error)
+
+    def check_kind(self, new: NewRequest) -> None:
+        """Raises ValueError for a request of the wrong kind."""
+        if self.pools and new.pooling_params is None:
+            raise ValueError("this model does not generate; give the request pooling_params")
+        if not self.pools and new.pooling_params is not None:
+            raise ValueError("this model does not pool; give the request sampling_params instead of pooling_params")
 
     @abstractmethod
     def install(self, new: NewRequest) -> None:

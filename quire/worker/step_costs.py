@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from quire.messages.step import StepCosts
 from quire.parallel.mesh import Communicator
 from quire.worker.drafters.step import SampledStep
 from quire.worker.model_runner import ModelRunner
+from quire.worker.runner import Runner
 
 _SIZES = tuple(1 << n for n in range(10))  # tokens of steps, and requests that get drafts
 _RUNS = 8
@@ -20,10 +22,10 @@ _SECONDS = 4.0  # measure no larger sizes, and no size again, after this time
 
 
 @torch.inference_mode()
-def step_costs(runner: ModelRunner, most_tokens: int, most_drafts: int, group: Communicator) -> StepCosts:
-    """The costs of dummy steps, and of the drafts behind them if there is a drafter."""
+def step_costs(runner: Runner[Any], most_tokens: int, most_drafts: int, group: Communicator) -> StepCosts:
+    """The costs of dummy steps, and of the drafts behind them if there is a drafter. group: the ranks that run them."""
     costs = StepCosts(_step_seconds(runner, most_tokens, group))
-    if runner.drafter is None:
+    if not isinstance(runner, ModelRunner) or runner.drafter is None:
         return costs
     sizes = [size for size in costs.steps if size <= len(runner.batch.num_tokens)]
     sizes = [size for size in sizes if size * (1 + most_drafts) <= most_tokens] or [1]
@@ -72,7 +74,7 @@ def _draft_seconds(runner: ModelRunner, requests: int, count: int) -> float:
     return time.perf_counter() - began
 
 
-def _step_seconds(runner: ModelRunner, most_tokens: int, group: Communicator) -> dict[int, float]:
+def _step_seconds(runner: Runner[Any], most_tokens: int, group: Communicator) -> dict[int, float]:
     """The time of dummy steps, forward and logits, in seconds. Larger steps take as long in proportion to the last."""
     began, measured = time.perf_counter(), dict[int, float]()
     most_requests = len(runner.batch.num_tokens)
@@ -98,9 +100,11 @@ def _step_seconds(runner: ModelRunner, most_tokens: int, group: Communicator) ->
     return convex(measured)
 
 
-def _seconds(runner: ModelRunner, size: StepSize, places: int) -> float:
+def _seconds(runner: Runner[Any], size: StepSize, places: int) -> float:
     inputs = runner.staging.stage_dummy(runner.forward.fit(size))
     began = time.perf_counter()
-    tokens = runner.model.logits(runner.forward(inputs)[:places]).argmax(-1)
-    runner.device.download(tokens)()  # waits
+    result = runner.forward(inputs)[:places]
+    if runner.model.stage.has_head:
+        result = runner.model.logits(result).argmax(-1)
+    runner.device.download(result)()  # waits
     return time.perf_counter() - began

@@ -15,7 +15,7 @@ from quire.layers.step_inputs import StepSize
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput, TokenMasks
-from quire.worker.model_runner import SCORED_AT_ONCE, ModelRunner
+from quire.worker.model_runner import SCORED_AT_ONCE
 from quire.worker.runner import Runner
 
 _EPOCH = -1  # a step that is skipped must not make the runner skip the scheduler's steps, which begin at epoch 0
@@ -25,14 +25,14 @@ _SCORED = SamplingParams(temperature=0, prompt_logprobs=0)
 
 def warm_up(runner: Runner[Any], most_tokens: int) -> None:
     """Run steps of up to `most_tokens` tokens. What they store goes to the null block of the cache."""
-    batch, samples = runner.batch, isinstance(runner, ModelRunner)
-    steps = (_steps if samples else _texts)(len(batch.num_tokens), batch.max_model_len, most_tokens)
+    batch = runner.batch
+    steps = (_texts if runner.pools else _steps)(len(batch.num_tokens), batch.max_model_len, most_tokens)
     masks = TokenMasks([0], memoryview(b"\xff" * 4 * -(-batch.vocab_size // 32)))
     for step_id, step in enumerate(steps):
         step.step_id = step_id
         runner.submit(step)
         runner.sample(step_id, masks if len(step.rows) == 1 else None)()
-    if not isinstance(runner, ModelRunner):
+    if runner.pools:
         return
     _verify_drafts(runner)
     if runner.model.adapters is not None:  # a step of few tokens, and one of many
@@ -41,7 +41,7 @@ def warm_up(runner: Runner[Any], most_tokens: int) -> None:
             runner.forward(runner.staging.stage_dummy(size))
 
 
-def _verify_drafts(runner: ModelRunner) -> None:
+def _verify_drafts(runner: Runner[Any]) -> None:
     """Launch the kernels that verify drafts. Which drafts a step has, and how many, makes no difference to them."""
     state, kernels = runner.staging.state, runner.staging.kernels
     logits = torch.zeros(1, runner.batch.vocab_size, device=state.token_ids.device)

@@ -22,6 +22,7 @@ from quire.models.model import Model
 from quire.ops import Target
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Communicator, Mesh
+from quire.parallel.pipeline import Pipe
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
 from quire.worker.device import choose_device
@@ -34,6 +35,7 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.pooling_runner import PoolingRunner
 from quire.worker.runner import Runner
+from quire.worker.stage_runner import StageRunner
 from quire.worker.staging import Staging
 from quire.worker.step_costs import step_costs
 from quire.worker.warm_up import warm_up
@@ -44,8 +46,8 @@ class Worker:
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
         """Raises ConfigError if the KV cache does not fit into memory, or if the model cannot use its type."""
-        self.device, group = choose_device(config.kernels.device, mesh), mesh.tp
-        device, started = self.device.torch_device, time.perf_counter()
+        self.device, group, replica = choose_device(config.kernels.device, mesh), mesh.tp, mesh.replica
+        device, started, pools = self.device.torch_device, time.perf_counter(), config.model.runner == "pooling"
         sharing = mesh.ranks_on_device(device.type)
         if device.type == "cuda" and sharing > 1 and mesh.rank == 0:
             logger.warning(
@@ -54,13 +56,13 @@ class Worker:
             )
         budget = memory.budget(config, device, sharing)
         if device.type == "cuda":
-            budget = group.minimum(budget)
+            budget = replica.minimum(budget)
         with memory.explained("the model's weights", device):
             lora = config.lora
             adapters = AdapterSlots(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
-            model = load_model(directory, config, max_model_len, device, group, mesh.rank == 0, adapters)
+            model = load_model(directory, config, max_model_len, device, mesh, mesh.rank == 0, adapters)
             speculation, self.drafter = config.scheduler.speculation, None
-            if speculation is not None and speculation.on_device:
+            if speculation is not None and speculation.on_device and model.stage.has_head:
                 self.drafter = DrafterParts(
                     speculation, config, directory, model, max_model_len, group,
                     partial(_backends, config, model.kernels.target),
@@ -69,17 +71,18 @@ class Worker:
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         self.backends = _backends(config, model.kernels.target, model)
         chosen = list(dict.fromkeys(self.backends))
+        num_parameters = mesh.pp.total(model.num_parameters)
         if mesh.rank == 0:
             seconds = time.perf_counter() - started
             name = f" on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-            ranks = f" on each of {group.size} ranks" if group.size > 1 else ""
+            ranks = f" on the first of {replica.size} ranks" if replica.size > 1 else ""
             logger.info(
                 "Model %s loaded%s in %.1f s: %s parameters, %s, %.2f GiB in memory%s, attention backend %s",
-                config.model.model or "quire-demo (bundled)", name, seconds, _count(model.num_parameters),
+                config.model.model or "quire-demo (bundled)", name, seconds, _count(num_parameters),
                 str(dtype).removeprefix("torch."), memory.weights_in_memory(model) / 2**30, ranks,
                 ", ".join(dict.fromkeys(backend.name for backend in chosen)) or "none",
             )  # fmt: skip
-            if self.drafter is not None and speculation is not None:
+            if speculation is not None and speculation.on_device:
                 logger.info(
                     "Drafts are made by %s (%s)", speculation.model or "the model's own head", speculation.method
                 )
@@ -93,17 +96,22 @@ class Worker:
         with_adapters = model.adapters is not None
         batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids, with_adapters)
         most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
-        if model.pooler is not None:
+        if pools:
             most_tokens = max(most_tokens, max_model_len)
         staging = Staging(self.device, batch, model.kernels, most_tokens)
-        if model.pooler is None:
-            forward = _forward(config, model, self.backends, staging, group)
-        else:  # steps of whole texts are long, and hardly two have the same size
-            forward = Forward(model, self.backends)
-        if model.pooler is not None:
-            self.runner: Runner[Any] = PoolingRunner(model, model.pooler, batch, staging, forward, group.size == 1)
+        pipe = None if mesh.pp.size == 1 else Pipe(mesh.pp, group, model.hidden_size)
+        if pools:  # steps of whole texts are long, and hardly two have the same size
+            forward = Forward(model, self.backends, pipe)
         else:
-            self.runner = self._model_runner(config, model, batch, staging, forward, group, most_tokens)
+            forward = _forward(config, model, self.backends, staging, group, pipe)
+        self.runner: Runner[Any]
+        if not model.stage.has_head:
+            processors = None if pools else Sampler(model.kernels, config, device).processors
+            self.runner = StageRunner(model, batch, staging, forward, processors)
+        elif model.pooler is not None:
+            self.runner = PoolingRunner(model, model.pooler, batch, staging, forward, replica.size == 1)
+        else:
+            self.runner = self._model_runner(config, model, batch, staging, forward, replica, most_tokens)
         groups = zip(model.kv_specs, self.backends, strict=True)
         pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
         self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
@@ -115,8 +123,8 @@ class Worker:
             free = memory.left_by_a_step(self.runner, budget, tokens)
             warm_up(self.runner, tokens)
         else:
-            free = memory.free_on_host() // (group.size * config.parallel.data_parallel_size)
-        num_blocks = group.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
+            free = memory.free_on_host() // (replica.size * config.parallel.data_parallel_size)
+        num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         if config.cache.kv_cache_pretouch:
             self.kv_memory.blocks.zero_()
@@ -130,20 +138,25 @@ class Worker:
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
         self.step_costs = StepCosts()
-        if speculation is not None and speculation.adaptive and isinstance(self.runner, ModelRunner):
-            self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, group)
+        if speculation is not None and speculation.adaptive and not pools:
+            self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
 
     def _model_runner(
         self, config: EngineConfig, model: Model, batch: InputBatch, staging: Staging, forward: Forward,
-        group: Communicator, most_tokens: int,
+        replica: Communicator, most_tokens: int,
     ) -> ModelRunner:  # fmt: skip
         sampler, drafter = Sampler(model.kernels, config, self.device.torch_device), None
         if self.drafter is not None:
             drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
             forward.taps = dict(drafter.taps)
-        runner = ModelRunner(model, batch, staging, forward, sampler, group.size == 1, drafter)
+            if any(layer not in model.stage.layers for layer in drafter.taps):
+                method = self.drafter.options.method
+                raise ConfigError(f"speculative_config: {method} reads layers that are in other stages; lower "
+                                  "pipeline_parallel_size, or give pipeline_layers")  # fmt: skip
+        runner = ModelRunner(model, batch, staging, forward, sampler, replica.size == 1, drafter)
         is_async = config.scheduler.async_scheduling
-        runner.drafts_stay = self.device.torch_device.type == "cuda" if is_async is None else is_async
+        is_async = self.device.torch_device.type == "cuda" if is_async is None else is_async
+        runner.drafts_stay = is_async and config.parallel.pipeline_parallel_size == 1
         return runner
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
@@ -155,18 +168,20 @@ class Worker:
 
 
 def _forward(
-    config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator
-) -> Forward:
+    config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator,
+    pipe: Pipe | None,
+) -> Forward:  # fmt: skip
     """The forward for the device and the options. It is eager if the ranks' all-reduce cannot be captured."""
     eager = config.model.enforce_eager or (group.size > 1 and not group.capturable)
     if not staging.device.is_async:
-        return Forward(model, backends) if eager or config.model.torch_compile else RecordedForward(model, backends)
+        kind = Forward if eager or config.model.torch_compile else RecordedForward
+        return kind(model, backends, pipe)
     if eager or not all(backend.capturable for backend in backends):
-        return Forward(model, backends)
+        return Forward(model, backends, pipe)
     most_tokens = config.scheduler.tokens_of_a_step(gpu=True)
     speculation = config.scheduler.speculation
     drafts = min(speculation.num_speculative_tokens, MOST_DRAFTS) if speculation is not None else 0
-    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, is_only_rank=group.size == 1)
+    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, group.size == 1, pipe)
 
 
 def _backends(config: EngineConfig, target: Target, model: Cached) -> list[AttentionBackend]:

@@ -24,7 +24,7 @@ def test_every_option_has_a_flag_with_its_help(capsys):
         for name in options:
             flag = name.replace("_", "-")
             assert f"--{flag}" in text or f"--[no-]{flag}" in text or name == "model"
-    assert "--pipeline-parallel-size" not in text
+    assert "--cpu-offload-gb" not in text
 
 
 def test_flags_become_options():

@@ -51,6 +51,7 @@ FEATURES = [
     "batch invariance",
     "tensor parallelism",
     "data parallelism",
+    "pipeline parallelism",
     "structured outputs",
     "thinking budgets",
     "speculation",

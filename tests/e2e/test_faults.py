@@ -74,6 +74,19 @@ def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, numb
     assert server.get("/health")[0] == 200
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_streams_go_on_when_a_stage_of_a_pipeline_is_killed_or_stopped(expected, lost, number):
+    with Server(*ARGUMENTS, "--pipeline-parallel-size", "2") as server:
+        before = server.core.pid
+        ranks = [p for p in server.core.children() if "quire.executor.rank" in p.cmdline()]
+        ranks.sort(key=lambda process: process.cmdline()[-1])
+        assert asyncio.run(all_streams(server.url, lambda: ranks[lost].send_signal(number))) == expected
+        assert server.core.pid != before
+        server.wait_until_idle()
+
+
 # tests/engine/test_async_llm.py tries all of them without a server.
 @pytest.mark.parametrize(
     "fault", ["exception", "stop", *(pytest.param(f, marks=pytest.mark.slow) for f in ("memory", "kill"))]

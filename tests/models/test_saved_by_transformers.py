@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.loading.metadata import hf_config
 from quire.models.load import load_model
 from quire.models.registry import ARCHITECTURES, spec_of
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Mesh
 from quire.text.tokenizer import Tokenizer
 from support.checkpoints import ALL_VARIANTS, CORPUS, EOS, write_checkpoint
 from support.engines import generate, make_llm, tokens_of
@@ -63,7 +63,7 @@ def test_the_tensors_of_an_older_version_are_those_of_the_model(tmp_path, versio
     else:
         save_file(tensors, tmp_path / record["file"], metadata={"format": "pt"})
     config = EngineConfig.create(dtype="float32", kernels={"linear": "reference"})
-    load_model(tmp_path, config, 64, torch.device("cpu"), Communicator(), show_progress=False)
+    load_model(tmp_path, config, 64, torch.device("cpu"), Mesh(), show_progress=False)
 
 
 def test_every_architecture_of_transformers_is_recorded():

@@ -263,9 +263,9 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
     )  # fmt: skip
     most_in_flight, sample = 0, llm.core.executor.sample
 
-    def counted(step_id: int) -> Any:
+    def counted(step_id: int, masks: Any = None) -> Any:
         nonlocal most_in_flight
-        result = sample(step_id)
+        result = sample(step_id, masks)
         most_in_flight = max(most_in_flight, len(llm.core._flights) + 1)
         return result
 

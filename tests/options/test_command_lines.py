@@ -60,7 +60,7 @@ STARTS = [
     "--enable-lora --lora-modules rhyme=quire-demo/rhyme --max-loras 4 --max-lora-rank 64",
 ]
 NOT_YET = [
-    "--tensor-parallel-size 4 --pipeline-parallel-size 2",
+    "--tensor-parallel-size 4 --decode-context-parallel-size 2",
     "--tensor-parallel-size 8 --distributed-executor-backend ray",
     "-dp 8 -ep",
     "--data-parallel-size 4 --data-parallel-hybrid-lb",
@@ -121,8 +121,8 @@ def test_the_snippets_in_python_run():
 def test_the_size_of_a_chunk_is_that_of_one_prompt():
     config = EngineConfig.create(max_num_seqs=256, enable_chunked_prefill=True, chunked_prefill_size=1024)
     assert config.scheduler.long_prefill_token_threshold == 1024
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported by Quire yet"):
-        EngineConfig.create(tensor_parallel_size=4, pipeline_parallel_size=2, chunked_prefill_size=1024)
+    with pytest.raises(ConfigError, match="cpu_offload_gb=2 is not supported by Quire yet"):
+        EngineConfig.create(cpu_offload_gb=2, chunked_prefill_size=1024)
 
 
 def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
@@ -142,7 +142,7 @@ def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
 
 @pytest.mark.parametrize("module", ["quire.entrypoints.api_server", "quire.entrypoints.openai.api_server"])
 def test_the_server_has_its_older_names(module):
-    command = [sys.executable, "-m", module, "--tensor-parallel-size", "4", "--pipeline-parallel-size", "8"]
+    command = [sys.executable, "-m", module, "--tensor-parallel-size", "4", "--cpu-offload-gb", "8"]
     done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr == "quire: error: --pipeline-parallel-size 8 is not supported by Quire yet (supported: 1)\n"
+    assert done.stderr == "quire: error: --cpu-offload-gb 8 is not supported by Quire yet (supported: 0)\n"

@@ -57,7 +57,7 @@ def test_they_are_accepted_on_the_command_line(line):
     ("name", "value", "message"),
     [
         ("enable_dbo", True, "^enable_dbo is not supported by Quire yet$"),
-        ("pipeline_parallel_size", 2, r"^pipeline_parallel_size=2 is not supported by Quire yet \(supported: 1\)$"),
+        ("nnodes", 2, r"^nnodes=2 is not supported by Quire yet \(supported: 1\)$"),
         ("tokenizer_mode", "mistral", '(supported: "auto" and "hf" and "slow")'),
         ("enable_chunked_prefill", False, r"\(supported: true\)"),
         ("max_modle_len", 5, "^unknown option 'max_modle_len'; did you mean 'max_model_len'"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
+from quire.executor.uniproc import UniprocExecutor
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
@@ -31,7 +32,7 @@ def make_llm(path: Path, backend: str = "cpu", **options: Any) -> LLM:
     pins = dict.fromkeys(OPS, "reference") if backend == "reference" else {}
     small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32}
     llm = LLM(path, **{**small, "attention_backend": backend, "kernels": pins, **options})
-    if "attention_backend" not in options and llm.config.parallel.tensor_parallel_size == 1:
+    if "attention_backend" not in options and isinstance(llm.core.executor, UniprocExecutor):
         assert {used.name for used in runner_of(llm).forward.backends} <= {backend}  # none, if the model keeps nothing
     return llm
 

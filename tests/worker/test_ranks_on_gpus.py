@@ -32,8 +32,8 @@ with stand_in(CARDS["sm_90"], count):
         device="cuda", max_num_seqs=2, max_num_batched_tokens=32, gpu_memory_utilization=0.5, num_gpu_blocks_override=99
     )
     mesh = join(MeshSizes(tp=2), rank, "127.0.0.1", port, kind="cuda")
-    budgets, minimum = [], mesh.tp.minimum
-    object.__setattr__(mesh.tp, "minimum", lambda value: budgets.append(value) or minimum(value))
+    budgets, minimum = [], mesh.replica.minimum
+    object.__setattr__(mesh.replica, "minimum", lambda value: budgets.append(value) or minimum(value))
     worker = Worker(config, bundled_model(), 64, mesh)
     forward = worker.runner.forward
     graphs = [graph.replay.__self__._launches for graph in getattr(forward, "_graphs", {}).values()]

@@ -11,7 +11,7 @@ import torch
 from quire.config import EngineConfig
 from quire.models.decoder import Decoder
 from quire.models.load import load_model
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Mesh
 from quire.worker.memory import weights_in_memory
 from quire.worker.worker import _count
 from support.checkpoints import FAMILIES, write_checkpoint
@@ -26,7 +26,7 @@ SOME = "llama gpt2 gemma3_text mixtral gpt_oss deepseek_v2".split()
 def decoder(path: Path, **options: str) -> Decoder:
     """A model without a KV cache."""
     config = EngineConfig.create(dtype="float32", **options)
-    return load_model(path, config, 128, torch.device("cpu"), Communicator(), show_progress=False)
+    return load_model(path, config, 128, torch.device("cpu"), Mesh(), show_progress=False)
 
 
 @pytest.mark.parametrize("family", [family for family in SOME if family in FAMILIES])

@@ -18,7 +18,7 @@ from quire.models.load import load_model
 from quire.models.model import Model
 from quire.models.spec import HfConfig
 from quire.options.speculative import SpeculativeOptions
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Communicator, Mesh
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import extra_tensors, quantization_method
 
@@ -32,7 +32,8 @@ def load_draft_model(
         max_model_len=None,
     )  # fmt: skip
     group = Communicator() if options.draft_tensor_parallel_size == 1 else group
-    return load_model(Path(str(options.model)), replace(config, model=model), max_model_len, device, group, False)
+    mesh = Mesh(tp=group)  # it is whole on the last stage of a pipeline
+    return load_model(Path(str(options.model)), replace(config, model=model), max_model_len, device, mesh, False)
 
 
 def load_head(

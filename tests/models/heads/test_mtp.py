@@ -18,7 +18,7 @@ from quire.models.heads.mtp import deepseek_mtp, mimo_mtp
 from quire.models.load import load_model
 from quire.ops import OPS
 from quire.ops.cpu.build import library
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Communicator, Mesh
 from support.checkpoints import build, write_checkpoint
 from support.heads import HeadText
 from support.layers import draw
@@ -82,7 +82,7 @@ class Published:
         pins = dict.fromkeys(OPS, "reference") if kernels == "reference" else {}
         config = EngineConfig.create(dtype="float32", kernels=pins)
         group, cpu = group or Communicator(), torch.device("cpu")
-        target: Any = load_model(self.directory, config, 64, cpu, group, show_progress=False)
+        target: Any = load_model(self.directory, config, 64, cpu, Mesh(tp=group), show_progress=False)
         checkpoint = open_checkpoint(self.directory)
         builder = Builder(target.kernels, group, lambda name: DenseWeight)
         head = MAKERS[self.kind](builder, {}, target, has or checkpoint.has, 64)

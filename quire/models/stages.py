@@ -1,0 +1,54 @@
+"""Divides a model into the stages of a pipeline."""
+
+import torch
+
+from quire.config import ConfigError, ParallelConfig
+from quire.layers.build import Builder
+from quire.models.decoder import Decoder
+from quire.models.spec import DecoderSpec
+from quire.parallel.pipeline import Stage, balanced
+
+_NO_LAYERS = range(0)
+
+
+def choose_stage(
+    builder: Builder, spec: DecoderSpec, options: ParallelConfig, number: int, drafts: bool
+) -> tuple[Stage, set[str]]:
+    """The stage with the given number, and the checkpoint tensors of the whole model.
+
+    Stages are chosen so that the slowest one reads as few bytes of weights as possible: its layers, and in the last one
+    half of the head, which only tokens need that are followed by a sampled one. builder: one like that of the model,
+    which is not changed. drafts: whether the last stage has a drafter. Raises ConfigError if the options do not fit the
+    model.
+    """
+    outline = _Outline(builder)
+    costs = []
+    for layer in range(spec.num_layers):
+        before = outline.num_bytes
+        Decoder(outline, spec, 1, Stage(range(layer, layer + 1), False, False))
+        costs.append(outline.num_bytes - before)
+    Decoder(outline, spec, 1, Stage(_NO_LAYERS))
+    table = spec.vocab_size * (spec.embedding_size or spec.hidden_size) * builder.dtype.itemsize
+    if spec.names.get("lm_head") is not None:
+        costs[-1] += table // builder.tensor_group.size // 2  # a step that computes prompts hardly uses it
+    stages, counts = options.pipeline_parallel_size, options.pipeline_layers
+    if counts and (sum(counts) != spec.num_layers or min(counts) < 1):
+        raise ConfigError(f"pipeline_layers must add up to the model's {spec.num_layers} layers, with at least one for "
+                          f"each stage, got {counts}")  # fmt: skip
+    counts = counts or balanced(costs, stages)
+    start, is_first, is_last = sum(counts[:number]), number == 0, number == stages - 1
+    has_embedding = is_first or (is_last and (spec.tie_embeddings or drafts))
+    stage = Stage(range(start, start + counts[number]), has_embedding, is_last)
+    return stage, {slot.name for slot in outline.slots}
+
+
+class _Outline(Builder):
+    """A builder whose parameters have shapes, but no memory."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__(builder.kernels, builder.tensor_group, builder.method_of, builder.quantizer_of)
+        self.device = torch.device("meta")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.target.nbytes for slot in self.slots)

@@ -1,0 +1,81 @@
+"""The stages of a pipeline: which layers each rank has, and how hidden states pass from one stage to the next."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.parallel.mesh import Communicator
+
+_MOST_ON_THE_WAY = 8  # what was sent before has long arrived; waiting for it frees its memory
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of a model that a rank has. The first stage has the embedding, and the last one the final norm and the
+    head. The last stage also has the embedding if its head or a drafter uses the same table."""
+
+    layers: range
+    has_embedding: bool = True
+    has_head: bool = True
+
+
+def balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Divide layers, in order, among stages so that the most expensive stage costs as little as possible, and the
+    others about the same.
+
+    costs: of each layer. Returns the number of layers of each stage, at least 1. Raises ValueError if there are more
+    stages than layers.
+    """
+    count, sums = len(costs), [0, *accumulate(costs)]
+    if stages > count:
+        raise ValueError(f"pipeline_parallel_size={stages} is too large: the model has {count} layers")
+    # best[n]: the first n layers in so many stages as the loop has seen: (cost of the most expensive one, sum of the
+    # squares, layers of each)
+    best = [(sums[n], sums[n] ** 2, [n]) for n in range(count + 1)]
+    for stage in range(1, stages):
+        best = [
+            min(
+                (max(most, sums[n] - sums[m]), squares + (sums[n] - sums[m]) ** 2, [*sizes, n - m])
+                for m, (most, squares, sizes) in enumerate(best[:n])
+                if len(sizes) == stage and min(sizes) > 0
+            )
+            if n > stage
+            else (0, 0, [])
+            for n in range(count + 1)
+        ]
+    return best[count][2]
+
+
+class Pipe:
+    """Passes the residual stream from stage to stage, on one rank.
+
+    The ranks of a tensor-parallel group all have the same stream. Each sends its part of the columns to the rank with
+    its own number in the next stage, whose ranks gather the parts. So each link carries every value once.
+    """
+
+    def __init__(self, stages: Communicator, group: Communicator, hidden_size: int) -> None:
+        """stages: the ranks to which this one sends, and from which it receives. group: its tensor group."""
+        self.stages, self.group, self.hidden_size = stages, group, hidden_size
+        self.is_first, self.is_last = stages.rank == 0, stages.rank == stages.size - 1
+        self.start, self.stop = group.share(hidden_size)
+        self._on_the_way: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def receive(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The stream of so many tokens behind the stage before, [tokens, hidden]."""
+        part = torch.empty(tokens, self.stop - self.start, dtype=dtype, device=device)
+        if part.numel():
+            self.stages.receive(part, self.stages.rank - 1)
+        return self.group.all_gather(part, self.hidden_size)
+
+    def send(self, x: Tensor) -> None:
+        """Send the stream [tokens, hidden] to the next stage. Returns at once; x may change afterwards."""
+        if len(self._on_the_way) == _MOST_ON_THE_WAY:
+            self._on_the_way.popleft()[0].wait()
+        part = x[:, self.start : self.stop].clone(memory_format=torch.contiguous_format)
+        if part.numel():
+            self._on_the_way.append((self.stages.send(part, self.stages.rank + 1), part))
