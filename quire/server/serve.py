@@ -10,7 +10,6 @@ from quire.engine.core_client import CoreClient
 from quire.engine.cores import Cores
 from quire.models.heads.resolve import with_files
 from quire.server.listening import listening_socket, raise_descriptor_limit
-from quire.server.processes import ApiProcesses
 
 
 def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -> int:
@@ -24,6 +23,8 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
         if config.api_server_count > 1:
             cores = Cores(*with_files(engine_config))
             try:
+                from quire.server.processes import ApiProcesses
+
                 return asyncio.run(ApiProcesses(cores, config, listening).run())
             finally:
                 cores.kill()

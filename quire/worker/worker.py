@@ -149,7 +149,7 @@ class Worker:
         if self.drafter is not None:
             drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
             forward.taps = dict(drafter.taps)
-            if any(layer not in model.stage.layers for layer in drafter.taps):
+            if any(layer + 1 < model.stage.layers.start for layer in drafter.taps):
                 method = self.drafter.options.method
                 raise ConfigError(f"speculative_config: {method} reads layers that are in other stages; lower "
                                   "pipeline_parallel_size, or give pipeline_layers")  # fmt: skip

@@ -17,6 +17,7 @@ from quire.loading.hub import bundled_model
 from quire.messages.sampling_params import SamplingParams
 from quire.models.model import Model
 from quire.ops import Kernels, Target
+from quire.parallel.pipeline import Stage
 from support.engines import generate, make_llm, runner_of, tokens_of
 
 VOCAB = 4096  # that of the bundled model, whose tokenizer and config the engine reads
@@ -28,7 +29,7 @@ class Bigrams(Model):
     def __init__(self) -> None:
         self.kernels = Kernels(Target(torch.device("cpu"), torch.float32))
         self.vocab_size, self.rotary, self.num_parameters = VOCAB, [], VOCAB * 8
-        self.num_token_ids, self.pooler = VOCAB, None
+        self.num_token_ids, self.pooler, self.stage = VOCAB, None, Stage(range(1))
         self.kv_specs: list[Any] = []
         self.cache_shapes: list[CacheShape] = []
         self.table = torch.randn(VOCAB, 8, generator=torch.Generator().manual_seed(1))
