@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, source: Path, target: Path) -> None:
     from quire.engine.core_client import CoreClient
     from quire.models.heads.resolve import with_files
-    from quire.server.batch_files import BatchFiles
+    from quire_server.batch_files import BatchFiles
 
     files = BatchFiles(source, target, config.max_body_bytes)
     try:
@@ -80,7 +80,7 @@ def _answer(model: str | None, options: dict[str, Any], config: ServerConfig, so
             core = CoreClient(*with_files(engine_config))
             try:
                 # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
-                from quire.server.batch import run
+                from quire_server.batch import run
 
                 run(core, config, files)
             finally:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     config = ServerConfig.create(**_with_api_key(server_options(arguments)))
-    from quire.server.serve import serve
+    from quire_server.serve import serve
 
     return serve(arguments.model, config, options)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
-from quire.server.anthropic import CountTokensRequest
+from quire_server.anthropic import CountTokensRequest
 from support.dictation import CALLS, THOUGHT
 from support.server import Answer, Host, Service, eventually
 

@@ -13,7 +13,7 @@ import pytest
 
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
-from quire.server.observability import HttpMetrics
+from quire_server.observability import HttpMetrics
 from support.server import Answer, Host, Service, eventually
 
 SHORT = {"prompt": "a", "max_tokens": 1}

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from quire.messages.sampling_params import SamplingParams
-from quire.server.ollama import OllamaChatRequest
+from quire_server.ollama import OllamaChatRequest
 from support.dictation import CALLS, THOUGHT
 from support.server import Answer, Host, Service, eventually
 

@@ -11,10 +11,10 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from quire.server.answering import Answer, FunctionCall
-from quire.server.response_items import Events, Output, ResponsesRequest
-from quire.server.response_store import ResponseStore
 from quire.text.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from quire_server.answering import Answer, FunctionCall
+from quire_server.response_items import Events, Output, ResponsesRequest
+from quire_server.response_store import ResponseStore
 from support.client_environment import client_python, run_client
 from support.postgres import running_postgres
 from support.server import Host, Service, eventually

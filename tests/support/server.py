@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.server.app import create_app
+from quire_server.app import create_app
 
 
 @dataclass

@@ -16,8 +16,8 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreClient, CoreState
 from quire.metrics.logging import logger
 from quire.metrics.requests import RequestLog
-from quire.server.app import create_app
-from quire.server.listening import Acceptor
+from quire_server.app import create_app
+from quire_server.listening import Acceptor
 
 LAST_WORDS_SECONDS = 2.0  # in which clients may read the errors with which their requests end
 

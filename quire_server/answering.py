@@ -13,16 +13,16 @@ from fastapi import Request
 from pydantic_core import from_json
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
-from quire.server.errors import ApiError
-from quire.server.generation import Call, Server
-from quire.server.logprobs import chat_logprobs
-from quire.server.protocol import ChatRequest
-from quire.server.responses import ChatLogprobs
 from quire.text.parsing.answer import answer_parser
 from quire.text.parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
 from quire.text.parsing.forced import forced_calls_schema
 from quire.text.parsing.formats import TOOLS
 from quire.text.parsing.reasoning import REASONING
+from quire_server.errors import ApiError
+from quire_server.generation import Call, Server
+from quire_server.logprobs import chat_logprobs
+from quire_server.protocol import ChatRequest
+from quire_server.responses import ChatLogprobs
 
 PROMPT_END = 256  # characters of a prompt that tell whether the answer begins with thinking
 

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from quire.engine.processor import ProcessedRequest
 from quire.messages.outputs import CompletionOutput, RequestOutput
-from quire.server.errors import json_response
-from quire.server.generation import Call, Chunks, EventStream
-from quire.server.logprobs import completion_logprobs, prompt_logprobs
-from quire.server.protocol import CompletionRequest
-from quire.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
-from quire.server.routing import StrictRoute, stream_answers
+from quire_server.errors import json_response
+from quire_server.generation import Call, Chunks, EventStream
+from quire_server.logprobs import completion_logprobs, prompt_logprobs
+from quire_server.protocol import CompletionRequest
+from quire_server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from quire_server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16

@@ -15,8 +15,8 @@ from quire.engine.async_llm import AsyncLLM
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.metrics.logging import logger
-from quire.server.errors import ApiError
-from quire.server.routing import Answers, StrictRoute, answers
+from quire_server.errors import ApiError
+from quire_server.routing import Answers, StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
 _DONE: Answers = {**answers(str), 200: {"description": "Done", "content": {"text/plain": {}}}}

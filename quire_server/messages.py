@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from quire.server.fields import Objects, fail
 from quire.text.chat_template import TEXT_PARTS
+from quire_server.fields import Objects, fail
 
 _PART_SCHEMA: dict[str, Any] = {
     "oneOf": [

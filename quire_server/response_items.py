@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from quire.server.answering import Answer
-from quire.server.errors import ApiError
-from quire.server.fields import TABLES, FunctionName, Positive, TemplateArguments
-from quire.server.messages import ContentPart, Message
-from quire.server.protocol import ChatRequest, Generation
-from quire.server.routing import validated
 from quire.text.chat_template import TEXT_PARTS
 from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
+from quire_server.answering import Answer
+from quire_server.errors import ApiError
+from quire_server.fields import TABLES, FunctionName, Positive, TemplateArguments
+from quire_server.messages import ContentPart, Message
+from quire_server.protocol import ChatRequest, Generation
+from quire_server.routing import validated
 
 Item = dict[str, Any]
 

@@ -7,15 +7,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.answering import Answer, Answering, FunctionCall, Piece
-from quire.server.errors import json_response
-from quire.server.generation import Chunks, EventStream
-from quire.server.logprobs import prompt_logprobs
-from quire.server.messages import text_of
-from quire.server.protocol import ChatRequest
-from quire.server.responses import AssistantMessage, ChatChoice, ChatResponse, ChatToolCall
-from quire.server.routing import StrictRoute, stream_answers
 from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
+from quire_server.answering import Answer, Answering, FunctionCall, Piece
+from quire_server.errors import json_response
+from quire_server.generation import Chunks, EventStream
+from quire_server.logprobs import prompt_logprobs
+from quire_server.messages import text_of
+from quire_server.protocol import ChatRequest
+from quire_server.responses import AssistantMessage, ChatChoice, ChatResponse, ChatToolCall
+from quire_server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
 

@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.exposition import are_shared, exposition
 from quire.metrics.logging import logger, printable
-from quire.server.errors import ApiError, api_error, error_response, path_in
-from quire.server.middleware import header
+from quire_server.errors import ApiError, api_error, error_response, path_in
+from quire_server.middleware import header
 
 PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, not in the HTTP metrics
 MAX_PATH, MAX_MESSAGE = 200, 500  # characters in the log

@@ -20,12 +20,12 @@ from quire.engine.processor import ProcessedRequest, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
-from quire.server.adapters import Adapters
-from quire.server.bodies import HeldBody
-from quire.server.errors import ApiError, api_error, bad_value, path_in
-from quire.server.messages import Message
-from quire.server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
-from quire.server.responses import Usage
+from quire_server.adapters import Adapters
+from quire_server.bodies import HeldBody
+from quire_server.errors import ApiError, api_error, bad_value, path_in
+from quire_server.messages import Message
+from quire_server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
+from quire_server.responses import Usage
 
 SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
 MAX_STRINGS = 1024  # in `stop` and in `bad_words`

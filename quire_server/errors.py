@@ -15,7 +15,7 @@ from quire.engine.core import EngineDeadError
 from quire.engine.processor import PromptTooLongError
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
-from quire.server.fields import TABLES
+from quire_server.fields import TABLES
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES: dict[str, str] = TABLES["anthropic"]["errors"]

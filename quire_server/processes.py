@@ -57,7 +57,7 @@ def _run_api(
     os.setpgrp()  # signals of the terminal reach it through the parent
     configure_logging(log)
     try:
-        from quire.server.http_server import run  # metrics need the folder that the parent has put into the environment
+        from quire_server.http_server import run  # metrics need the folder that the parent has put into the environment
 
         cores = _ParentsCores(connection, engine_config.parallel.data_parallel_size)
         client = CoreClient(engine_config, directory, cores, index=index, since_start=is_first_start)

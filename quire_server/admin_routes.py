@@ -4,11 +4,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from quire._version import __version__
-from quire.server.errors import ApiError, json_response
-from quire.server.generation import Server
-from quire.server.protocol import AbortRequest
-from quire.server.responses import ModelCard, ModelList
-from quire.server.routing import Answers, StrictRoute, answers
+from quire_server.errors import ApiError, json_response
+from quire_server.generation import Server
+from quire_server.protocol import AbortRequest
+from quire_server.responses import ModelCard, ModelList
+from quire_server.routing import Answers, StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
 _HEALTH: Answers = {

@@ -17,12 +17,12 @@ from quire.engine.processor import ProcessedRequest, PromptFields
 from quire.messages.errors import error_text
 from quire.messages.outputs import RequestOutput
 from quire.messages.pooling_params import PoolingParams, PoolingTask
-from quire.server.errors import ApiError, bad_value, json_response
-from quire.server.fields import MAX_INT, Positive, Prompts, Strings, fail
-from quire.server.generation import SLICE, PromptCall, Server
-from quire.server.messages import Messages
-from quire.server.protocol import MAX_SEQUENCES, PromptBody, Rendering
-from quire.server.routing import StrictRoute, answers
+from quire_server.errors import ApiError, bad_value, json_response
+from quire_server.fields import MAX_INT, Positive, Prompts, Strings, fail
+from quire_server.generation import SLICE, PromptCall, Server
+from quire_server.messages import Messages
+from quire_server.protocol import MAX_SEQUENCES, PromptBody, Rendering
+from quire_server.routing import StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
 Values = npt.NDArray[np.float32]

@@ -15,16 +15,16 @@ from starlette.types import Message
 from quire.config import ServerConfig
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
-from quire.server.answering import Answering, Piece
-from quire.server.bodies import HeldBody
-from quire.server.errors import ApiError, api_error, json_response
-from quire.server.fields import TABLES
-from quire.server.generation import EventStream, Server
-from quire.server.middleware import given_key
-from quire.server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
-from quire.server.response_store import MissingResponseError, Record, StoreError, open_store
-from quire.server.responses import Usage
-from quire.server.routing import StrictRoute, answers, stream_answers
+from quire_server.answering import Answering, Piece
+from quire_server.bodies import HeldBody
+from quire_server.errors import ApiError, api_error, json_response
+from quire_server.fields import TABLES
+from quire_server.generation import EventStream, Server
+from quire_server.middleware import given_key
+from quire_server.response_items import Events, Item, Output, ResponsesRequest, in_terms_of_responses, new_id
+from quire_server.response_store import MissingResponseError, Record, StoreError, open_store
+from quire_server.responses import Usage
+from quire_server.routing import StrictRoute, answers, stream_answers
 
 REFRESH_SECONDS = 2.0  # between a server's signs that it still runs a background response
 LOST_SECONDS = 60.0  # without such a sign, after which the response has failed

@@ -10,14 +10,14 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from quire.server.answering import Answer, Answering
-from quire.server.bodies import HeldBody
-from quire.server.errors import ApiError, bad_value, json_response
-from quire.server.fields import TABLES, Positive, Strings
-from quire.server.generation import EventStream, Server
-from quire.server.protocol import Body, ChatRequest
-from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from quire_server.answering import Answer, Answering
+from quire_server.bodies import HeldBody
+from quire_server.errors import ApiError, bad_value, json_response
+from quire_server.fields import TABLES, Positive, Strings
+from quire_server.generation import EventStream, Server
+from quire_server.protocol import Body, ChatRequest
+from quire_server.routing import StrictRoute, answers, stream_answers, validated
 
 
 class AnthropicRoute(StrictRoute):

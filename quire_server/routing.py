@@ -11,9 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from quire.messages.errors import error_text
-from quire.server.bodies import HeldBody
-from quire.server.errors import ApiError, api_error, invalid_request
-from quire.server.responses import ErrorResponse
+from quire_server.bodies import HeldBody
+from quire_server.errors import ApiError, api_error, invalid_request
+from quire_server.responses import ErrorResponse
 
 Answers = dict[int | str, dict[str, Any]]
 Model = TypeVar("Model", bound=BaseModel)

@@ -9,7 +9,7 @@ from quire.config import EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient
 from quire.engine.cores import Cores
 from quire.models.heads.resolve import with_files
-from quire.server.listening import listening_socket, raise_descriptor_limit
+from quire_server.listening import listening_socket, raise_descriptor_limit
 
 
 def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -> int:
@@ -23,7 +23,7 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
         if config.api_server_count > 1:
             cores = Cores(*with_files(engine_config))
             try:
-                from quire.server.processes import ApiProcesses
+                from quire_server.processes import ApiProcesses
 
                 return asyncio.run(ApiProcesses(cores, config, listening).run())
             finally:
@@ -31,7 +31,7 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
         core = CoreClient(*with_files(engine_config))
         try:
             # Imported here, since it takes a while, in which the core's process imports torch and loads the model.
-            from quire.server.http_server import run
+            from quire_server.http_server import run
 
             return run(core, config, listening)
         finally:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.messages.outputs import Logprob
-from quire.server.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprobs, TokenLogprob
 from quire.text.tokenizer import Tokenizer
+from quire_server.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptLogprobs, TokenLogprob
 
 Places = Sequence[Mapping[int, Logprob] | None]
 _LOWEST = -9999.0

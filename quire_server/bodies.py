@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ApiError, error_response
-from quire.server.middleware import header
+from quire_server.errors import ApiError, error_response
+from quire_server.middleware import header
 
 LARGE_BODY = 20_000  # bytes; larger bodies are processed in a thread, a few at a time
 STALL_SECONDS = 60.0  # a request is refused if no byte of its body arrives for so long

@@ -18,13 +18,13 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from quire.messages.outputs import CompletionOutput
-from quire.server.answering import Answering, FunctionCall
-from quire.server.errors import ApiError, json_response
-from quire.server.fields import TABLES, Logprobs, Objects
-from quire.server.generation import Call, EventStream, Server
-from quire.server.protocol import Body, ChatRequest
-from quire.server.routing import StrictRoute, answers, stream_answers, validated
 from quire.text.parsing.events import Content, Reasoning
+from quire_server.answering import Answering, FunctionCall
+from quire_server.errors import ApiError, json_response
+from quire_server.fields import TABLES, Logprobs, Objects
+from quire_server.generation import Call, EventStream, Server
+from quire_server.protocol import Body, ChatRequest
+from quire_server.routing import StrictRoute, answers, stream_answers, validated
 
 OLLAMA_VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to find out what they may use
 _OPTIONS: dict[str, str] = TABLES["ollama"]["options"]  # and their names in ChatRequest

@@ -15,10 +15,10 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreClient
 from quire.metrics.logging import logger
-from quire.server.app import create_app
-from quire.server.batch_files import BatchFiles, BatchLine, custom_id, parse
-from quire.server.errors import ApiError
-from quire.server.http_server import create_llm, loop_factory
+from quire_server.app import create_app
+from quire_server.batch_files import BatchFiles, BatchLine, custom_id, parse
+from quire_server.errors import ApiError
+from quire_server.http_server import create_llm, loop_factory
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUEUE = 4  # requests in hand for each that can run at once

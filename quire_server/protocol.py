@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
-from quire.server.fields import (
+from quire_server.fields import (
     MAX_INT,
     TABLES,
     Count,
@@ -30,7 +30,7 @@ from quire.server.fields import (
     TokenIds,
     Tool,
 )
-from quire.server.messages import Messages
+from quire_server.messages import Messages
 
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request

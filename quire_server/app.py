@@ -12,7 +12,8 @@ from quire.config import ConfigError, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.frontend import chosen_parser
 from quire.metrics.logging import logger
-from quire.server import (
+from quire.text.parsing.formats import TOOLS
+from quire_server import (
     admin_routes,
     anthropic,
     chat,
@@ -23,14 +24,13 @@ from quire.server import (
     text_routes,
     token_generation,
 )
-from quire.server.adapters import Adapters
-from quire.server.adapters import router as adapter_router
-from quire.server.bodies import BodyLimit
-from quire.server.errors import add_error_handlers
-from quire.server.generation import Server
-from quire.server.middleware import ApiKeys, RootPath, add_middleware
-from quire.server.observability import HttpMetrics, Observability
-from quire.text.parsing.formats import TOOLS
+from quire_server.adapters import Adapters
+from quire_server.adapters import router as adapter_router
+from quire_server.bodies import BodyLimit
+from quire_server.errors import add_error_handlers
+from quire_server.generation import Server
+from quire_server.middleware import ApiKeys, RootPath, add_middleware
+from quire_server.observability import HttpMetrics, Observability
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:

@@ -3,12 +3,12 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.server.bodies import HeldBody
-from quire.server.errors import ApiError, bad_value, json_response
-from quire.server.generation import Server
-from quire.server.protocol import DetokenizeRequest, Rendering, TokenizeRequest
-from quire.server.responses import Tokens
-from quire.server.routing import StrictRoute, answers
+from quire_server.bodies import HeldBody
+from quire_server.errors import ApiError, bad_value, json_response
+from quire_server.generation import Server
+from quire_server.protocol import DetokenizeRequest, Rendering, TokenizeRequest
+from quire_server.responses import Tokens
+from quire_server.routing import StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
 

@@ -9,12 +9,12 @@ from pydantic import Field
 from starlette.responses import Response
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
-from quire.server.errors import ApiError, json_response
-from quire.server.fields import MAX_INT, TABLES, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
-from quire.server.generation import Call, Chunks, EventStream
-from quire.server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
-from quire.server.protocol import UNSUPPORTED, Body, Generation
-from quire.server.routing import StrictRoute, stream_answers
+from quire_server.errors import ApiError, json_response
+from quire_server.fields import MAX_INT, TABLES, ExtraArguments, Logprobs, Positive, StreamOptions, TokenIds
+from quire_server.generation import Call, Chunks, EventStream
+from quire_server.logprobs import chat_logprobs, prompt_logprobs, token_id_logprobs
+from quire_server.protocol import UNSUPPORTED, Body, Generation
+from quire_server.routing import StrictRoute, stream_answers
 
 router = APIRouter(route_class=StrictRoute)
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config import ConfigError
 from quire.options.declaration import imported
-from quire.server.errors import ApiError, error_response, path_in
+from quire_server.errors import ApiError, error_response, path_in
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics")  # need no API key: for probes and scrapers
 
