@@ -146,6 +146,7 @@ class ParallelConfig:
     pipeline_layers: list[int] = option([])
     data_parallel_size: int = option(1, flags=("-dp",))
     data_parallel_routing: Literal["load", "prefix"] = "load"
+    enable_expert_parallel: bool = option(False, flags=("-ep",))
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")

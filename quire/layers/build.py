@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from quire.parallel.mesh import Communicator
 if TYPE_CHECKING:
     from quire.layers.linear import LinearMethod, Quantizer
     from quire.layers.lora import AdapterSlots
+    from quire.parallel.experts import ExpertRanks
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,16 @@ class Builder:
 
     method_of: the linear method for the format in which the checkpoint keeps the layer of a given name. quantizer_of:
     the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense. adapters:
-    the slots of low-rank adapters for the model's linear layers, None if it takes none.
+    the slots of low-rank adapters for the model's linear layers, None if it takes none. experts: the ranks to which
+    experts are dealt, None if the ranks of the tensor group divide each expert.
     """
 
     def __init__(
         self, kernels: Kernels, tensor_group: Communicator, method_of: "Callable[[str], LinearMethod]",
         quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None, adapters: "AdapterSlots | None" = None,
+        experts: "ExpertRanks | None" = None,
     ) -> None:  # fmt: skip
-        self.kernels = kernels
+        self.kernels, self.experts = kernels, experts
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group
@@ -75,6 +79,19 @@ class Builder:
         """Count the parameters of the weight `name`, of all ranks together. Repeated calls count once."""
         self._sizes.setdefault(name, num_parameters)
 
+    @cached_property
+    def elsewhere(self) -> "Outline":
+        """Builds what only other ranks have, so that its parameters count, and its tensors are known."""
+        outline = Outline(self)
+        outline._sizes = self._sizes
+        return outline
+
+    @property
+    def tensors_elsewhere(self) -> set[str]:
+        """The names of the tensors that only other ranks have."""
+        outline = self.__dict__.get("elsewhere")  # without making one
+        return set() if outline is None else {slot.name for slot in outline.slots}
+
     @property
     def num_parameters(self) -> int:
         """The number of parameters of the whole model, on all ranks."""
@@ -98,3 +115,17 @@ class Builder:
             action()
         while slots:
             fill(slots.pop())
+
+
+class Outline(Builder):
+    """A builder whose parameters have shapes, but no memory."""
+
+    def __init__(self, builder: Builder) -> None:
+        super().__init__(
+            builder.kernels, builder.tensor_group, builder.method_of, builder.quantizer_of, None, builder.experts
+        )
+        self.device = torch.device("meta")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.target.nbytes for slot in self.slots)

@@ -1,132 +1,15 @@
 """Mixture of experts: a router chooses experts for each token, and each expert computes all its tokens at once."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import (
-    DenseWeight,
-    LinearShape,
-    LinearWeight,
-    ReplicatedLinear,
-    dense_slots,
-    inner_share,
-    make_weight,
-)
+from quire.layers.dispatch import Routed, make_dispatch
+from quire.layers.experts import Experts, fused_experts, separate_experts
+from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make_weight
 from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
-from quire.ops.reference.quantized import QuantizedMatrix, concatenate
-
-
-class GroupedExperts:
-    """One projection of all experts with dense weights: a grouped product over tokens sorted by expert."""
-
-    def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
-        self.grouped_linear = builder.kernels.grouped_linear
-        self.weight = builder.parameter(num_experts, out_features, in_features)
-        self.bias = builder.parameter(num_experts, out_features) if bias else None
-
-    def drop_bias(self) -> None:
-        self.bias = None
-
-    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x: [rows, in], where expert e has the rows offsets[e] : offsets[e + 1] -> [rows, out]"""
-        out: Tensor = self.grouped_linear(x, self.weight, self.bias, offsets)
-        return out
-
-
-class SeparateExperts:
-    """One projection of all experts, each with a (quantized) weight of its own.
-
-    If there is a kernel for it and all weights have the same form, they are concatenated, for one product of all.
-    """
-
-    def __init__(
-        self, builder: Builder, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None
-    ) -> None:
-        """bias: [experts, out]"""
-        self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
-        self.concatenated: QuantizedMatrix | None = None
-        if self.kernels.chosen["grouped_quantized_linear"] != "reference":
-            builder.when_loaded(self._concatenate)
-
-    def _concatenate(self) -> None:
-        pieces = [piece for weight in self.weights for piece in getattr(weight, "pieces", ())]
-        matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
-        if len(matrices) == len(pieces) == len(self.weights):
-            merged = concatenate(matrices)
-            if len(merged) == 1:
-                pack = getattr(self.kernels.quantized_linear, "pack", None)
-                self.concatenated, self.weights = merged[0] if pack is None else pack(merged[0]), []
-
-    def drop_bias(self) -> None:
-        self.bias = None
-
-    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if self.concatenated is not None:
-            product: Tensor = self.kernels.grouped_quantized_linear(x, self.concatenated, self.bias, offsets)
-            return product
-        ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
-        for e, (start, stop) in enumerate(pairwise(ends)):
-            if stop > start:
-                out[start:stop] = self.weights[e](x[start:stop], None if self.bias is None else self.bias[e])
-        return out
-
-
-Experts = GroupedExperts | SeparateExperts
-
-
-def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Experts:
-    """Experts that the checkpoint keeps dense, quantized if the engine's options say so.
-
-    To be called after their slots are noted. name: of their tensors, or of one of them.
-    """
-    quantizer = builder.quantizer_of(name)
-    if quantizer is None:
-        return experts
-    weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
-    return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
-
-
-def _separate(builder: Builder, shapes: list[LinearShape]) -> Experts:
-    """The experts of a checkpoint with a tensor for each expert and projection. shapes: one for each expert."""
-    if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
-        return SeparateExperts(builder, [make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
-    first = shapes[0]
-    experts = GroupedExperts(builder, len(shapes), first.out_features, first.stop - first.start, bias=False)
-    for weight, shape in zip(experts.weight, shapes, strict=True):
-        dense_slots(builder, shape, weight)
-    return _dense_experts(builder, first.parts[0].name, experts)
-
-
-def _fused(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> tuple[Experts, Experts]:
-    """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up alternate."""
-    count, size = spec.num_experts, spec.intermediate_size
-    start, stop = inner_share(builder.tensor_group, size)
-    share, everything = stop - start, slice(None)
-    gate_up = GroupedExperts(builder, count, 2 * share, hidden, spec.bias)
-    down = GroupedExperts(builder, count, hidden, share, spec.bias)
-    for which in (0, 1):
-        outputs, columns = slice(which * share, (which + 1) * share), slice(2 * start + which, 2 * stop, 2)
-        target, shape = gate_up.weight[:, outputs], (count, hidden, 2 * size)
-        builder.part(names["experts_gate_up"], target, shape, everything, everything, columns, transposed=True)
-        if gate_up.bias is not None:
-            name = f"{names['experts_gate_up']}_bias"
-            builder.part(name, gate_up.bias[:, outputs], (count, 2 * size), everything, columns)
-    shape = (count, size, hidden)
-    builder.part(names["experts_down"], down.weight, shape, everything, slice(start, stop), transposed=True)
-    if down.bias is not None:
-        builder.part(f"{names['experts_down']}_bias", down.bias, (count, hidden))
-    projections = [
-        _dense_experts(builder, names[key], experts)
-        for key, experts in (("experts_gate_up", gate_up), ("experts_down", down))
-    ]
-    if builder.tensor_group.rank > 0:  # the ranks' results are added up, so only one may add the bias
-        builder.when_loaded(projections[1].drop_bias)
-    return projections[0], projections[1]
 
 
 class MoE:
@@ -137,32 +20,24 @@ class MoE:
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
-        self.spec, self.group, self.kernels = spec, builder.tensor_group, builder.kernels
+        self.spec, self.kernels = spec, builder.kernels
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
         if spec.correction_bias:
             self.correction_bias = builder.whole(names["correction_bias"], spec.num_experts, dtype=torch.float32)
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
-        self.bounds = torch.arange(spec.num_experts + 1, device=builder.device)
+        self.dispatch = make_dispatch(builder, spec.num_experts)
+        self.loads: Tensor | None = None  # [experts]: for how many tokens each was chosen
+        if builder.experts is not None and builder.experts.measures:
+            self.loads = torch.zeros(spec.num_experts, dtype=torch.int64, device=builder.device)
         self.adapters: list[LowRank] = []  # of gate_up and of down
+        inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
+        if builder.experts is None:
+            inner = inner_share(builder.tensor_group, spec.intermediate_size)
         if spec.layout == "fused":
-            self.gate_up, self.down = _fused(builder, spec, hidden, names)
+            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
         else:
-            size = spec.intermediate_size
-            start, stop = inner_share(self.group, size)
-
-            def name(key: str, expert: int) -> str:
-                return names[key].replace("{e}", str(expert))
-
-            up_shapes, down_shapes = [], []
-            for e in range(spec.num_experts):
-                parts = [OutputPart(name(key, e), size, start, stop) for key in ("expert_gate", "expert_up")]
-                up_shapes.append(LinearShape(tuple(parts), hidden, 0, hidden))
-                parts = [OutputPart(name("expert_down", e), hidden, 0, hidden)]
-                down_shapes.append(LinearShape(tuple(parts), size, start, stop))
-            self.gate_up, self.down = _separate(builder, up_shapes), _separate(builder, down_shapes)
-            if builder.adapters is not None:
-                self.adapters = [LowRank(builder, builder.adapters, shapes) for shapes in (up_shapes, down_shapes)]
+            self.gate_up, self.down = self._separate(builder, hidden, names, inner)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             shared = {key: names[f"shared_{key}"] for key in ("gate", "up", "down")}
@@ -170,28 +45,59 @@ class MoE:
             if spec.shared_gate:
                 self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)
 
+    def _separate(
+        self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int]
+    ) -> tuple[Experts, Experts]:
+        """(gate_up, down) of a checkpoint with tensors for each expert. Notes which of them other ranks have."""
+        size, (start, stop) = self.spec.intermediate_size, inner
+
+        def shapes(expert: int) -> tuple[LinearShape, LinearShape]:
+            name = {key: names[f"expert_{key}"].replace("{e}", str(expert)) for key in ("gate", "up", "down")}
+            ups = tuple(OutputPart(name[key], size, start, stop) for key in ("gate", "up"))
+            down = OutputPart(name["down"], hidden, 0, hidden)
+            return LinearShape(ups, hidden, 0, hidden), LinearShape((down,), size, start, stop)
+
+        here = [shapes(expert) for expert in self.dispatch.local]
+        for expert in set(range(self.spec.num_experts)) - set(self.dispatch.local):
+            for shape in shapes(expert):
+                make_weight(builder.elsewhere, shape)
+        ups, downs = [up for up, _ in here], [down for _, down in here]
+        experts = separate_experts(builder, ups), separate_experts(builder, downs)
+        if builder.adapters is not None:
+            self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
+        return experts
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden]"""
-        weights, experts = self.route(x)  # [tokens, top_k]
-        sorted_experts, order = experts.flatten().sort(stable=True)
-        offsets = torch.searchsorted(sorted_experts, self.bounds)
-        given, slots = x[order // self.spec.top_k], None
+        own = self.dispatch.own(x)
+        weights, experts = self.route(own)  # [own tokens, top_k]
+        if self.loads is not None:
+            self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
+        sent = self.dispatch.send(own, experts, len(x))
+        shared = self._shared(x)  # meanwhile, tokens are on their way
+        routed = sent.collect(self._compute(x, sent.receive()), weights)
+        return routed if shared is None else routed + shared
+
+    def _compute(self, x: Tensor, routed: Routed) -> Tensor:
+        """The results of this rank's experts, [rows, hidden]. x: the tokens of the step."""
+        slots = None
         if self.adapters:
-            slots = self.adapters[0].slots.of_copies(x, self.spec.num_experts, order // self.spec.top_k, sorted_experts)
-        out = self.gate_up(given, offsets)
+            slots = self.adapters[0].slots.of_copies(x, len(self.dispatch.local), routed.tokens, routed.experts)
+        out = self.gate_up(routed.rows, routed.offsets)
         if slots is not None:
-            self.adapters[0].add_rows(out, given, slots)
+            self.adapters[0].add_rows(out, routed.rows, slots)
         given = self.activation(out)
-        out = self.down(given, offsets)
+        out = self.down(given, routed.offsets)
         if slots is not None:
             self.adapters[1].add_rows(out, given, slots)
-        routed = self.group.all_reduce(self.kernels.combine_experts(out, order, weights))
+        return out
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """The result of the expert that every token uses, if there is one."""
         if self.shared is None:
-            return routed
+            return None
         shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * self.kernels.activate(self.shared_gate(x), "sigmoid")
-        return routed + shared
+        return shared if self.shared_gate is None else shared * self.kernels.activate(self.shared_gate(x), "sigmoid")
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""

@@ -34,11 +34,14 @@ class Mxfp4Checkpoint(Checkpoint):
             return self.inner.read(slot)
         experts, inputs, outputs = slot.shape
         groups, part = inputs // 32, torch.empty(slot.target.shape, dtype=torch.bfloat16)
-        for e in range(experts):  # one at a time: decoding takes several times the memory of the result
+        picked_experts = range(experts)[slot.pick[0]] if slot.pick else range(experts)
+        for index, e in enumerate(
+            picked_experts
+        ):  # one at a time: decoding takes several times the memory of the result
             expert = (slice(e, e + 1),)
             blocks = replace(slot, name=f"{slot.name}_blocks", shape=(experts, outputs, groups, 16), pick=expert)
             scales = replace(slot, name=f"{slot.name}_scales", shape=(experts, outputs, groups), pick=expert)
             dense = decode_mxfp4(self.inner.read(blocks), self.inner.read(scales)).transpose(1, 2)
             picked = dense[0][slot.pick[1:]]
-            part[e] = picked.T if slot.transposed else picked
+            part[index] = picked.T if slot.transposed else picked
         return part.transpose(1, 2) if slot.transposed else part

@@ -7,6 +7,7 @@ import torch
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.layers.build import Builder
 from quire.layers.lora import AdapterSlots
+from quire.layers.specs import MoESpec
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_checkpoint import GgufCheckpoint
 from quire.loading.gguf_models import gguf_tensors
@@ -16,9 +17,11 @@ from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.model import Model
 from quire.models.pooler import Pooler
+from quire.models.spec import DecoderSpec
 from quire.models.stages import choose_stage
 from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
+from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import check_format, extra_tensors, quantization_method
@@ -27,6 +30,23 @@ from quire.quantization.config import check_format, extra_tensors, quantization_
 def resolve_dtype(options: ModelConfig) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, options.dtype_name)
     return dtype
+
+
+def _expert_ranks(
+    config: EngineConfig, spec: DecoderSpec, mesh: Mesh, adapters: AdapterSlots | None
+) -> ExpertRanks | None:
+    """The ranks to which the experts of each layer are dealt. Raises ConfigError if the options do not fit the
+    model."""
+    options = config.parallel
+    if not options.enable_expert_parallel:
+        return None
+    if not any(isinstance(mlp, MoESpec) for mlp in spec.mlps):
+        raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
+    replicated = mesh.ep.size == mesh.tp.size
+    if adapters is not None and not replicated:
+        raise ConfigError("enable_lora: ranks that exchange tokens cannot have adapters; leave out "
+                          "enable_expert_parallel")  # fmt: skip
+    return ExpertRanks(mesh.ep, replicated) if mesh.ep.size > 1 else None
 
 
 def load_model(
@@ -64,14 +84,17 @@ def load_model(
         if device.type == "cpu" and find_compiler() is None:
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
-    builder = Builder(kernels, mesh.tp, method_of, quantizer_of(config.model.quantization, spec.names), adapters)
+    experts = _expert_ranks(config, spec, mesh, adapters)
+    quantizer = quantizer_of(config.model.quantization, spec.names)
+    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts)
     stage, elsewhere = None, set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
-        if adapters is not None:
-            adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
     model = Decoder(builder, spec, max_model_len, stage)
+    elsewhere |= builder.tensors_elsewhere
+    if adapters is not None:
+        adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
     if description.pooling is not None and model.stage.has_head:
         model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else directory)
     if checkpoint is None:

@@ -1,9 +1,7 @@
 """Divides a model into the stages of a pipeline."""
 
-import torch
-
 from quire.config import ConfigError, ParallelConfig
-from quire.layers.build import Builder
+from quire.layers.build import Builder, Outline
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
 from quire.parallel.pipeline import Stage, balanced
@@ -21,7 +19,7 @@ def choose_stage(
     which is not changed. drafts: whether the last stage has a drafter. Raises ConfigError if the options do not fit the
     model.
     """
-    outline = _Outline(builder)
+    outline = Outline(builder)
     costs = []
     for layer in range(spec.num_layers):
         before = outline.num_bytes
@@ -39,16 +37,4 @@ def choose_stage(
     start, is_first, is_last = sum(counts[:number]), number == 0, number == stages - 1
     has_embedding = is_first or (is_last and (spec.tie_embeddings or drafts))
     stage = Stage(range(start, start + counts[number]), has_embedding, is_last)
-    return stage, {slot.name for slot in outline.slots}
-
-
-class _Outline(Builder):
-    """A builder whose parameters have shapes, but no memory."""
-
-    def __init__(self, builder: Builder) -> None:
-        super().__init__(builder.kernels, builder.tensor_group, builder.method_of, builder.quantizer_of)
-        self.device = torch.device("meta")
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(slot.target.nbytes for slot in self.slots)
+    return stage, {slot.name for slot in outline.slots} | outline.tensors_elsewhere

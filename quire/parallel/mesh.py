@@ -12,6 +12,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is ex
 from quire.parallel.sizes import AXES, MeshSizes
 
 
+@dataclass
+class Exchange:
+    """An all-to-all under way. out: what this rank receives, valid after `wait`."""
+
+    out: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The received tensor. Waits for it on a CPU; on a GPU, later work waits."""
+        if self.work is not None:
+            self.work.wait()
+        return self.out
+
+
 @dataclass(frozen=True)
 class Communicator:
     """The collectives of one group of ranks. In a group of one, each is the identity. rank: this rank's number in the
@@ -50,6 +64,18 @@ class Communicator:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)[..., :total]
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Exchange:
+        """Start to send the first sent[0] rows of x to rank 0, the next sent[1] rows to rank 1, and so on.
+
+        received: the number of rows that come from each rank, which stand in this order in the result. x must not
+        change until the exchange is completed.
+        """
+        if self.size == 1:
+            return Exchange(x)
+        out = x.new_empty(sum(received), *x.shape[1:])
+        work = dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group, async_op=True)
+        return Exchange(out, work)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, so that all ranks decide alike."""

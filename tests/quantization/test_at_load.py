@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.layers.experts import SeparateExperts
 from quire.layers.linear import DenseWeight
-from quire.layers.moe import SeparateExperts
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.scheme import QuantizedWeight
 from support.checkpoints import write_checkpoint

@@ -14,6 +14,7 @@ from quire.layers.build import Builder, WeightSlot
 from quire.layers.linear import DenseWeight
 from quire.ops import OPS, Kernels, Target
 from quire.ops.cpu.build import library
+from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator
 from support.thread_group import on_every_rank
 
@@ -27,14 +28,15 @@ def draw(name: str, *shape: int) -> Tensor:
 
 
 def build_layer(
-    make: Callable[[Builder], Layer], kernels: str = "reference", group: Communicator | None = None
-) -> tuple[Layer, Tensors]:
+    make: Callable[[Builder], Layer], kernels: str = "reference", group: Communicator | None = None,
+    experts: ExpertRanks | None = None,
+) -> tuple[Layer, Tensors]:  # fmt: skip
     """Returns the layer, and its whole tensors by checkpoint name."""
     if kernels == "cpu" and library() is None:
         pytest.skip("the CPU kernels cannot be compiled here")
     pins = dict.fromkeys(OPS, "reference") if kernels == "reference" else {}
     chosen = Kernels(Target(torch.device("cpu"), torch.float32), pins)
-    builder = Builder(chosen, group or Communicator(), lambda name: DenseWeight)
+    builder = Builder(chosen, group or Communicator(), lambda name: DenseWeight, experts=experts)
     layer = make(builder)
     tensors: Tensors = {}
 

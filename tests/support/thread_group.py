@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Communicator, Exchange
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ class Meeting:
 @dataclass(frozen=True)
 class ThreadGroup(Communicator):
     meeting: Any = None
-    calls: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0})
+    calls: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0, "all_to_all": 0})
+    bytes_sent: list[int] = field(default_factory=list)  # to other ranks, by each all-to-all
 
     def _exchange(self, value: Any) -> list[Any]:
         self.meeting.table[self.rank] = value
@@ -44,6 +45,14 @@ class ThreadGroup(Communicator):
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         self.calls["all_gather"] += 1
         return torch.cat(self._exchange(x.clone()), dim=-1)[..., :total]
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Exchange:
+        self.calls["all_to_all"] += 1
+        parts = x.split(sent)
+        self.bytes_sent.append(sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank))
+        arrived = [of_rank[self.rank] for of_rank in self._exchange([part.clone() for part in parts])]
+        assert [len(part) for part in arrived] == received
+        return Exchange(torch.cat(arrived))
 
     def minimum(self, value: int) -> int:
         return min(self._exchange(value))

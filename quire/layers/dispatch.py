@@ -1,0 +1,246 @@
+"""How the tokens of a layer reach the ranks with their experts, and the results come back.
+
+The experts of a layer are on every rank, or they are dealt to the ranks (expert parallelism). Then a layer with experts
+has these steps:
+
+    route                the rank chooses experts for its tokens
+    send, receive        each token goes to the ranks that have its experts
+    compute              each rank computes its experts for all rows that it received
+    collect              the results go back, and those of a token are added up with their weights
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.ops import Kernels
+from quire.parallel.experts import ExpertRanks
+from quire.parallel.mesh import Communicator, Exchange
+
+
+@dataclass
+class Routed:
+    """Rows for the experts of this rank, sorted by expert.
+
+    rows: [rows, hidden]. offsets: [experts + 1], int64: expert e has the rows offsets[e] : offsets[e + 1]. Rows behind
+    the last offset belong to no expert. tokens: [rows], the token of the step that each row is a copy of. experts:
+    [rows], the number of each row's expert among those of this rank.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    tokens: Tensor
+    experts: Tensor
+
+
+class Sent(ABC):
+    """Tokens on their way to their experts."""
+
+    @abstractmethod
+    def receive(self) -> Routed:
+        """The rows for the experts of this rank."""
+
+    @abstractmethod
+    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sums of the experts' results, [tokens, hidden], for all tokens of the step on every rank of the
+        tensor group. out: [rows, hidden], for the received rows. weights: [own tokens, top_k], float32."""
+
+
+class Dispatch(ABC):
+    """The dispatch of one layer. local: the experts of this rank, by their numbers in the checkpoint."""
+
+    local: list[int]
+
+    def own(self, x: Tensor) -> Tensor:
+        """The tokens [own tokens, hidden] for which this rank chooses experts, of all tokens x of the step."""
+        return x
+
+    @abstractmethod
+    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
+        """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64. num_tokens: of the
+        step."""
+
+
+class Everywhere(Dispatch):
+    """Every rank of the tensor group has a share of all experts, and computes it for all tokens."""
+
+    def __init__(self, builder: Builder, num_experts: int) -> None:
+        self.kernels, self.group = builder.kernels, builder.tensor_group
+        self.local = list(range(num_experts))
+        self.bounds = torch.arange(num_experts + 1, device=builder.device)
+
+    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
+        return _Sorted(self.kernels, self.group, x, experts, self.bounds)
+
+
+class _Sorted(Sent):
+    """All tokens of the step, sorted by expert. The ranks add up their results."""
+
+    def __init__(self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, bounds: Tensor) -> None:
+        """bounds: 0, 1, ... number of experts."""
+        self.kernels, self.group = kernels, group
+        sorted_experts, self.order = experts.flatten().sort(stable=True)
+        tokens = self.order // experts.shape[1]
+        self.routed = Routed(x[tokens], torch.searchsorted(sorted_experts, bounds), tokens, sorted_experts)
+
+    def receive(self) -> Routed:
+        return self.routed
+
+    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+        return self.group.all_reduce(self.kernels.combine_experts(out, self.order, weights))
+
+
+class Slots:
+    """Which rank has which expert. Each rank has equally many slots, and an expert may be in several slots."""
+
+    def __init__(self, slots: list[int], num_experts: int, device: torch.device) -> None:
+        """slots: the expert in each slot of all ranks."""
+        self.num_experts = num_experts
+        self.table = torch.empty(0)  # [experts, most copies]: the slots of each expert
+        self.counts = torch.empty(0)  # [experts]: how many these are
+        self.is_identity = False
+        self.put(slots, device)
+
+    def put(self, slots: list[int], device: torch.device) -> None:
+        """Change what is in the slots."""
+        self.experts = slots
+        places: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(slots):
+            places[expert].append(slot)
+        most = max(map(len, places))
+        self.table = torch.tensor([[p[i % len(p)] for i in range(most)] for p in places], device=device)
+        self.counts = torch.tensor([len(p) for p in places], device=device)
+        self.is_identity = slots == list(range(self.num_experts))
+
+    def of(self, experts: Tensor) -> Tensor:
+        """A slot for each of the chosen experts [tokens, top_k]. Tokens take turns with an expert's copies."""
+        if self.is_identity:
+            return experts
+        turns = torch.arange(len(experts), device=experts.device)[:, None]
+        return self.table[experts, turns % self.counts[experts]]
+
+
+class DealtExperts(Dispatch):
+    """The experts are dealt to the ranks."""
+
+    def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
+        self.kernels, self.ranks, self.group = builder.kernels, ranks, ranks.group
+        self.device = builder.device
+        self.slots = Slots(ranks.first_slots(num_experts), num_experts, builder.device)
+        self.count = len(self.slots.experts) // self.group.size  # slots of a rank
+        self.bounds = torch.arange(self.count + 1, device=builder.device)
+
+    @property
+    def first(self) -> int:
+        """The first slot of this rank."""
+        return self.group.rank * self.count
+
+    @property
+    def local(self) -> list[int]:  # type: ignore[override]
+        return self.slots.experts[self.first : self.first + self.count]
+
+
+class Replicated(DealtExperts):
+    """All ranks have the same tokens. Each computes its experts, and the ranks add up the results."""
+
+    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
+        slots = self.slots.of(experts) - self.first
+        elsewhere = (slots < 0) | (slots >= self.count)
+        return _Masked(self.kernels, self.group, x, slots.masked_fill(elsewhere, self.count), self.bounds)
+
+
+class _Masked(_Sorted):
+    """All tokens of the step, sorted by expert. Those of experts on other ranks come last, and get zeros as results.
+
+    On a GPU, the numbers of rows do not depend on how many these are, so the host need not wait for them.
+    """
+
+    def __init__(self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, bounds: Tensor) -> None:
+        super().__init__(kernels, group, x, experts, bounds)
+        self.shape = experts.shape
+        if x.device.type == "cpu":
+            here, routed = int(self.routed.offsets[-1]), self.routed
+            self.routed = Routed(routed.rows[:here], routed.offsets, routed.tokens[:here], routed.experts[:here])
+
+    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+        tokens, top_k = self.shape
+        if len(out) < tokens * top_k:
+            results = out.new_zeros(tokens * top_k, out.shape[1])
+            results[: len(out)] = out
+        else:
+            behind = torch.arange(len(out), device=out.device) >= self.routed.offsets[-1]
+            results = out.masked_fill(behind[:, None], 0)
+        return super().collect(results, weights)
+
+
+class Exchanged(DealtExperts):
+    """The ranks have different tokens. Each sends its tokens to the ranks with their experts (all-to-all), and gets the
+    results back. A token is sent once to each rank that has some of its experts.
+
+    Ranks of the same tensor group have the same tokens, so each routes and sends a part of them. A token's results are
+    added up where it came from, in the order of its choices, so its result does not depend on the ranks.
+    """
+
+    def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
+        super().__init__(builder, ranks, num_experts)
+        self.tensor_group = builder.tensor_group
+
+    def own(self, x: Tensor) -> Tensor:
+        start, stop = self.tensor_group.share(len(x))
+        return x[start:stop]
+
+    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
+        return _OnTheWay(self, x, self.slots.of(experts), num_tokens)
+
+
+class _OnTheWay(Sent):
+    """Tokens that are being exchanged. Each travels as one row: its elements, then its slots on the rank that it is sent
+    to, integers of the same width [top_k], with -1 for choices that are elsewhere."""
+
+    def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, num_tokens: int) -> None:
+        """x: [tokens, hidden]; slots: [tokens, top_k]"""
+        self.dispatch, self.num_tokens, self.top_k = dispatch, num_tokens, slots.shape[1]
+        self.hidden, self.integers = x.shape[1], torch.int16 if x.itemsize == 2 else torch.int32
+        group, size = dispatch.group, dispatch.group.size
+        targets = slots // dispatch.count  # [tokens, top_k]: ranks
+        is_sent = torch.zeros(len(x), size, dtype=torch.bool, device=x.device).scatter_(1, targets, True)
+        to, token = is_sent.T.nonzero(as_tuple=True)  # sorted by rank, then by token
+        to_rank, of_token = to[:, None], targets[token]
+        there = torch.where(of_token == to_rank, slots[token] - to_rank * dispatch.count, -1)
+        rows = torch.cat([x[token], there.to(self.integers).view(x.dtype)], dim=1)
+        # [ranks, 2]: rows that are sent to each rank, and results that come back from it
+        counts = torch.stack([is_sent.sum(0), targets.flatten().bincount(minlength=size)], dim=1)
+        self.sent = counts.tolist()
+        self.received: list[list[int]] = group.all_to_all(counts, [1] * size, [1] * size).wait().tolist()
+        self.order = targets.flatten().sort(stable=True).indices  # of the results that come back
+        self.exchange: Exchange = group.all_to_all(rows, [n for n, _ in self.sent], [n for n, _ in self.received])
+
+    def receive(self) -> Routed:
+        self.dispatch.ranks.turns.pass_on()
+        rows = self.exchange.wait()
+        x, slots = rows[:, : self.hidden], rows[:, self.hidden :].view(self.integers).long()  # slots: [rows, top_k]
+        self.place = (slots.flatten() >= 0).nonzero()[:, 0]  # of each result, in the order in which they are returned
+        experts, self.sorting = slots.flatten()[self.place].sort(stable=True)
+        row = self.place[self.sorting] // self.top_k
+        return Routed(x[row], torch.searchsorted(experts, self.dispatch.bounds), row, experts)
+
+    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+        dispatch = self.dispatch
+        results = torch.empty_like(out)
+        results[self.sorting] = out
+        counts = [n for _, n in self.received], [n for _, n in self.sent]
+        exchange = dispatch.group.all_to_all(results, *counts)
+        dispatch.ranks.turns.pass_on()
+        combined = dispatch.kernels.combine_experts(exchange.wait(), self.order, weights)
+        return dispatch.tensor_group.all_gather(combined.T, self.num_tokens).T.contiguous()
+
+
+def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
+    """The dispatch for a layer with so many experts."""
+    ranks = builder.experts
+    if ranks is None:
+        return Everywhere(builder, num_experts)
+    return (Replicated if ranks.replicated else Exchanged)(builder, ranks, num_experts)

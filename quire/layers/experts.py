@@ -1,0 +1,133 @@
+"""The experts of a layer that are on this rank: products of all of them at once, with rows sorted by expert."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, dense_slots, make_weight
+from quire.layers.specs import MoESpec
+from quire.ops.reference.quantized import QuantizedMatrix, concatenate
+
+
+class GroupedExperts:
+    """One projection of all experts with dense weights: a grouped product over tokens sorted by expert."""
+
+    def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
+        self.grouped_linear = builder.kernels.grouped_linear
+        self.weight = builder.parameter(num_experts, out_features, in_features)
+        self.bias = builder.parameter(num_experts, out_features) if bias else None
+
+    def drop_bias(self) -> None:
+        self.bias = None
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x: [rows, in], where expert e has the rows offsets[e] : offsets[e + 1] -> [rows, out]"""
+        out: Tensor = self.grouped_linear(x, self.weight, self.bias, offsets)
+        return out
+
+
+class SeparateExperts:
+    """One projection of all experts, each with a (quantized) weight of its own.
+
+    If there is a kernel for it and all weights have the same form, they are concatenated, for one product of all.
+    """
+
+    def __init__(
+        self, builder: Builder, weights: list[LinearWeight], out_features: int, bias: Tensor | None = None
+    ) -> None:
+        """bias: [experts, out]"""
+        self.kernels, self.weights, self.out_features, self.bias = builder.kernels, weights, out_features, bias
+        self.concatenated: QuantizedMatrix | None = None
+        if self.kernels.chosen["grouped_quantized_linear"] != "reference":
+            builder.when_loaded(self._concatenate)
+
+    def _concatenate(self) -> None:
+        pieces = [piece for weight in self.weights for piece in getattr(weight, "pieces", ())]
+        matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
+        if len(matrices) == len(pieces) == len(self.weights):
+            merged = concatenate(matrices)
+            if len(merged) == 1:
+                pack = getattr(self.kernels.quantized_linear, "pack", None)
+                self.concatenated, self.weights = merged[0] if pack is None else pack(merged[0]), []
+
+    def drop_bias(self) -> None:
+        self.bias = None
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        if self.concatenated is not None:
+            product: Tensor = self.kernels.grouped_quantized_linear(x, self.concatenated, self.bias, offsets)
+            return product
+        ends, out = offsets.tolist(), x.new_empty(len(x), self.out_features)
+        for e, (start, stop) in enumerate(pairwise(ends)):
+            if stop > start:
+                out[start:stop] = self.weights[e](x[start:stop], None if self.bias is None else self.bias[e])
+        return out
+
+
+Experts = GroupedExperts | SeparateExperts
+
+
+def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Experts:
+    """Experts that the checkpoint keeps dense, quantized if the engine's options say so.
+
+    To be called after their slots are noted. name: of their tensors, or of one of them.
+    """
+    quantizer = builder.quantizer_of(name)
+    if quantizer is None:
+        return experts
+    weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
+    return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
+
+
+def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
+    """The experts of a checkpoint with a tensor for each expert and projection. shapes: one for each expert here."""
+    if any(builder.method_of(part.name) is not DenseWeight for shape in shapes for part in shape.parts):
+        return SeparateExperts(builder, [make_weight(builder, shape) for shape in shapes], shapes[0].out_features)
+    first = shapes[0]
+    experts = GroupedExperts(builder, len(shapes), first.out_features, first.stop - first.start, bias=False)
+    for weight, shape in zip(experts.weight, shapes, strict=True):
+        dense_slots(builder, shape, weight)
+    return _dense_experts(builder, first.parts[0].name, experts)
+
+
+def fused_experts(
+    builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int], inner: tuple[int, int]
+) -> tuple[Experts, Experts]:
+    """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up alternate.
+
+    local: the experts of this rank. inner: the share [start, stop) of their inner elements that it has.
+    """
+    count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
+    share, everything = stop - start, slice(None)
+    gate_up = GroupedExperts(builder, len(local), 2 * share, hidden, spec.bias)
+    down = GroupedExperts(builder, len(local), hidden, share, spec.bias)
+    for here, picked in _runs(local):
+        for which in (0, 1):
+            outputs, columns = slice(which * share, (which + 1) * share), slice(2 * start + which, 2 * stop, 2)
+            target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
+            builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
+            if gate_up.bias is not None:
+                name = f"{names['experts_gate_up']}_bias"
+                builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
+        shape = (count, size, hidden)
+        builder.part(names["experts_down"], down.weight[here], shape, picked, slice(start, stop), transposed=True)
+        if down.bias is not None:
+            builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
+    projections = [
+        _dense_experts(builder, names[key], experts)
+        for key, experts in (("experts_gate_up", gate_up), ("experts_down", down))
+    ]
+    if start > 0:  # the ranks that divide an expert add up their results, so only the first may add the bias
+        builder.when_loaded(projections[1].drop_bias)
+    return projections[0], projections[1]
+
+
+def _runs(experts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """[4, 5, 6, 0, 1] -> (0:3, 4:7), (3:5, 0:2): where runs of consecutive experts are in the list, and which."""
+    start = 0
+    for end in range(1, len(experts) + 1):
+        if end == len(experts) or experts[end] != experts[end - 1] + 1:
+            yield slice(start, end), slice(experts[start], experts[end - 1] + 1)
+            start = end

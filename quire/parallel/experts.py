@@ -1,0 +1,63 @@
+"""Expert parallelism as data: which rank has which experts of a layer, and how they are divided by their loads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.parallel.mesh import Communicator
+from quire.parallel.turns import Turns
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks to which the experts of a layer are dealt.
+
+    replicated: all ranks have the same tokens in a step. Otherwise they exchange them. redundant: how many experts
+    have a second copy. measures: whether the layers count the tokens of each expert. turns: between two halves of a
+    step that exchange tokens by turns.
+    """
+
+    group: Communicator
+    replicated: bool
+    redundant: int = 0
+    measures: bool = False
+    turns: Turns = Turns()
+
+    def first_slots(self, experts: int) -> list[int]:
+        """The expert in each slot, at first. Slots are numbered over all ranks, and each rank has equally many. The
+        experts come in their order, followed by second copies in the slots that are left over."""
+        size = -(-(experts + self.redundant) // self.group.size)
+        return [slot % experts for slot in range(size * self.group.size)]
+
+
+def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int) -> list[int]:
+    """The expert for each slot so that all ranks have about equal loads, with as few moves as the greedy choice allows.
+
+    loads: of each expert. slots: the expert in each slot now. Each expert gets a slot; of the other slots, each goes to
+    the expert whose copies have the highest load. Then the copies are dealt to the ranks, the heaviest first, each to
+    the rank with the lowest load that has a free slot. A copy stays in its slot if its rank has the same expert
+    already. DeepSeek's load balancer (github.com/deepseek-ai/EPLB) has the same two steps.
+    """
+    size = len(slots) // ranks
+    copies = [1] * len(loads)
+    for _ in range(len(slots) - len(loads)):
+        heaviest = max(range(len(loads)), key=lambda e: loads[e] / copies[e])
+        copies[heaviest] += 1
+    shares = sorted(((loads[e] / copies[e], e) for e in range(len(loads)) for _ in range(copies[e])), reverse=True)
+    sums, dealt = [0.0] * ranks, [list[int]() for _ in range(ranks)]
+    for load, expert in shares:
+        free = [rank for rank in range(ranks) if len(dealt[rank]) < size]
+        # a rank with two copies of an expert could as well have one
+        rank = min(free, key=lambda r: (expert in dealt[r], sums[r], expert not in slots[r * size : (r + 1) * size]))
+        dealt[rank].append(expert)
+        sums[rank] += load
+    result = []
+    for rank, experts in enumerate(dealt):
+        before = slots[rank * size : (rank + 1) * size]
+        coming, kept = list(experts), list[int | None]()
+        for expert in before:
+            stays = expert in coming
+            kept.append(expert if stays else None)
+            if stays:
+                coming.remove(expert)
+        result += [coming.pop(0) if expert is None else expert for expert in kept]
+    return result
