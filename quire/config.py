@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
+from quire.options.experts import BalanceOptions
 from quire.options.lora import LoRAConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
@@ -147,9 +148,21 @@ class ParallelConfig:
     data_parallel_size: int = option(1, flags=("-dp",))
     data_parallel_routing: Literal["load", "prefix"] = "load"
     enable_expert_parallel: bool = option(False, flags=("-ep",))
+    enable_eplb: bool = False
+    eplb_config: dict[str, Any] = option({}, json=True)
+    enable_dbo: bool = False
+    dbo_decode_token_threshold: int = 32
+    dbo_prefill_token_threshold: int = 512
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        at_least(self, 1, "dbo_decode_token_threshold", "dbo_prefill_token_threshold")
+        _ = self.balance  # raises ConfigError
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ConfigError("enable_eplb moves experts between ranks, which needs enable_expert_parallel")
+        if self.enable_dbo and not self.shares_experts:
+            raise ConfigError("enable_dbo hides the exchange of tokens between replicas that share experts; it needs "
+                              "enable_expert_parallel and data_parallel_size of at least 2")  # fmt: skip
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
             raise ConfigError("pipeline_layers must have a number for each of the pipeline_parallel_size="
                               f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}")  # fmt: skip
@@ -158,6 +171,15 @@ class ParallelConfig:
     def ranks(self) -> int:
         """The number of ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def balance(self) -> BalanceOptions:
+        return BalanceOptions.read(self.eplb_config)
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the replicas share experts, and so run their steps together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.frontend import generation_config
+from quire.engine.lockstep import Waves
 from quire.engine.processor import end_of_sequence
 from quire.executor.base import Executor
 from quire.executor.multiproc import MultiprocExecutor
@@ -19,6 +20,7 @@ from quire.kvcache.specs import KVCacheSize
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_tokenizer
 from quire.lora.gate import AdapterGate
+from quire.messages.engine import Meeting
 from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.scheduler.limits import SchedulerLimits
@@ -80,8 +82,11 @@ def take_devices(rank: int, config: EngineConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank * size : (rank + 1) * size])
 
 
-def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> EngineCore:
-    """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError."""
+def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting: Meeting | None = None) -> EngineCore:
+    """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
+
+    meeting: where the replicas meet that share experts, None for a replica that shares none.
+    """
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
     check_backend(config.sampling.structured_outputs_config)
@@ -89,7 +94,8 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
     multiprocess = config.parallel.ranks > 1
     _limit_threads(config.parallel.data_parallel_size)
-    executor: Executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len)
+    executor: Executor
+    executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len, meeting)
     kv, block_size = executor.kv_cache, config.cache.block_size
     if config.model.max_model_len == -1:
         limits = _fitting(limits, kv, block_size)
@@ -122,8 +128,9 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
     except ValueError:
         executor.shutdown()
         raise
+    lockstep = None if meeting is None else Waves(meeting, config.parallel.data_parallel_size)
     if not kv.specs:
-        return EngineCore(scheduler, executor)
+        return EngineCore(scheduler, executor, lockstep)
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
@@ -131,7 +138,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int) -> Engi
         kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", block_size, f"{int(room * max_model_len):,}",
         room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
-    return EngineCore(scheduler, executor)
+    return EngineCore(scheduler, executor, lockstep)
 
 
 def _limit_threads(replicas: int) -> None:

@@ -2,8 +2,10 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.engine.wake_up import WakeUp
 from quire.executor.base import Executor
@@ -26,20 +28,45 @@ class Flight:
     result: Future[ModelRunnerOutput] | None = None
 
 
+class Lockstep(Protocol):
+    """Keeps the cores of replicas that share experts at the same step. See engine/lockstep.py."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the cores run steps. Otherwise all of them are idle."""
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        """wake: is called from a thread when another core begins to work."""
+
+    def begin(self) -> None:
+        """This core has work: let all cores run."""
+
+    def count_step(self, is_busy: bool) -> None:
+        """Count a step of this core. All cores pause when none has been busy."""
+
+    def close(self) -> None: ...
+
+
 class EngineCore:
     """Drives a scheduler and an executor. At most `depth` steps are in flight: submitted, and their results not read.
 
     Depth 1 is the simple loop. With depth 2, the next step is scheduled while the device runs the current one. The
     sampled tokens then pass from one step to the next on the device. A pipeline has at least a step for each of its
     stages, and the steps in flight sample for different requests.
+
+    A core whose replica shares experts with others runs a dummy step, one without rows, when it has nothing to run and
+    another core has.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self.scheduler, self.executor = scheduler, executor
+    def __init__(self, scheduler: Scheduler, executor: Executor, lockstep: Lockstep | None = None) -> None:
+        """lockstep: with the cores whose replicas share experts with this one, None if there are none."""
+        self.scheduler, self.executor, self._lockstep = scheduler, executor, lockstep
         self._flights: deque[Flight] = deque()
-        self.wake_up = WakeUp() if scheduler.gates else None
+        self.wake_up = WakeUp() if scheduler.gates or lockstep is not None else None
         for gate in scheduler.gates:
             gate.connect(self._wake)
+        if lockstep is not None:
+            lockstep.connect(self._wake)
         self._cause_of_death: BaseException | None = None
         self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
 
@@ -60,7 +87,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step can be run or retired. False if there are no requests, or all of them wait at gates."""
-        return self.scheduler.has_work or bool(self._flights)
+        is_needed = self._lockstep is not None and self._lockstep.is_running
+        return self.scheduler.has_work or bool(self._flights) or is_needed
 
     def _wake(self) -> None:
         self.scheduler.wake()
@@ -76,6 +104,8 @@ class EngineCore:
             raise EngineDeadError(f"the engine failed: {error_text(self._cause_of_death)}") from self._cause_of_death
         try:
             failed = self._open_gates()
+            if self._lockstep is not None and self.scheduler.has_work:
+                self._lockstep.begin()
             self._sample_oldest()  # the call before may have been interrupted
             while len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
@@ -111,7 +141,7 @@ class EngineCore:
             return False
         step = self.scheduler.schedule()
         if not step.rows:
-            return False
+            return self._launch_dummy(step)
         now = time.monotonic()
         for request in step.new_requests:
             scheduled = self.scheduler.requests[request.request_id]
@@ -129,6 +159,17 @@ class EngineCore:
             self.scheduler.withdraw(step)
             raise
         self._sample_oldest()
+        if self._lockstep is not None:
+            self._lockstep.count_step(is_busy=True)
+        return True
+
+    def _launch_dummy(self, step: SchedulerOutput) -> bool:
+        """Submit a step without rows, if other cores may wait for this one. Returns whether it did."""
+        if self._lockstep is None or not self._lockstep.is_running or self._flights:
+            return False
+        self.executor.submit(step)
+        self._flights.append(Flight(step, self.executor.sample(step.step_id)))
+        self._lockstep.count_step(self.scheduler.has_unfinished)
         return True
 
     def _sample_oldest(self) -> None:
@@ -150,8 +191,8 @@ class EngineCore:
         assert flight.result is not None
         result = flight.result.result()
         self._flights.popleft()
-        if flight.step.epoch < self.scheduler.epoch:
-            return []  # skipped after a refusal in an earlier step of its epoch; the scheduler has withdrawn it already
+        if not flight.step.rows or flight.step.epoch < self.scheduler.epoch:
+            return []  # a dummy step, or one skipped after a refusal, which the scheduler has withdrawn already
         outputs = self.scheduler.update(result)
         if result.was_skipped:
             _log_failures(outputs)
@@ -172,6 +213,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self._lockstep is not None:
+            self._lockstep.close()
         if self.wake_up is not None:
             self.wake_up.close()
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.messages import engine as messages
-from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason
+from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, Meeting
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
 from quire.system.garbage import skip_last_collection
@@ -34,11 +35,15 @@ def core_address(folder: Path) -> str:
     return f"ipc://{folder}/core"
 
 
-def run_core(folder: Path, rank: int, config: EngineConfig, directory: Path, log: str) -> None:
+def run_core(
+    folder: Path, rank: int, config: EngineConfig, directory: Path, log: str, meeting: Meeting | None = None,
+    listener: socket.socket | None = None,
+) -> None:  # fmt: skip
     """The main function of the process.
 
     folder: contains the parent's socket "reports", and gets the core's own, for its clients. rank: the core's number.
-    directory: the model's directory or GGUF file. log: the level of the log.
+    directory: the model's directory or GGUF file. log: the level of the log. meeting: where the replicas meet that
+    share experts, None for a replica that shares none. listener: the socket of that place, if this core provides it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
@@ -46,9 +51,9 @@ def run_core(folder: Path, rank: int, config: EngineConfig, directory: Path, log
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.ROUTER), context.socket(zmq.PUSH)
-    for socket in (inbox, outbox):
-        socket.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
-        socket.set_hwm(0)
+    for connection in (inbox, outbox):
+        connection.setsockopt(zmq.LINGER, 1000)  # milliseconds to send the last messages
+        connection.set_hwm(0)
     inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
     inbox.bind(core_address(folder))
     outbox.connect(f"ipc://{folder}/reports")
@@ -63,7 +68,11 @@ def run_core(folder: Path, rank: int, config: EngineConfig, directory: Path, log
         from quire.models.description import describe
 
         take_devices(rank, config)
-        core = make_core(config, directory, describe(directory, config.model).max_model_len)
+        if listener is not None:
+            from quire.parallel.mesh import open_meeting
+
+            _store = open_meeting(listener.getsockname()[0], listener)  # it lives as long as this core
+        core = make_core(config, directory, describe(directory, config.model).max_model_len, meeting)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
         report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))

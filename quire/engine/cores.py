@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -16,11 +17,12 @@ import zmq.asyncio
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core_process import PATIENCE_SECONDS, core_address, run_core
 from quire.messages import engine as messages
-from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
+from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp, Meeting
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger, logging_level
 from quire.system.folders import private_folder
 
+_HOST = "127.0.0.1"  # the replicas run on this machine
 SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
 SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
 MAX_FAILED_STARTS = 3  # failed starts in a row, after which a core is given up
@@ -36,7 +38,9 @@ class _Process:
     killed by a signal (then the core's process does both).
     """
 
-    def __init__(self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, fellows: "_Fellows | None"
+    ) -> None:
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         processes: list[BaseProcess] = []
         # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
@@ -46,8 +50,9 @@ class _Process:
         self.reports.set_hwm(0)
         self.reports.bind(f"ipc://{folder}/reports")
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(folder, rank, config, directory, logging_level()), name="quire-core"
-        )
+            target=run_core, name="quire-core",
+            args=(folder, rank, config, directory, logging_level(), *(fellows.meeting(rank) if fellows else ())),
+        )  # fmt: skip
         self.process.start()
         processes.append(self.process)
 
@@ -69,12 +74,54 @@ def _end(processes: list[BaseProcess], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Replica:
-    """One core and those that replace it."""
+class _Fellows:
+    """The replicas that share experts. If one of them is lost, all are started again, and meet at another place.
 
-    def __init__(self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path) -> None:
-        self._context, self._arguments = context, (context, rank, config, directory)
-        self.rank = rank
+    lost: why, and whether they are given up, from the first loss until all processes have ended.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._all_ended = asyncio.Barrier(count)
+        self.lost: tuple[CoreDied, bool] | None = None
+        self._open()
+
+    def _open(self) -> None:
+        self._listener = socket.create_server((_HOST, 0))
+        self._port = self._listener.getsockname()[1]
+
+    def meeting(self, rank: int) -> tuple[Meeting, socket.socket | None]:
+        """The last arguments of run_core."""
+        return Meeting(_HOST, self._port, rank), self._listener if rank == 0 else None
+
+    def lose(self, rank: int, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
+        """Report that all replicas are lost if one is, so that none is given the requests of another. Returns whether
+        they are given up, which the first one decides."""
+        if self.lost is None:
+            reason = f"engine core {rank}, with which it shares experts, was lost: {died.reason}"
+            self.lost = CoreDied(reason, died.by_user, silent=True), given_up
+            tell(CoreLost(rank, died, given_up))
+            for other in {*range(self._count)} - {rank}:
+                tell(CoreLost(other, self.lost[0], given_up))
+        return self.lost[1]
+
+    async def begin_again(self) -> None:
+        """Wait until the processes of all replicas have ended."""
+        if await self._all_ended.wait() == 0:
+            self._listener.close()
+            self._open()
+            self.lost = None
+        await self._all_ended.wait()
+
+
+class _Replica:
+    """One core and those that replace it. fellows: the replicas with which it shares experts, if any."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, fellows: _Fellows | None
+    ) -> None:
+        self._context, self._arguments = context, (context, rank, config, directory, fellows)
+        self.rank, self._fellows = rank, fellows
         self.process: _Process | None = None
         self._is_ready = self._was_ready = False
         self._heard_at = 0.0
@@ -100,10 +147,9 @@ class _Replica:
                 died = await self._listen(process, tell)
                 patience = 0.0 if died.silent else PATIENCE_SECONDS
                 given_up = died.by_user or not self._was_ready or self._failed_starts >= MAX_FAILED_STARTS
-                self._lost(died, given_up, tell)
+                given_up = self._lost(died, given_up, tell)
             except ConfigError as error:
-                given_up = True
-                self._lost(CoreDied(error_text(error), by_user=True), given_up, tell)
+                given_up = self._lost(CoreDied(error_text(error), by_user=True), True, tell)
             except asyncio.CancelledError:
                 patience = PATIENCE_SECONDS if self._is_ready else 0.0
                 if self._is_ready and process is not None:
@@ -114,16 +160,25 @@ class _Replica:
                 if process is not None:
                     await process.close(patience)
                     self.process = None
+            if self._fellows is not None and not given_up:
+                await self._fellows.begin_again()
 
-    def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> None:
+    def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
+        """Report a loss. Returns whether the core is given up."""
+        if self._fellows is None:
+            tell(CoreLost(self.rank, died, given_up))
+        else:
+            given_up = self._fellows.lose(self.rank, died, given_up, tell)
         if self._was_ready:
             fate = "it is given up" if given_up else "starting another"
             logger.error("Engine core %d was lost: %s; %s", self.rank, died.reason, fate)
-        tell(CoreLost(self.rank, died, given_up))
+        return given_up
 
     async def _listen(self, process: _Process, tell: Callable[[CoreEvent], None]) -> CoreDied:
         """Handle the core's reports until it is lost. Returns the reason."""
         while True:
+            if self._fellows is not None and self._fellows.lost is not None:
+                return self._fellows.lost[0]
             if not await process.reports.poll(timeout=250):
                 if not process.process.is_alive():
                     return CoreDied(f"its process ended unexpectedly (exit code {process.process.exitcode})")
@@ -142,11 +197,11 @@ class _Replica:
                 return report
 
     def _tell_to_end(self, address: str) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        socket.connect(address)
+        orders = self._context.socket(zmq.DEALER)
+        orders.connect(address)
         # Sending does not wait, so the returned future is done.
-        socket.send(msgspec.msgpack.encode(messages.Shutdown()))
-        socket.close(linger=1000)
+        orders.send(msgspec.msgpack.encode(messages.Shutdown()))
+        orders.close(linger=1000)
 
 
 class Cores:
@@ -160,9 +215,9 @@ class Cores:
         """directory: the model's directory or GGUF file."""
         self.config, self.directory = config, directory
         self._context = zmq.asyncio.Context()
-        self._replicas = [
-            _Replica(self._context, rank, config, directory) for rank in range(config.parallel.data_parallel_size)
-        ]
+        count = config.parallel.data_parallel_size
+        fellows = _Fellows(count) if config.parallel.shares_experts else None
+        self._replicas = [_Replica(self._context, rank, config, directory, fellows) for rank in range(count)]
         try:
             for replica in self._replicas:
                 replica.launch()

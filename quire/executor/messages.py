@@ -6,6 +6,7 @@ import msgspec
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
+from quire.messages.engine import Meeting
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.parallel.sizes import MeshSizes
 
@@ -26,7 +27,7 @@ class Start(msgspec.Struct, array_like=True, tag=True):
     directory: str
     max_model_len: int
     sizes: MeshSizes
-    meeting: tuple[str, int]  # host and port of the store at which the ranks meet
+    meeting: Meeting
     num_threads: int
     log_level: str
 

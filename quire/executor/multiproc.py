@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.executor import messages
 from quire.executor.base import Executor
 from quire.executor.link import Link
+from quire.messages.engine import Meeting
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logging_level
 from quire.parallel.mesh import open_meeting
@@ -42,13 +43,18 @@ class MultiprocExecutor(Executor):
     that names the rank.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
-        """Raises ValueError if the options do not fit the model, RuntimeError if a rank fails otherwise."""
-        sizes = MeshSizes(pp=config.parallel.pipeline_parallel_size, tp=config.parallel.tensor_parallel_size)
-        meeting = open_meeting(HOST)
+    def __init__(
+        self, config: EngineConfig, directory: Path, max_model_len: int, meeting: Meeting | None = None
+    ) -> None:
+        """meeting: where the replicas meet that share experts, None for a replica that shares none. Raises ValueError
+        if the options do not fit the model, RuntimeError if a rank fails otherwise."""
+        sizes, store = MeshSizes.of(config.parallel), None
+        if meeting is None:
+            store = open_meeting(HOST)  # it ends with this function, when the ranks have met
+            meeting = Meeting(HOST, store.port)
         start = messages.Start(
-            config, str(directory), max_model_len, sizes, (HOST, meeting.port),
-            max(1, torch.get_num_threads() // sizes.world), logging_level(),
+            config, str(directory), max_model_len, sizes, meeting,
+            max(1, torch.get_num_threads() // sizes.replica), logging_level(),
         )  # fmt: skip
         self._ranks = _Ranks(sizes)
         self._end = weakref.finalize(self, self._ranks.end)  # also runs when the executor is garbage-collected
@@ -85,7 +91,7 @@ class _Ranks:
     """
 
     def __init__(self, sizes: MeshSizes) -> None:
-        ranks = range(sizes.world)
+        ranks = range(sizes.replica)
         self.last_stage, self._other_stages = ranks[-sizes.tp :], ranks[: -sizes.tp]
         self.ready: list[Future[messages.Ready]] = [Future() for _ in ranks]
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -65,7 +65,8 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
 
     torch.set_num_threads(start.num_threads)
     kind = "cuda" if on_gpu(start.config.kernels.device) else "cpu"
-    mesh = join(start.sizes, rank, *start.meeting, kind=kind)
+    meeting, first = start.meeting, start.meeting.replica * start.sizes.replica
+    mesh = join(start.sizes, first + rank, meeting.host, meeting.port, kind)
     if kind == "cpu":
         mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
     reports = mesh.tp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1

@@ -6,8 +6,11 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.messages.engine import Meeting
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from quire.parallel.mesh import Mesh
+from quire.parallel.mesh import Mesh, join
+from quire.parallel.sizes import MeshSizes
+from quire.worker.device import on_gpu
 from quire.worker.worker import Worker
 
 
@@ -27,8 +30,15 @@ class _Read(Future[ModelRunnerOutput]):
 class UniprocExecutor(Executor):
     """Calls the worker directly. On a CPU, the forward is done when `submit` returns."""
 
-    def __init__(self, config: EngineConfig, directory: Path, max_model_len: int) -> None:
-        worker = Worker(config, directory, max_model_len, Mesh())
+    def __init__(
+        self, config: EngineConfig, directory: Path, max_model_len: int, meeting: Meeting | None = None
+    ) -> None:
+        """meeting: where the replicas meet that share experts, None for a replica that shares none."""
+        mesh = Mesh()
+        if meeting is not None:
+            kind = "cuda" if on_gpu(config.kernels.device) else "cpu"
+            mesh = join(MeshSizes.of(config.parallel), meeting.replica, meeting.host, meeting.port, kind)
+        worker = Worker(config, directory, max_model_len, mesh)
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
         self._loader = ThreadPoolExecutor(1, "quire-adapters")  # starts a thread when it is used
 

@@ -197,8 +197,8 @@ class Exchanged(DealtExperts):
 
 
 class _OnTheWay(Sent):
-    """Tokens that are being exchanged. Each travels as one row: its elements, then its slots on the rank that it is sent
-    to, integers of the same width [top_k], with -1 for choices that are elsewhere."""
+    """Tokens that are being exchanged. Each travels as one row: its elements, then its slots on the rank to which it is
+    sent, integers of the same width [top_k], with -1 for choices that are elsewhere."""
 
     def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, num_tokens: int) -> None:
         """x: [tokens, hidden]; slots: [tokens, top_k]"""

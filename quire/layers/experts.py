@@ -1,6 +1,7 @@
 """The experts of a layer that are on this rank: products of all of them at once, with rows sorted by expert."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from itertools import pairwise
 
 from torch import Tensor
@@ -21,6 +22,10 @@ class GroupedExperts:
 
     def drop_bias(self) -> None:
         self.bias = None
+
+    def tensors_of(self, expert: int) -> list[Tensor]:
+        """All that this rank has of one of its experts."""
+        return [self.weight[expert], *([] if self.bias is None else [self.bias[expert]])]
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         """x: [rows, in], where expert e has the rows offsets[e] : offsets[e + 1] -> [rows, out]"""
@@ -54,6 +59,14 @@ class SeparateExperts:
 
     def drop_bias(self) -> None:
         self.bias = None
+
+    def tensors_of(self, expert: int) -> list[Tensor]:
+        """All that this rank has of one of its experts."""
+        bias = [] if self.bias is None else [self.bias[expert]]
+        if self.concatenated is None:
+            return [*_tensors(self.weights[expert]), *bias]
+        outs = self.out_features
+        return [*self.concatenated.rows(expert * outs, (expert + 1) * outs).by_row.values(), *bias]
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
         if self.concatenated is not None:
@@ -122,6 +135,18 @@ def fused_experts(
     if start > 0:  # the ranks that divide an expert add up their results, so only the first may add the bias
         builder.when_loaded(projections[1].drop_bias)
     return projections[0], projections[1]
+
+
+def _tensors(weight: object) -> list[Tensor]:
+    """The tensors of a weight, in the order of its attributes."""
+    if isinstance(weight, Tensor):
+        return [weight]
+    parts: list[object] = []
+    if isinstance(weight, list):
+        parts = weight
+    elif isinstance(weight, LinearWeight) or is_dataclass(weight):
+        parts = list(vars(weight).values())
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _runs(experts: Sequence[int]) -> Iterator[tuple[slice, slice]]:

@@ -99,6 +99,10 @@ class MoE:
         shared = self.shared(x)
         return shared if self.shared_gate is None else shared * self.kernels.activate(self.shared_gate(x), "sigmoid")
 
+    def expert(self, index: int) -> list[Tensor]:
+        """All that this rank has of the expert in one of its slots."""
+        return self.gate_up.tensors_of(index) + self.down.tensors_of(index)
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""
         spec = self.spec

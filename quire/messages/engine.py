@@ -151,6 +151,14 @@ class StepOutputs(msgspec.Struct, array_like=True):
 # ---- between processes: the reports of a core to the process that started it
 
 
+class Meeting(msgspec.Struct, frozen=True, array_like=True):
+    """The address of the store at which ranks meet. replica: the number of this replica, if all replicas meet there."""
+
+    host: str
+    port: int
+    replica: int = 0
+
+
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
     num_blocks: int
     kv_cache_tokens: int

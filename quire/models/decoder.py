@@ -176,7 +176,7 @@ class Decoder(LayerStack, Model):
         self.lm_head: LMHead | None = None
         if stage.has_head:
             self._make_head(builder, names, embedding_size)
-        self.num_parameters, self.adapters = builder.num_parameters, builder.adapters
+        self.num_parameters, self.adapters, self.experts = builder.num_parameters, builder.adapters, builder.experts
 
     def _make_embedding(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
         spec = self.spec

@@ -23,6 +23,7 @@ from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
+from quire.parallel.turns import Halves, Turns
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import check_format, extra_tensors, quantization_method
 
@@ -43,10 +44,16 @@ def _expert_ranks(
     if not any(isinstance(mlp, MoESpec) for mlp in spec.mlps):
         raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
     replicated = mesh.ep.size == mesh.tp.size
-    if adapters is not None and not replicated:
-        raise ConfigError("enable_lora: ranks that exchange tokens cannot have adapters; leave out "
+    if adapters is not None and (not replicated or options.enable_eplb):
+        raise ConfigError("enable_lora: experts cannot have adapters if ranks exchange tokens or experts; leave out "
                           "enable_expert_parallel")  # fmt: skip
-    return ExpertRanks(mesh.ep, replicated) if mesh.ep.size > 1 else None
+    if mesh.ep.size == 1:
+        return None
+    group, redundant = mesh.tp if replicated else mesh.ep, options.balance.num_redundant_experts
+    return ExpertRanks(
+        group, replicated, redundant if options.enable_eplb else 0, options.enable_eplb,
+        Halves() if options.enable_dbo else Turns(),
+    )  # fmt: skip
 
 
 def load_model(

@@ -12,6 +12,7 @@ from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
+from quire.parallel.experts import ExpertRanks
 from quire.parallel.pipeline import Stage
 
 
@@ -22,8 +23,8 @@ class Model(Protocol):
     of the residual stream. num_parameters: of all ranks of this stage. rotary: functions from positions to the tables
     (cos, sin) in ForwardState.rotary. kv_specs: what each KV group caches of a token in the layers of this stage; empty
     for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
-    pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. stage: the
-    part of the model that this rank has in a pipeline.
+    pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts:
+    the ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
     """
 
     kernels: Kernels
@@ -37,6 +38,7 @@ class Model(Protocol):
     cache_shapes: Sequence[CacheShape]
     pooler: Pooler | None
     adapters: AdapterSlots | None = None
+    experts: ExpertRanks | None = None
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.

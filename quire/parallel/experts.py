@@ -1,5 +1,6 @@
 """Expert parallelism as data: which rank has which experts of a layer, and how they are divided by their loads."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,17 @@ class ExpertRanks:
         return [slot % experts for slot in range(size * self.group.size)]
 
 
-def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int) -> list[int]:
-    """The expert for each slot so that all ranks have about equal loads, with as few moves as the greedy choice allows.
+def loads_of_ranks(loads: Sequence[float], slots: Sequence[int], ranks: int) -> list[float]:
+    """The load of each rank, if the copies of an expert share its load equally. The arguments are those of
+    `balanced_slots`."""
+    size, copies = len(slots) // ranks, Counter(slots)
+    shares = [loads[expert] / copies[expert] for expert in slots]
+    return [sum(shares[rank * size : (rank + 1) * size]) for rank in range(ranks)]
+
+
+def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int, gain: float = 0.03) -> list[int]:
+    """The expert for each slot so that all ranks have about equal loads. It is the given one if the largest load of a
+    rank would not fall by the share `gain` at least.
 
     loads: of each expert. slots: the expert in each slot now. Each expert gets a slot; of the other slots, each goes to
     the expert whose copies have the highest load. Then the copies are dealt to the ranks, the heaviest first, each to
@@ -60,4 +70,5 @@ def balanced_slots(loads: Sequence[float], slots: Sequence[int], ranks: int) -> 
             if stays:
                 coming.remove(expert)
         result += [coming.pop(0) if expert is None else expert for expert in kept]
-    return result
+    largest = (max(loads_of_ranks(loads, of_slots, ranks)) for of_slots in (result, slots))
+    return result if next(largest) < (1 - gain) * next(largest) else list(slots)

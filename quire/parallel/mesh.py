@@ -120,17 +120,25 @@ class Mesh:
         """The device of this rank, of the kind "cpu" or "cuda". The ranks of a machine take its GPUs in turn."""
         if kind != "cuda":
             return torch.device(kind)
-        return torch.device(kind, (torch.cuda.current_device() + self.rank) % torch.cuda.device_count())
+        rank = self.rank % self._replica_size  # each replica sees its own GPUs only
+        return torch.device(kind, (torch.cuda.current_device() + rank) % torch.cuda.device_count())
 
     def ranks_on_device(self, kind: str) -> int:
-        """The number of ranks that share the device of this rank."""
-        devices = torch.cuda.device_count() if kind == "cuda" else 1
-        return len(range(self.rank % devices, self.size, devices))
+        """The number of ranks of this replica that share the device of this rank."""
+        devices, rank = torch.cuda.device_count() if kind == "cuda" else 1, self.rank % self._replica_size
+        return len(range(rank % devices, self._replica_size, devices))
+
+    @property
+    def _replica_size(self) -> int:
+        return self.size // self.dp.size
 
 
-def open_meeting(host: str) -> TCPStore:
-    """A store at which ranks meet. It listens on the address `host` of this machine, at its attribute `port`."""
-    listener = socket.create_server((host, 0))
+def open_meeting(host: str, listener: socket.socket | None = None) -> TCPStore:
+    """A store at which ranks meet. It listens on the address `host` of this machine, at its attribute `port`.
+
+    listener: the socket on which it listens, if there is one already.
+    """
+    listener = listener or socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -153,7 +161,7 @@ def join(sizes: MeshSizes, rank: int, host: str, port: int, kind: str = "cpu") -
     """
     if sizes.world == 1:
         return Mesh()
-    store, name = TCPStore(host, port, is_master=False), backend(kind, sizes.world)
+    store, name = TCPStore(host, port, is_master=False), backend(kind, sizes.replica)
     dist.init_process_group(name, store=store, rank=rank, world_size=sizes.world)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
     communicators = {}

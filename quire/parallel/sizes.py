@@ -11,9 +11,12 @@ All four may share out the experts of a layer (ep).
 """
 
 import math
+from typing import Self
 
 import msgspec
 import numpy as np
+
+from quire.config import ParallelConfig
 
 # For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
 # that hold the same layers. All ranks of a replica run the same steps.
@@ -30,10 +33,21 @@ class MeshSizes(msgspec.Struct, frozen=True):
     cp: int = 1  # context parallel: ranges of a sequence's tokens
     tp: int = 1  # tensor parallel: parts of every layer
 
+    @classmethod
+    def of(cls, options: ParallelConfig) -> Self:
+        """The mesh of one replica, or of all replicas if they share experts."""
+        replicas = options.data_parallel_size if options.shares_experts else 1
+        return cls(dp=replicas, pp=options.pipeline_parallel_size, tp=options.tensor_parallel_size)
+
     @property
     def world(self) -> int:
         """The number of all ranks."""
         return math.prod(msgspec.structs.astuple(self))
+
+    @property
+    def replica(self) -> int:
+        """The number of ranks of one replica."""
+        return self.world // self.dp
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group of a kind (dp, pp, cp, tp, ep or replica), in the order of their numbers in it.

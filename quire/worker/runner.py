@@ -6,11 +6,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from quire.layers.step_inputs import StepInputs
+from quire.layers.step_inputs import StepInputs, StepSize
 from quire.lora.store import AdapterStore
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.models.model import Model
+from quire.worker.expert_balance import ExpertBalancer
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
@@ -27,6 +28,8 @@ class Runner(ABC, Generic[Launched]):
 
     adapters: AdapterStore | None = None  # of a model that takes some
     pools: bool = False  # whether requests are pooled instead of generating tokens
+    balancer: ExpertBalancer | None = None  # of experts that may move
+    in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
         """is_only_rank: if False, running out of memory is an error, since the other ranks wait for this rank's part of
@@ -39,25 +42,33 @@ class Runner(ABC, Generic[Launched]):
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
         """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
-        if step.epoch <= self._skipped_epoch:
-            self._launched[step.step_id] = ModelRunnerOutput(step.step_id, was_skipped=True)
-            return
+        skipped = self._install(step)
+        if skipped is not None:
+            self._launched[step.step_id] = skipped
+            if self.in_lockstep:
+                self.forward(self.staging.stage_dummy(StepSize(1, 1, 1)))
+        else:
+            self.batch.add_known_tokens(step)
+            self.batch.edit_block_tables(step)
+            flat = self.batch.flatten(step)
+            try:
+                self._launched[step.step_id] = self.launch(flat, step)
+            except torch.OutOfMemoryError as error:
+                self._launched[step.step_id] = self.out_of_memory(step, error)
+        if self.balancer is not None:
+            self.balancer.count_step()
+
+    def _install(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Install the new requests of a step. Returns its output if it is not run."""
+        if not step.rows or step.epoch <= self._skipped_epoch:
+            return ModelRunnerOutput(step.step_id, was_skipped=bool(step.rows))
         refusals = {}
         for new in step.new_requests:
             try:
                 self.install(new)
             except ValueError as error:
                 refusals[step.rows.index(new.row)] = error_text(error)
-        if refusals:
-            self._launched[step.step_id] = self._skip(step, refusals)
-            return
-        self.batch.add_known_tokens(step)
-        self.batch.edit_block_tables(step)
-        flat = self.batch.flatten(step)
-        try:
-            self._launched[step.step_id] = self.launch(flat, step)
-        except torch.OutOfMemoryError as error:
-            self._launched[step.step_id] = self.out_of_memory(step, error)
+        return self._skip(step, refusals) if refusals else None
 
     def check_kind(self, new: NewRequest) -> None:
         """Raises ValueError for a request of the wrong kind."""

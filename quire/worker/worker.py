@@ -23,16 +23,19 @@ from quire.ops import Target
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Communicator, Mesh
 from quire.parallel.pipeline import Pipe
+from quire.parallel.turns import Halves
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
 from quire.worker.device import choose_device
 from quire.worker.drafters.drafter import Cached
 from quire.worker.drafters.load import DrafterParts
+from quire.worker.expert_balance import expert_balancer
 from quire.worker.forward import Forward
 from quire.worker.graphs import MOST_DRAFTS, CapturedForward, RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
+from quire.worker.overlap import OverlappedForward
 from quire.worker.pooling_runner import PoolingRunner
 from quire.worker.runner import Runner
 from quire.worker.stage_runner import StageRunner
@@ -68,6 +71,7 @@ class Worker:
                     partial(_backends, config, model.kernels.target),
                 )  # fmt: skip
         self.model, dtype = model, model.kernels.target.dtype
+        is_only_rank = mesh.size == 1
         block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
         self.backends = _backends(config, model.kernels.target, model)
         chosen = list(dict.fromkeys(self.backends))
@@ -109,9 +113,11 @@ class Worker:
             processors = None if pools else Sampler(model.kernels, config, device).processors
             self.runner = StageRunner(model, batch, staging, forward, processors)
         elif model.pooler is not None:
-            self.runner = PoolingRunner(model, model.pooler, batch, staging, forward, replica.size == 1)
+            self.runner = PoolingRunner(model, model.pooler, batch, staging, forward, is_only_rank)
         else:
-            self.runner = self._model_runner(config, model, batch, staging, forward, replica, most_tokens)
+            self.runner = self._model_runner(config, model, batch, staging, forward, is_only_rank, most_tokens)
+        self.runner.in_lockstep = mesh.dp.size > 1
+        self.runner.balancer = expert_balancer(model, config.parallel)
         groups = zip(model.kv_specs, self.backends, strict=True)
         pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
         self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
@@ -143,7 +149,7 @@ class Worker:
 
     def _model_runner(
         self, config: EngineConfig, model: Model, batch: InputBatch, staging: Staging, forward: Forward,
-        replica: Communicator, most_tokens: int,
+        is_only_rank: bool, most_tokens: int,
     ) -> ModelRunner:  # fmt: skip
         sampler, drafter = Sampler(model.kernels, config, self.device.torch_device), None
         if self.drafter is not None:
@@ -153,7 +159,7 @@ class Worker:
                 method = self.drafter.options.method
                 raise ConfigError(f"speculative_config: {method} reads layers that are in other stages; lower "
                                   "pipeline_parallel_size, or give pipeline_layers")  # fmt: skip
-        runner = ModelRunner(model, batch, staging, forward, sampler, replica.size == 1, drafter)
+        runner = ModelRunner(model, batch, staging, forward, sampler, is_only_rank, drafter)
         is_async = config.scheduler.async_scheduling
         is_async = self.device.torch_device.type == "cuda" if is_async is None else is_async
         runner.drafts_stay = is_async and config.parallel.pipeline_parallel_size == 1
@@ -171,8 +177,11 @@ def _forward(
     config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator,
     pipe: Pipe | None,
 ) -> Forward:  # fmt: skip
-    """The forward for the device and the options. It is eager if the ranks' all-reduce cannot be captured."""
-    eager = config.model.enforce_eager or (group.size > 1 and not group.capturable)
+    """The forward for the device and the options. It is eager if what the ranks exchange cannot be captured."""
+    if model.experts is not None and isinstance(model.experts.turns, Halves):
+        return OverlappedForward(model, backends, pipe, model.experts.turns, model.experts.group, config.parallel)
+    exchanges = model.experts is not None and not model.experts.replicated
+    eager = config.model.enforce_eager or exchanges or (group.size > 1 and not group.capturable)
     if not staging.device.is_async:
         kind = Forward if eager or config.model.torch_compile else RecordedForward
         return kind(model, backends, pipe)

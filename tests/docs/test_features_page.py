@@ -52,6 +52,7 @@ FEATURES = [
     "tensor parallelism",
     "data parallelism",
     "pipeline parallelism",
+    "expert parallelism",
     "structured outputs",
     "thinking budgets",
     "speculation",

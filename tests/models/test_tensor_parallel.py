@@ -37,18 +37,18 @@ COMBINES = [
 ]
 
 
-def worker(path: Any, group: ThreadGroup) -> Worker:
-    config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32)
-    return Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group))
+def worker(path: Any, group: ThreadGroup, **options: Any) -> Worker:
+    config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32, **options)
+    return Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, size=group.size, tp=group, ep=group))
 
 
 class RankedExecutor(Executor):
     """Runs each step on ranks that are threads; they must agree."""
 
-    def __init__(self, path: Any, size: int) -> None:
+    def __init__(self, path: Any, size: int, **options: Any) -> None:
         self.size = size
         self.groups: list[ThreadGroup] = []
-        workers = on_every_rank(size, lambda group: (worker(path, group), group))
+        workers = on_every_rank(size, lambda group: (worker(path, group, **options), group))
         self.runners = [w.runner for w, _ in workers]
         self.groups = [group for _, group in workers]
         self.kv_cache = workers[0][0].kv_cache

@@ -54,6 +54,7 @@ STARTS = [
     "--quantization int8 --logprobs-mode processed_logprobs",
     "--enable-auto-tool-choice --tool-call-parser hermes",
     "--reasoning-parser deepseek_r1",
+    "-dp 8 -ep --enable-eplb --eplb-config '{\"num_redundant_experts\": 32}' --enable-dbo",
     "--no-enable-lora --no-enable-expert-parallel --cpu-offload-gb 0 --api-server-count 1",
     '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
@@ -62,7 +63,7 @@ STARTS = [
 NOT_YET = [
     "--tensor-parallel-size 4 --decode-context-parallel-size 2",
     "--tensor-parallel-size 8 --distributed-executor-backend ray",
-    "-dp 8 -ep",
+    "--enable-elastic-ep",
     "--data-parallel-size 4 --data-parallel-hybrid-lb",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
@@ -135,8 +136,8 @@ def test_the_file_of_options_for_production_is_read(tmp_path: Path, caplog):
     assert (engine.model.max_model_len, engine.scheduler.max_num_batched_tokens) == (1024, 8192)
     assert (server.allowed_origins, engine.model.hf_overrides) == (["*"], {"a": 1})
     assert "num_scheduler_steps is retired in vLLM" in caplog.text
-    file.write_text("enable-dbo: true")
-    with pytest.raises(ConfigError, match="enable_dbo is not supported by Quire yet"):
+    file.write_text("enable-elastic-ep: true")
+    with pytest.raises(ConfigError, match="enable_elastic_ep is not supported by Quire yet"):
         configs(f"--config {file}")
 
 

@@ -56,7 +56,7 @@ def test_they_are_accepted_on_the_command_line(line):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("enable_dbo", True, "^enable_dbo is not supported by Quire yet$"),
+        ("enable_elastic_ep", True, "^enable_elastic_ep is not supported by Quire yet$"),
         ("nnodes", 2, r"^nnodes=2 is not supported by Quire yet \(supported: 1\)$"),
         ("tokenizer_mode", "mistral", '(supported: "auto" and "hf" and "slow")'),
         ("enable_chunked_prefill", False, r"\(supported: true\)"),
@@ -75,7 +75,7 @@ def test_other_values_and_names_are_errors_that_say_why(name, value, message):
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
-        ("--enable-dbo", 1, "--enable-dbo is not supported by Quire yet"),
+        ("--enable-elastic-ep", 1, "--enable-elastic-ep is not supported by Quire yet"),
         ("-dcp 2", 1, "-dcp 2 is not supported by Quire yet"),
         ("--tool-parser-plugin file.py", 1, "--tool-parser-plugin file.py is not supported by Quire yet"),
         ("--max-modle-len 5", 2, "unknown option --max-modle-len; did you mean --max-model-len?"),

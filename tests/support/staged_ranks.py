@@ -45,7 +45,10 @@ class ThreadLine(Communicator):
 class StagedExecutor(Executor):
     """Runs each step on all ranks, which are threads, with the workers' real runners."""
 
-    def __init__(self, config: EngineConfig, path: Path, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path, max_model_len: int, among_others: Callable[[Mesh], Mesh] = lambda m: m
+    ) -> None:
+        """among_others: adds the groups of a rank that contain ranks of other replicas."""
         stages, ranks = config.parallel.pipeline_parallel_size, config.parallel.tensor_parallel_size
         lines = [[queue.SimpleQueue[Tensor]() for _ in range(stages)] for _ in range(ranks)]
         everyone, groups = Meeting(stages * ranks), [Meeting(ranks) for _ in range(stages)]
@@ -61,7 +64,7 @@ class StagedExecutor(Executor):
         self._pool = ThreadPoolExecutor(stages * ranks)
         self.ranks = range(stages * ranks)
         self.last, self.others = self.ranks[-ranks:], self.ranks[:-ranks]
-        workers = self._on(self.ranks, lambda rank: Worker(config, path, max_model_len, mesh(rank)))
+        workers = self._on(self.ranks, lambda rank: Worker(config, path, max_model_len, among_others(mesh(rank))))
         self.runners = [worker.runner for worker in workers]
         self.kv_cache, self.step_costs = workers[-1].kv_cache, workers[-1].step_costs
 

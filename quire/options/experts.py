@@ -1,0 +1,39 @@
+"""The options of --eplb-config: how experts are moved between ranks."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from quire.options.declaration import ConfigError, at_least
+
+
+@dataclass(frozen=True)
+class BalanceOptions:
+    """vLLM's names. step_interval: after so many steps, experts move. window_size: their loads in so many of the last
+    steps count. num_redundant_experts: how many experts of a layer have a second copy. log_balancedness: write to the
+    log how equal the loads are. use_async: has no effect, since experts always move between steps.
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int = 0
+    log_balancedness: bool = False
+    use_async: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "window_size", "step_interval")
+        at_least(self, 0, "num_redundant_experts")
+        if self.window_size > self.step_interval:
+            raise ConfigError(f"eplb_config: window_size must be at most step_interval ({self.step_interval}), got "
+                              f"{self.window_size}")  # fmt: skip
+
+    @classmethod
+    def read(cls, given: dict[str, Any]) -> Self:
+        """Raises ConfigError for unknown fields and wrong values."""
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise ConfigError(f"eplb_config has no field {name!r}; it has {', '.join(names)}")
+        try:
+            return cls(**given)
+        except ConfigError as error:
+            raise ConfigError(str(error) if str(error).startswith("eplb") else f"eplb_config: {error}") from None

@@ -1,0 +1,125 @@
+"""Moves experts between ranks, so that all ranks have about equally much to do (--enable-eplb).
+
+Every `step_interval` steps, the ranks add up for how many tokens each expert was chosen, and each computes the same new
+places. Then the experts move, those of one layer behind each step, so no step waits for more than that.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.config import ParallelConfig
+from quire.layers.dispatch import DealtExperts
+from quire.layers.moe import MoE
+from quire.metrics.logging import logger
+from quire.models.decoder import Decoder
+from quire.models.model import Model
+from quire.options.experts import BalanceOptions
+from quire.parallel.experts import balanced_slots, loads_of_ranks
+
+
+class _Move(NamedTuple):
+    """The expert in one slot is copied into another one."""
+
+    source: int
+    slot: int
+
+
+class ExpertBalancer:
+    """Counts steps, which all ranks that share experts run together, and moves experts behind some of them."""
+
+    def __init__(self, layers: Sequence[MoE], options: BalanceOptions) -> None:
+        self.layers, self.options = layers, options
+        self._steps = 0
+        self._planned: list[tuple[MoE, list[int]]] = []  # layers, and the experts for their slots
+
+    @torch.inference_mode()
+    def count_step(self) -> None:
+        """Call it behind the forward of each step."""
+        self._steps += 1
+        if self._planned:
+            self._move(*self._planned.pop())
+        place = self._steps % self.options.step_interval
+        if place == self.options.step_interval - self.options.window_size:
+            for layer in self.layers:
+                _loads(layer).zero_()
+        if not place:
+            self._plan()
+
+    def _plan(self) -> None:
+        group = _dispatch(self.layers[0]).group
+        loads: list[list[int]] = group.all_reduce(torch.stack([_loads(layer) for layer in self.layers])).tolist()
+        before, after = [], []
+        for layer, of_experts in zip(self.layers, loads, strict=True):
+            slots = _dispatch(layer).slots.experts
+            new = balanced_slots(of_experts, slots, group.size)
+            before.append(loads_of_ranks(of_experts, slots, group.size))
+            after.append(loads_of_ranks(of_experts, new, group.size))
+            if new != slots:
+                self._planned.append((layer, new))
+        if self.options.log_balancedness and group.rank == 0:
+            logger.info(
+                "Experts: %d layers move some; the mean load of a rank is %.2f of the largest, and will be %.2f",
+                len(self._planned), _balance(before), _balance(after),
+            )  # fmt: skip
+
+    def _move(self, layer: MoE, slots: list[int]) -> None:
+        """Copy experts so that each slot has the given one. Slots are numbered over the ranks."""
+        dispatch = _dispatch(layer)
+        group, count, first = dispatch.group, dispatch.count, dispatch.first
+        moves = [
+            _Move(_source(dispatch.slots.experts, slot, slots[slot], count), slot)
+            for slot in range(len(slots))
+            if slots[slot] != dispatch.slots.experts[slot]
+        ]
+        sent = [move for move in moves if move.source // count == group.rank]  # sorted by the rank that gets them
+        received = sorted((m for m in moves if m.slot // count == group.rank), key=lambda m: m.source // count)
+        rows = [_as_bytes(layer.expert(move.source - first)) for move in sent]
+        size = sum(tensor.nbytes for tensor in layer.expert(0))
+        out = torch.stack(rows) if rows else torch.empty(0, size, dtype=torch.uint8, device=dispatch.device)
+        ranks = range(group.size)
+        to = [sum(move.slot // count == rank for move in sent) for rank in ranks]
+        from_ = [sum(move.source // count == rank for move in received) for rank in ranks]
+        for move, row in zip(received, group.all_to_all(out, to, from_).wait(), strict=True):
+            _fill(layer.expert(move.slot - first), row)
+        dispatch.slots.put(slots, dispatch.device)
+
+
+def expert_balancer(model: Model, options: ParallelConfig) -> ExpertBalancer | None:
+    """The balancer for a rank's part of a model; None without --enable-eplb, or if this rank shares no experts."""
+    mlps = [layer.mlp for layer in model.layers] if isinstance(model, Decoder) else []
+    layers = [mlp for mlp in mlps if isinstance(mlp, MoE) and isinstance(mlp.dispatch, DealtExperts)]
+    return ExpertBalancer(layers, options.balance) if options.enable_eplb and layers else None
+
+
+def _source(experts: list[int], slot: int, expert: int, count: int) -> int:
+    """The slot from which a slot gets an expert: one of the same rank, or else any one, in turn. count: of a rank."""
+    holders = [holder for holder, of_holder in enumerate(experts) if of_holder == expert]
+    return next((holder for holder in holders if holder // count == slot // count), holders[slot % len(holders)])
+
+
+def _as_bytes(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _fill(tensors: list[Tensor], row: Tensor) -> None:
+    """Overwrite tensors with the bytes of equal ones."""
+    for tensor, part in zip(tensors, torch.split(row, [tensor.nbytes for tensor in tensors]), strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _dispatch(layer: MoE) -> DealtExperts:
+    assert isinstance(layer.dispatch, DealtExperts)
+    return layer.dispatch
+
+
+def _loads(layer: MoE) -> Tensor:
+    assert layer.loads is not None
+    return layer.loads
+
+
+def _balance(loads: list[list[float]]) -> float:
+    """The mean load of a rank as a share of the largest one, for all layers."""
+    return sum(sum(of_layer) / len(of_layer) for of_layer in loads) / max(1.0, sum(map(max, loads)))

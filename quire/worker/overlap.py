@@ -1,0 +1,63 @@
+"""Dual-batch overlap (--enable-dbo): a large step is divided into two halves, which take turns. While the tokens of one
+half are on their way between ranks, the other half computes. DeepSeek-V3's inference does the same (arXiv:2412.19437).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend
+from quire.config import ParallelConfig
+from quire.layers.forward_state import pick
+from quire.layers.step_inputs import StepInputs, StepSize
+from quire.models.model import Model
+from quire.parallel.mesh import Communicator
+from quire.parallel.pipeline import Pipe
+from quire.parallel.turns import Halves
+from quire.worker.forward import Forward
+
+
+class OverlappedForward(Forward):
+    """Divides the steps in which all ranks have enough tokens.
+
+    The second half follows the first one through the layers: its attention in a layer comes behind that of the first
+    half, so it finds the keys that the first half has stored.
+    """
+
+    def __init__(
+        self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None, halves: Halves,
+        group: Communicator, options: ParallelConfig,
+    ) -> None:  # fmt: skip
+        """halves: the turns of the model's layers. group: the ranks that exchange tokens, which divide the same
+        steps."""
+        super().__init__(model, backends, pipe)
+        self._halves, self._group = halves, group
+        self._fewest = options.dbo_prefill_token_threshold, options.dbo_decode_token_threshold
+
+    def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
+        size = inputs.size
+        enough = size.tokens >= max(2, self._fewest[size.tokens_per_request == 1])
+        if not self._group.minimum(int(enough)):
+            return super().layers(x, inputs, rows)
+        unit = size.tokens_per_request or 1  # whole requests, where they have equally many tokens
+        middle = size.tokens // unit // 2 * unit
+        parts = slice(0, middle), slice(middle, size.tokens)
+        work = [partial(self._half, x[part], _part(inputs, part), part) for part in parts]
+        return pick(torch.cat(self._halves.run(*work)), rows)
+
+    def _half(self, x: Tensor, inputs: StepInputs, part: slice) -> Tensor:
+        return self.model.forward(x, self.state(inputs), None, {layer: tap[part] for layer, tap in self.taps.items()})
+
+
+def _part(inputs: StepInputs, part: slice) -> StepInputs:
+    """The inputs of some tokens of a step. All its requests stay; those that are not in the part have no tokens."""
+    bounds, tokens = inputs.query_start_loc, part.stop - part.start
+    behind = (bounds[1:] - part.stop).clamp(min=0).minimum(bounds.diff())  # [requests]: tokens that come later
+    return replace(
+        inputs, size=StepSize(tokens, inputs.size.requests, inputs.size.tokens_per_request), longest_prompt=0,
+        input_ids=inputs.input_ids[part], positions=inputs.positions[part], slot_mapping=inputs.slot_mapping[:, part],
+        query_start_loc=(bounds - part.start).clamp(0, tokens), seq_lens=inputs.seq_lens - behind,
+    )  # fmt: skip

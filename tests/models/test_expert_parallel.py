@@ -1,0 +1,184 @@
+"""Models whose experts are dealt to ranks say what transformers says, with ranks and cores that are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_parity import FIRST
+from test_tensor_parallel import RankedExecutor
+
+from quire.config import ConfigError, EngineConfig
+from quire.engine.client import scheduler_limits
+from quire.engine.core import EngineCore
+from quire.messages.engine import EngineCoreRequest
+from quire.ops.registry import OPS
+from quire.parallel.turns import Halves
+from quire.scheduler.scheduler import Scheduler
+from support.checkpoints import ALL_VARIANTS
+from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, tokens_of
+from support.families.experts import EXPERTS
+from support.reference import LENGTHS
+from support.shared_experts import SharedExperts
+
+pytestmark = pytest.mark.texts
+
+COMBINES = [
+    "expert parallelism × tensor parallelism, data parallelism, pipeline parallelism, chunked prefill, prefix caching, "
+    "preemption, sliding window, two steps in flight, experts"
+]
+FIRST_WITH_EXPERTS = [variant for variant in FIRST if variant in EXPERTS]
+HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
+OTHERS = [variant for variant in EXPERTS if variant not in FIRST]
+
+
+def options(path: Any, **more: Any) -> EngineConfig:
+    small = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "enable_expert_parallel": True}
+    return EngineConfig.create(model=str(path), **{**small, **more})
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [
+        *((variant, 2) for variant in FIRST_WITH_EXPERTS),
+        *(pytest.param(variant, 4, marks=pytest.mark.slow) for variant in EXPERTS),
+        *(pytest.param(variant, 3, marks=pytest.mark.nightly) for variant in EXPERTS),
+    ],
+)
+def test_ranks_of_a_tensor_group_with_their_own_experts(checkpoints, references, variant, size):
+    executor = RankedExecutor(checkpoints.path(variant), size, enable_expert_parallel=True)
+    llm = make_llm(checkpoints.path(variant))
+    kv = executor.kv_cache
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    llm.core = EngineCore(scheduler, executor)
+    expected = references.continuations(variant)[: len(LENGTHS)]
+    made = tokens_of(generate(llm, [c.prompt for c in expected]))
+    for continuation, token_ids in zip(expected, made, strict=True):
+        continuation.check(token_ids)
+
+
+def shared(checkpoints: Any, references: Any, variant: str, **more: Any) -> SharedExperts:
+    """Two replicas or more, among which the prompts are divided unequally: all but the first have only one.
+
+    If steps are to be divided, the prompts are divided equally, since no replica may have a single token then.
+    """
+    replicas = SharedExperts(options(checkpoints.path(variant), **{"data_parallel_size": 2, **more}),
+                             checkpoints.path(variant))  # fmt: skip
+    expected, count = references.continuations(variant)[: len(LENGTHS)], len(replicas.cores)
+    numbers = range(len(expected))
+    dealt = [[i for i in numbers if min(i, count - 1) == count - 1 - core] for core in range(count)]
+    if more.get("enable_dbo"):
+        dealt = [[*numbers[core::count]] for core in range(count)]
+
+    def requests(numbers: list[int]) -> list[EngineCoreRequest]:
+        return [EngineCoreRequest(f"{i}", expected[i].prompt, GREEDY, seed=0, max_tokens=64) for i in numbers]
+
+    for results in (replicas.run([requests(numbers) for numbers in dealt]) for _ in range(2)):
+        for made in results:
+            for name, token_ids in made.items():
+                expected[int(name)].check(token_ids)
+        assert sorted(name for made in results for name in made) == sorted(map(str, range(len(expected))))
+    assert len({waves.steps for waves in replicas.waves}) == 1
+    assert all(waves.dummies for waves in replicas.waves)
+    return replicas
+
+
+@pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
+def test_replicas_that_share_experts(checkpoints, references, variant):
+    """They run together until none has work, pause, and run again."""
+    shared(checkpoints, references, variant)
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [
+        ("mixtral", {"data_parallel_size": 3}),
+        ("qwen3_moe", {"tensor_parallel_size": 2}),
+        ("deepseek_v3", {"pipeline_parallel_size": 2}),
+        ("qwen3_moe", {"max_num_batched_tokens": 24, "max_num_seqs": 12, "num_gpu_blocks_override": 24}),
+        ("qwen3_moe", {"async_scheduling": True}),
+        ("deepseek_v3", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **HALVES}),
+        ("gpt_oss", {"data_parallel_size": 3, "max_num_batched_tokens": 24, "max_num_seqs": 12, **HALVES}),
+    ],
+)
+def test_replicas_that_share_experts_together_with(checkpoints, references, variant, more):
+    replicas = shared(checkpoints, references, variant, **more)
+    if "num_gpu_blocks_override" in more:
+        assert any(core.scheduler.stats.preemptions for core in replicas.cores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", OTHERS)
+def test_other_variants_of_replicas_that_share_experts(checkpoints, references, variant):
+    shared(checkpoints, references, variant)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", EXPERTS)
+@pytest.mark.parametrize(("replicas", "ranks", "stages"), [(2, 2, 1), (2, 1, 2), (3, 1, 1), (2, 2, 2), (4, 1, 1)])
+def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
+    sizes = {"data_parallel_size": replicas, "tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    shared(checkpoints, references, variant, **sizes)
+
+
+@pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])
+@pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
+def test_halves_of_a_step_that_take_turns_change_nothing(checkpoints, references, variant, kernels, monkeypatch):
+    """Not every step is divided: a replica may have one token only."""
+    divided = []
+    monkeypatch.setattr(Halves, "run", lambda *args, run=Halves.run: divided.append(1) or run(*args))
+    attention = {"attention_backend": "reference"} if kernels else {}
+    shared(checkpoints, references, variant, **HALVES, kernels=kernels, **attention)
+    assert divided
+
+
+BALANCED = {"enable_eplb": True, "eplb_config": {"step_interval": 8, "window_size": 6, "num_redundant_experts": 2}}
+
+
+@pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
+def test_experts_move_between_replicas_while_texts_are_made(checkpoints, references, variant):
+    replicas = shared(checkpoints, references, variant, **BALANCED)
+    executors: list[Any] = [core.executor for core in replicas.cores]
+    balancers = [executor.runners[0].balancer for executor in executors]
+    found = [[layer.dispatch.slots.experts for layer in balancer.layers] for balancer in balancers]
+    assert found[0] == found[1]
+    count = balancers[0].layers[0].spec.num_experts
+    assert all(set(slots) == set(range(count)) for slots in found[0])
+    assert any(slots[:count] != list(range(count)) for slots in found[0])
+
+
+def test_experts_move_between_the_ranks_of_a_tensor_group(checkpoints):
+    path, prompts = checkpoints.path("qwen3_moe"), [[5, 7, 9], [11, 3], [8] * 40]
+    llm = make_llm(path)
+    expected = tokens_of(generate(llm, prompts))
+    executor = RankedExecutor(path, 2, enable_expert_parallel=True, **BALANCED)
+    kv = executor.kv_cache
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    llm.core = EngineCore(scheduler, executor)
+    assert tokens_of(generate(llm, prompts)) == expected
+    first = executor.runners[0].balancer.layers[0].dispatch
+    assert first.slots.experts != [*range(8), 0, 1]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("more", [{}, BALANCED])
+def test_quantized_experts_are_dealt_as_they_are(checkpoints, quantization, more):
+    """Each expert is whole on its rank, so two ranks say what one says with the same weights."""
+    path, prompts = checkpoints.path("qwen3_moe"), [[5, 7, 9], [11, 3], [8] * 40]
+    plain = make_llm(path, quantization=quantization)
+    expected = tokens_of(generate(plain, prompts))
+    replicas = SharedExperts(options(path, data_parallel_size=2, quantization=quantization, **more), path)
+    requests = [EngineCoreRequest(f"{i}", p, GREEDY, seed=0, max_tokens=64) for i, p in enumerate(prompts)]
+    first, second = replicas.run([requests[:2], requests[2:]])
+    assert [first["0"], first["1"], second["2"]] == expected
+
+
+def test_a_model_without_experts_is_refused(checkpoints):
+    path = checkpoints.path("llama")
+    with pytest.raises(ConfigError, match="enable_expert_parallel: the model has no experts"):
+        make_llm(path, enable_expert_parallel=True)
+
+
+def test_every_family_with_experts_is_tested():
+    with_experts = {kind for variant, (kind, *_) in ALL_VARIANTS.items() if "expert" in str(ALL_VARIANTS[variant][1])}
+    assert {ALL_VARIANTS[variant][0] for variant in FIRST_WITH_EXPERTS} == with_experts
