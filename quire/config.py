@@ -148,6 +148,7 @@ class ParallelConfig:
     data_parallel_size: int = option(1, flags=("-dp",))
     data_parallel_routing: Literal["load", "prefix"] = "load"
     enable_expert_parallel: bool = option(False, flags=("-ep",))
+    all2all_backend: Literal["all_to_all", "deepep_high_throughput"] = "all_to_all"
     enable_eplb: bool = False
     eplb_config: dict[str, Any] = option({}, json=True)
     enable_dbo: bool = False

@@ -44,9 +44,9 @@ class Sent(ABC):
         """The rows for the experts of this rank."""
 
     @abstractmethod
-    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+    def collect(self, out: Tensor) -> Tensor:
         """The weighted sums of the experts' results, [tokens, hidden], for all tokens of the step on every rank of the
-        tensor group. out: [rows, hidden], for the received rows. weights: [own tokens, top_k], float32."""
+        tensor group. out: [rows, hidden], for the received rows."""
 
 
 class Dispatch(ABC):
@@ -59,9 +59,9 @@ class Dispatch(ABC):
         return x
 
     @abstractmethod
-    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
-        """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64. num_tokens: of the
-        step."""
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+        """Start to send own tokens. x: [own tokens, hidden]; experts: [own tokens, top_k], int64; weights: of these
+        experts, float32. num_tokens: of the step."""
 
 
 class Everywhere(Dispatch):
@@ -72,16 +72,18 @@ class Everywhere(Dispatch):
         self.local = list(range(num_experts))
         self.bounds = torch.arange(num_experts + 1, device=builder.device)
 
-    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
-        return _Sorted(self.kernels, self.group, x, experts, self.bounds)
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+        return SortedTokens(self.kernels, self.group, x, experts, weights, self.bounds)
 
 
-class _Sorted(Sent):
+class SortedTokens(Sent):
     """All tokens of the step, sorted by expert. The ranks add up their results."""
 
-    def __init__(self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, bounds: Tensor) -> None:
+    def __init__(
+        self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor
+    ) -> None:
         """bounds: 0, 1, ... number of experts."""
-        self.kernels, self.group = kernels, group
+        self.kernels, self.group, self.weights = kernels, group, weights
         sorted_experts, self.order = experts.flatten().sort(stable=True)
         tokens = self.order // experts.shape[1]
         self.routed = Routed(x[tokens], torch.searchsorted(sorted_experts, bounds), tokens, sorted_experts)
@@ -89,8 +91,8 @@ class _Sorted(Sent):
     def receive(self) -> Routed:
         return self.routed
 
-    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
-        return self.group.all_reduce(self.kernels.combine_experts(out, self.order, weights))
+    def collect(self, out: Tensor) -> Tensor:
+        return self.group.all_reduce(self.kernels.combine_experts(out, self.order, self.weights))
 
 
 class Slots:
@@ -146,26 +148,30 @@ class DealtExperts(Dispatch):
 class Replicated(DealtExperts):
     """All ranks have the same tokens. Each computes its experts, and the ranks add up the results."""
 
-    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
         slots = self.slots.of(experts) - self.first
         elsewhere = (slots < 0) | (slots >= self.count)
-        return _Masked(self.kernels, self.group, x, slots.masked_fill(elsewhere, self.count), self.bounds)
+        here = slots.masked_fill(elsewhere, self.count)
+        return OwnTokens(self.kernels, self.group, x, here, weights, self.bounds)
 
 
-class _Masked(_Sorted):
-    """All tokens of the step, sorted by expert. Those of experts on other ranks come last, and get zeros as results.
+class OwnTokens(SortedTokens):
+    """Tokens sorted by expert. Those of experts that are not here (the number behind the last one) come last, and get
+    zeros as results.
 
     On a GPU, the numbers of rows do not depend on how many these are, so the host need not wait for them.
     """
 
-    def __init__(self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, bounds: Tensor) -> None:
-        super().__init__(kernels, group, x, experts, bounds)
+    def __init__(
+        self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor
+    ) -> None:
+        super().__init__(kernels, group, x, experts, weights, bounds)
         self.shape = experts.shape
         if x.device.type == "cpu":
             here, routed = int(self.routed.offsets[-1]), self.routed
             self.routed = Routed(routed.rows[:here], routed.offsets, routed.tokens[:here], routed.experts[:here])
 
-    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+    def collect(self, out: Tensor) -> Tensor:
         tokens, top_k = self.shape
         if len(out) < tokens * top_k:
             results = out.new_zeros(tokens * top_k, out.shape[1])
@@ -173,7 +179,7 @@ class _Masked(_Sorted):
         else:
             behind = torch.arange(len(out), device=out.device) >= self.routed.offsets[-1]
             results = out.masked_fill(behind[:, None], 0)
-        return super().collect(results, weights)
+        return super().collect(results)
 
 
 class Exchanged(DealtExperts):
@@ -192,17 +198,21 @@ class Exchanged(DealtExperts):
         start, stop = self.tensor_group.share(len(x))
         return x[start:stop]
 
-    def send(self, x: Tensor, experts: Tensor, num_tokens: int) -> Sent:
-        return _OnTheWay(self, x, self.slots.of(experts), num_tokens)
+    def gather(self, own: Tensor, num_tokens: int) -> Tensor:
+        """The rows [num_tokens, hidden] of all ranks of the tensor group. own: those of this rank."""
+        return self.tensor_group.all_gather(own.T, num_tokens).T.contiguous()
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+        return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
 
 
 class _OnTheWay(Sent):
     """Tokens that are being exchanged. Each travels as one row: its elements, then its slots on the rank to which it is
     sent, integers of the same width [top_k], with -1 for choices that are elsewhere."""
 
-    def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, num_tokens: int) -> None:
-        """x: [tokens, hidden]; slots: [tokens, top_k]"""
-        self.dispatch, self.num_tokens, self.top_k = dispatch, num_tokens, slots.shape[1]
+    def __init__(self, dispatch: Exchanged, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> None:
+        """x: [tokens, hidden]; slots, weights: [tokens, top_k]"""
+        self.dispatch, self.weights, self.num_tokens, self.top_k = dispatch, weights, num_tokens, slots.shape[1]
         self.hidden, self.integers = x.shape[1], torch.int16 if x.itemsize == 2 else torch.int32
         group, size = dispatch.group, dispatch.group.size
         targets = slots // dispatch.count  # [tokens, top_k]: ranks
@@ -227,20 +237,12 @@ class _OnTheWay(Sent):
         row = self.place[self.sorting] // self.top_k
         return Routed(x[row], torch.searchsorted(experts, self.dispatch.bounds), row, experts)
 
-    def collect(self, out: Tensor, weights: Tensor) -> Tensor:
+    def collect(self, out: Tensor) -> Tensor:
         dispatch = self.dispatch
         results = torch.empty_like(out)
         results[self.sorting] = out
         counts = [n for _, n in self.received], [n for _, n in self.sent]
         exchange = dispatch.group.all_to_all(results, *counts)
         dispatch.ranks.turns.pass_on()
-        combined = dispatch.kernels.combine_experts(exchange.wait(), self.order, weights)
-        return dispatch.tensor_group.all_gather(combined.T, self.num_tokens).T.contiguous()
-
-
-def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
-    """The dispatch for a layer with so many experts."""
-    ranks = builder.experts
-    if ranks is None:
-        return Everywhere(builder, num_experts)
-    return (Replicated if ranks.replicated else Exchanged)(builder, ranks, num_experts)
+        combined = dispatch.kernels.combine_experts(exchange.wait(), self.order, self.weights)
+        return dispatch.gather(combined, self.num_tokens)

@@ -4,12 +4,23 @@ import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.dispatch import Routed, make_dispatch
+from quire.layers.deep_ep import DeepEP
+from quire.layers.dispatch import Dispatch, Everywhere, Exchanged, Replicated, Routed
 from quire.layers.experts import Experts, fused_experts, separate_experts
 from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make_weight
 from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
+
+
+def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
+    """The dispatch for a layer with so many experts."""
+    ranks = builder.experts
+    if ranks is None:
+        return Everywhere(builder, num_experts)
+    if ranks.replicated:
+        return Replicated(builder, ranks, num_experts)
+    return (Exchanged if ranks.buffer is None else DeepEP)(builder, ranks, num_experts)
 
 
 class MoE:
@@ -73,9 +84,9 @@ class MoE:
         weights, experts = self.route(own)  # [own tokens, top_k]
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
-        sent = self.dispatch.send(own, experts, len(x))
+        sent = self.dispatch.send(own, experts, weights, len(x))
         shared = self._shared(x)  # meanwhile, tokens are on their way
-        routed = sent.collect(self._compute(x, sent.receive()), weights)
+        routed = sent.collect(self._compute(x, sent.receive()))
         return routed if shared is None else routed + shared
 
     def _compute(self, x: Tensor, routed: Routed) -> Tensor:

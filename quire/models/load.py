@@ -6,6 +6,7 @@ import torch
 
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.layers.build import Builder
+from quire.layers.deep_ep import open_buffer
 from quire.layers.lora import AdapterSlots
 from quire.layers.specs import MoESpec
 from quire.loading.gguf import read_gguf
@@ -34,7 +35,7 @@ def resolve_dtype(options: ModelConfig) -> torch.dtype:
 
 
 def _expert_ranks(
-    config: EngineConfig, spec: DecoderSpec, mesh: Mesh, adapters: AdapterSlots | None
+    config: EngineConfig, spec: DecoderSpec, mesh: Mesh, device: torch.device, adapters: AdapterSlots | None
 ) -> ExpertRanks | None:
     """The ranks to which the experts of each layer are dealt. Raises ConfigError if the options do not fit the
     model."""
@@ -50,9 +51,12 @@ def _expert_ranks(
     if mesh.ep.size == 1:
         return None
     group, redundant = mesh.tp if replicated else mesh.ep, options.balance.num_redundant_experts
+    buffer = None
+    if options.all2all_backend != "all_to_all" and not replicated:
+        buffer = open_buffer(group, resolve_dtype(config.model), device, spec.hidden_size)
     return ExpertRanks(
         group, replicated, redundant if options.enable_eplb else 0, options.enable_eplb,
-        Halves() if options.enable_dbo else Turns(),
+        Halves() if options.enable_dbo else Turns(), buffer,
     )  # fmt: skip
 
 
@@ -91,7 +95,7 @@ def load_model(
         if device.type == "cpu" and find_compiler() is None:
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
-    experts = _expert_ranks(config, spec, mesh, adapters)
+    experts = _expert_ranks(config, spec, mesh, device, adapters)
     quantizer = quantizer_of(config.model.quantization, spec.names)
     builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts)
     stage, elsewhere = None, set[str]()

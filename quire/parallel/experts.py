@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quire.parallel.mesh import Communicator
 from quire.parallel.turns import Turns
@@ -14,7 +15,7 @@ class ExpertRanks:
 
     replicated: all ranks have the same tokens in a step. Otherwise they exchange them. redundant: how many experts
     have a second copy. measures: whether the layers count the tokens of each expert. turns: between two halves of a
-    step that exchange tokens by turns.
+    step that exchange tokens by turns. buffer: DeepEP's, if its kernels exchange tokens.
     """
 
     group: Communicator
@@ -22,6 +23,7 @@ class ExpertRanks:
     redundant: int = 0
     measures: bool = False
     turns: Turns = Turns()
+    buffer: Any = None
 
     def first_slots(self, experts: int) -> list[int]:
         """The expert in each slot, at first. Slots are numbered over all ranks, and each rank has equally many. The

@@ -1,0 +1,68 @@
+"""Exchanges tokens between GPUs with the high-throughput kernels of DeepEP (github.com/deepseek-ai/DeepEP), where its
+package deep_ep is installed: --all2all-backend deepep_high_throughput."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.dispatch import Exchanged, OwnTokens, Routed, Sent
+from quire.options.declaration import ConfigError
+from quire.parallel.experts import ExpertRanks
+from quire.parallel.mesh import Communicator
+
+
+def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, hidden_size: int) -> Any:
+    """The memory through which all layers exchange tokens. All ranks of the group must call it. Raises ConfigError if
+    DeepEP cannot be used. DeepEP itself pickles what its ranks tell each other at this point."""
+    if device.type != "cuda" or dtype is not torch.bfloat16:
+        raise ConfigError("all2all_backend: DeepEP exchanges bfloat16 between GPUs; leave the option out, or set dtype")
+    try:
+        from deep_ep import Buffer
+    except ImportError as error:
+        raise ConfigError(f"all2all_backend: DeepEP's package deep_ep cannot be imported ({error})") from None
+    size, configs = hidden_size * dtype.itemsize, (Buffer.get_dispatch_config, Buffer.get_combine_config)
+    hints = [
+        (config.get_nvl_buffer_size_hint(size, group.size), config.get_rdma_buffer_size_hint(size, group.size))
+        for config in (get(group.size) for get in configs)
+    ]
+    return Buffer(group.group, *map(max, zip(*hints, strict=True)))
+
+
+class DeepEP(Exchanged):
+    """A token's results are added up on each rank that has some of its experts, and then by the kernel, so they depend
+    on where experts are in the last bits."""
+
+    def __init__(self, builder: Builder, ranks: ExpertRanks, num_experts: int) -> None:
+        super().__init__(builder, ranks, num_experts)
+        self.buffer = ranks.buffer
+
+    def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
+        return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
+
+
+class _OnTheWay(Sent):
+    def __init__(self, dispatch: DeepEP, x: Tensor, slots: Tensor, weights: Tensor, num_tokens: int) -> None:
+        self.dispatch, self.num_tokens, buffer = dispatch, num_tokens, dispatch.buffer
+        of_rank, of_node, of_expert, is_sent, _ = buffer.get_dispatch_layout(slots, len(dispatch.slots.experts))
+        self.x, self.slots, self.weights, _, self.handle, self.event = buffer.dispatch(
+            x, num_tokens_per_rank=of_rank, num_tokens_per_rdma_rank=of_node, is_token_in_rank=is_sent,
+            num_tokens_per_expert=of_expert, topk_idx=slots, topk_weights=weights, async_finish=True,
+        )  # fmt: skip
+
+    def receive(self) -> Routed:
+        dispatch = self.dispatch
+        dispatch.ranks.turns.pass_on()
+        self.event.current_stream_wait()
+        elsewhere = self.slots < 0
+        slots, weights = self.slots.masked_fill(elsewhere, dispatch.count), self.weights.masked_fill(elsewhere, 0)
+        self.own = OwnTokens(dispatch.kernels, Communicator(), self.x, slots, weights, dispatch.bounds)
+        return self.own.receive()
+
+    def collect(self, out: Tensor) -> Tensor:
+        dispatch = self.dispatch
+        combined, _, event = dispatch.buffer.combine(self.own.collect(out), self.handle, async_finish=True)
+        dispatch.ranks.turns.pass_on()
+        event.current_stream_wait()
+        return dispatch.gather(combined, self.num_tokens)
