@@ -3,7 +3,8 @@
     python benchmarks/gpu_suite.py [--only SECTION ...] [--out DIR]
 
 The sections come in the order of their value: first whether the engine is right and how fast it is, then each kernel
-against its reference, other tiles for the slowest kernels, two ranks, and transformers for comparison. Each section is
+against its reference, other tiles for the slowest kernels, two ranks, the sums of ranks if there are several GPUs, and
+transformers for comparison. Each section is
 a process of its own. One that fails or takes too long does not stop the others. After each section, the results so far
 are written to gpu-suite.json in --out, $OUT or benchmarks/results. With --only, the other sections keep their results.
 At the end come a table and gpu-suite.png. docs/gpu.md says what to do with them.
@@ -42,7 +43,7 @@ DEADLINE = 535  # seconds for everything
 FIRST = "machine"
 SECTIONS = {  # and the seconds that each may take
     FIRST: 60, "greedy": 100, "attention": 80, "0.6B": 120, "8B": 140, "kernels": 90, "tiles": 90, "two ranks": 60,
-    "attention kernels": 120, "transformers 0.6B": 90, "transformers 8B": 120,
+    "sums of ranks": 40, "attention kernels": 120, "transformers 0.6B": 90, "transformers 8B": 120,
 }  # fmt: skip
 CHECKS = "greedy", "two ranks", "kernels", "attention kernels"
 SHAPES = {"0.6B": "qwen3-0.6b", "8B": "llama-3-8b"}
@@ -81,6 +82,8 @@ def run_section(name: str, small: bool, few: bool, results: Results) -> dict[str
         )
     if name == "two ranks":
         return _checked([("the text of one rank", lambda: gpu_checks.two_ranks(device.type))])
+    if name == "sums of ranks":
+        return _sums(torch.cuda.device_count() if device.type == "cuda" else 2, device.type)
     if name == "attention":
         return gpu_figures.attention(device, ceilings, small)
     if name == "tiles":
@@ -133,6 +136,17 @@ def _engine(
                                      kv_cache_memory_bytes=2**28 if small else 2**32, **options)  # fmt: skip
             result["graphs_gain"] = figures.one_stream(eager, 32 if few else 200) / each
     return result
+
+
+def _sums(ranks: int, kind: str) -> dict[str, Any]:
+    """Microseconds of a sum over the ranks, in Quire's way and in torch's, by the size of the tensor."""
+    from statistics import median
+
+    from benchmarks.sums_of_ranks import measure
+
+    if ranks < 2:
+        return {"skipped": "there is one GPU"}
+    return {f"{name} bytes, us": 1e6 * median(times) for name, times in measure(ranks, 3, kind).items()}
 
 
 def _tiles(device: Any, results: Results, small: bool) -> dict[str, Any]:

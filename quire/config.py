@@ -145,6 +145,8 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, flags=("-tp",))
     pipeline_parallel_size: int = option(1, flags=("-pp",))
     pipeline_layers: list[int] = option([])
+    enable_sequence_parallel: bool = False
+    disable_custom_all_reduce: bool = False
     data_parallel_size: int = option(1, flags=("-dp",))
     data_parallel_routing: Literal["load", "prefix"] = "load"
     enable_expert_parallel: bool = option(False, flags=("-ep",))
@@ -167,6 +169,9 @@ class ParallelConfig:
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
             raise ConfigError("pipeline_layers must have a number for each of the pipeline_parallel_size="
                               f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}")  # fmt: skip
+        if self.enable_sequence_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError("enable_sequence_parallel divides tokens among tensor-parallel ranks; give a "
+                              "tensor_parallel_size of 2 or more, or leave it out")  # fmt: skip
 
     @property
     def ranks(self) -> int:

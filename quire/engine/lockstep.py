@@ -82,13 +82,15 @@ class Waves(Lockstep):
 
 
 def _coordinate(router: "zmq.Socket[bytes]") -> None:
-    """Tell all listeners what one core says."""
-    listeners = set()
+    """Tell all listeners which waves begin, also those that come later."""
+    listeners, last = set(), _HELLO
     with router, contextlib.suppress(zmq.ContextTerminated):
         while True:
             sender, message = router.recv_multipart()
             if message == _HELLO:
                 listeners.add(sender)
-                continue
-            for listener in listeners:
-                router.send_multipart([listener, message])
+                told = [sender] if last != _HELLO else []
+            else:
+                last, told = message, [*listeners]
+            for listener in told:
+                router.send_multipart([listener, last])

@@ -57,8 +57,10 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
     """Load the model and execute steps until the executor has gone."""
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
+    from quire.models.load import resolve_dtype
     from quire.ops.cpu.shared_sums import with_shared_sums
     from quire.parallel.mesh import join
+    from quire.parallel.symmetric_sums import with_symmetric_sums
     from quire.worker.device import on_gpu
     from quire.worker.stage_runner import StageRunner
     from quire.worker.worker import Worker
@@ -69,6 +71,8 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
     mesh = join(start.sizes, first + rank, meeting.host, meeting.port, kind)
     if kind == "cpu":
         mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
+    elif not start.config.parallel.disable_custom_all_reduce:
+        mesh = replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
     reports = mesh.tp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))

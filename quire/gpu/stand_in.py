@@ -223,8 +223,9 @@ def _collectives(device: StandIn) -> dict[str, Any]:
     def join_on_host(backend: str, **options: Any) -> None:
         join("gloo", **options)
 
-    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "barrier")
-    functions = {name: replaced(name) for name in names}
+    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+             "reduce_scatter_single", "broadcast", "barrier")  # fmt: skip
+    functions = {name: replaced(name) for name in names if hasattr(torch.distributed, name)}
     return functions | {"is_nccl_available": lambda: True, "init_process_group": join_on_host}
 
 

@@ -66,7 +66,8 @@ class Attention(CachedAttention):
             self.preparing = backend
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
-        """x: [tokens, inputs] -> [tokens or len(wanted), hidden]. The keys and values of all tokens are stored."""
+        """x: [tokens, inputs] -> [tokens or len(wanted), hidden], this rank's summand. The keys and values of all
+        tokens are stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         tokens, heads, place = x.shape[0], self.num_heads, self.place

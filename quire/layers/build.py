@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.ops import Kernels
 from quire.ops.memory import empty
 from quire.parallel.mesh import Communicator
+from quire.parallel.residual_stream import ResidualStream
 
 if TYPE_CHECKING:
     from quire.layers.linear import LinearMethod, Quantizer
@@ -40,18 +41,21 @@ class Builder:
     method_of: the linear method for the format in which the checkpoint keeps the layer of a given name. quantizer_of:
     the quantizer that is applied at load to a layer that the checkpoint keeps dense, None to keep it dense. adapters:
     the slots of low-rank adapters for the model's linear layers, None if it takes none. experts: the ranks to which
-    experts are dealt, None if the ranks of the tensor group divide each expert.
+    experts are dealt, None if the ranks of the tensor group divide each expert. residual_stream: None for one that
+    every rank has whole.
     """
 
     def __init__(
         self, kernels: Kernels, tensor_group: Communicator, method_of: "Callable[[str], LinearMethod]",
         quantizer_of: "Callable[[str], Quantizer | None]" = lambda name: None, adapters: "AdapterSlots | None" = None,
         experts: "ExpertRanks | None" = None,
+        residual_stream: ResidualStream | None = None,
     ) -> None:  # fmt: skip
         self.kernels, self.experts = kernels, experts
         self.device = kernels.target.device
         self.dtype = kernels.target.dtype
         self.tensor_group = tensor_group
+        self.residual_stream = residual_stream or ResidualStream(tensor_group)
         self.method_of, self.quantizer_of, self.adapters = method_of, quantizer_of, adapters
         self.slots: list[WeightSlot] = []
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor

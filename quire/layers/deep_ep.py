@@ -57,7 +57,7 @@ class _OnTheWay(Sent):
         self.event.current_stream_wait()
         elsewhere = self.slots < 0
         slots, weights = self.slots.masked_fill(elsewhere, dispatch.count), self.weights.masked_fill(elsewhere, 0)
-        self.own = OwnTokens(dispatch.kernels, Communicator(), self.x, slots, weights, dispatch.bounds)
+        self.own = OwnTokens(dispatch.kernels, self.x, slots, weights, dispatch.bounds)
         return self.own.receive()
 
     def collect(self, out: Tensor) -> Tensor:
@@ -65,4 +65,4 @@ class _OnTheWay(Sent):
         combined, _, event = dispatch.buffer.combine(self.own.collect(out), self.handle, async_finish=True)
         dispatch.ranks.turns.pass_on()
         event.current_stream_wait()
-        return dispatch.gather(combined, self.num_tokens)
+        return dispatch.summand(combined, self.num_tokens)

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.layers.build import Builder
 from quire.ops import Kernels
 from quire.parallel.experts import ExpertRanks
-from quire.parallel.mesh import Communicator, Exchange
+from quire.parallel.mesh import Exchange
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Sent(ABC):
 
     @abstractmethod
     def collect(self, out: Tensor) -> Tensor:
-        """The weighted sums of the experts' results, [tokens, hidden], for all tokens of the step on every rank of the
-        tensor group. out: [rows, hidden], for the received rows."""
+        """This rank's summand of the weighted sums of the experts' results, [tokens, hidden], for all tokens of the
+        step. The summands of the tensor group's ranks make the result. out: [rows, hidden], for the received rows."""
 
 
 class Dispatch(ABC):
@@ -68,22 +68,20 @@ class Everywhere(Dispatch):
     """Every rank of the tensor group has a share of all experts, and computes it for all tokens."""
 
     def __init__(self, builder: Builder, num_experts: int) -> None:
-        self.kernels, self.group = builder.kernels, builder.tensor_group
+        self.kernels = builder.kernels
         self.local = list(range(num_experts))
         self.bounds = torch.arange(num_experts + 1, device=builder.device)
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
-        return SortedTokens(self.kernels, self.group, x, experts, weights, self.bounds)
+        return SortedTokens(self.kernels, x, experts, weights, self.bounds)
 
 
 class SortedTokens(Sent):
-    """All tokens of the step, sorted by expert. The ranks add up their results."""
+    """All tokens of the step, sorted by expert."""
 
-    def __init__(
-        self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor
-    ) -> None:
+    def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor) -> None:
         """bounds: 0, 1, ... number of experts."""
-        self.kernels, self.group, self.weights = kernels, group, weights
+        self.kernels, self.weights = kernels, weights
         sorted_experts, self.order = experts.flatten().sort(stable=True)
         tokens = self.order // experts.shape[1]
         self.routed = Routed(x[tokens], torch.searchsorted(sorted_experts, bounds), tokens, sorted_experts)
@@ -92,7 +90,8 @@ class SortedTokens(Sent):
         return self.routed
 
     def collect(self, out: Tensor) -> Tensor:
-        return self.group.all_reduce(self.kernels.combine_experts(out, self.order, self.weights))
+        combined: Tensor = self.kernels.combine_experts(out, self.order, self.weights)
+        return combined
 
 
 class Slots:
@@ -146,13 +145,13 @@ class DealtExperts(Dispatch):
 
 
 class Replicated(DealtExperts):
-    """All ranks have the same tokens. Each computes its experts, and the ranks add up the results."""
+    """All ranks have the same tokens, and each computes its experts for them."""
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
         slots = self.slots.of(experts) - self.first
         elsewhere = (slots < 0) | (slots >= self.count)
         here = slots.masked_fill(elsewhere, self.count)
-        return OwnTokens(self.kernels, self.group, x, here, weights, self.bounds)
+        return OwnTokens(self.kernels, x, here, weights, self.bounds)
 
 
 class OwnTokens(SortedTokens):
@@ -162,10 +161,8 @@ class OwnTokens(SortedTokens):
     On a GPU, the numbers of rows do not depend on how many these are, so the host need not wait for them.
     """
 
-    def __init__(
-        self, kernels: Kernels, group: Communicator, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor
-    ) -> None:
-        super().__init__(kernels, group, x, experts, weights, bounds)
+    def __init__(self, kernels: Kernels, x: Tensor, experts: Tensor, weights: Tensor, bounds: Tensor) -> None:
+        super().__init__(kernels, x, experts, weights, bounds)
         self.shape = experts.shape
         if x.device.type == "cpu":
             here, routed = int(self.routed.offsets[-1]), self.routed
@@ -198,9 +195,15 @@ class Exchanged(DealtExperts):
         start, stop = self.tensor_group.share(len(x))
         return x[start:stop]
 
-    def gather(self, own: Tensor, num_tokens: int) -> Tensor:
-        """The rows [num_tokens, hidden] of all ranks of the tensor group. own: those of this rank."""
-        return self.tensor_group.all_gather(own.T, num_tokens).T.contiguous()
+    def summand(self, own: Tensor, num_tokens: int) -> Tensor:
+        """This rank's summand of the results [num_tokens, hidden]: its own ones, and zeros for tokens that other ranks
+        of the tensor group have sent."""
+        if len(own) == num_tokens:
+            return own
+        start, stop = self.tensor_group.share(num_tokens)
+        result = own.new_zeros(num_tokens, own.shape[1])
+        result[start:stop] = own
+        return result
 
     def send(self, x: Tensor, experts: Tensor, weights: Tensor, num_tokens: int) -> Sent:
         return _OnTheWay(self, x, self.slots.of(experts), weights, num_tokens)
@@ -245,4 +248,4 @@ class _OnTheWay(Sent):
         exchange = dispatch.group.all_to_all(results, *counts)
         dispatch.ranks.turns.pass_on()
         combined = dispatch.kernels.combine_experts(exchange.wait(), self.order, self.weights)
-        return dispatch.gather(combined, self.num_tokens)
+        return dispatch.summand(combined, self.num_tokens)

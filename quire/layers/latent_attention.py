@@ -62,7 +62,8 @@ class LatentAttention(CachedAttention):
         del self.kv_b
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
-        """x: [tokens, hidden] -> [tokens or len(wanted), hidden]. The latents of all tokens are stored."""
+        """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand. The latents of all tokens are
+        stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         assert self.place.rotary is not None

@@ -1,19 +1,19 @@
 """Linear layers, split over a tensor group by rows (column parallel) or by columns (row parallel) of the weight.
 
-The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one all-reduce a pair.
+The split follows Megatron-LM (arXiv:1909.08053): column parallel first, row parallel second, one sum a pair.
 The linear method with which a layer is built decides how its weight is stored: dense, or in a quantized format.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.specs import OutputPart
-from quire.parallel.mesh import Communicator
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,24 @@ class LinearWeight(ABC):
         """The weight as [out, in] in the model's type, for layers that use it in another way."""
 
 
-LinearMethod = Callable[[Builder, LinearShape], LinearWeight]
-# Makes a quantized weight. Once the dense weight is loaded, the function returns it and drops its own reference to it.
-Quantizer = Callable[[Builder, Callable[[], Tensor]], LinearWeight]
+class LinearMethod(Protocol):
+    """How the weight of a linear layer is stored."""
+
+    def __call__(self, builder: Builder, shape: LinearShape) -> LinearWeight: ...
+
+    def inputs_together(self, name: str) -> int:
+        """How many neighbouring inputs of the layer `name` share a scale, and should be on one rank; 1 if none do."""
+
+
+class Quantizer(Protocol):
+    """Makes a quantized weight."""
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring inputs share a scale."""
+
+    def __call__(self, builder: Builder, weight: Callable[[], Tensor]) -> LinearWeight:
+        """weight: to be called once the dense weight is loaded. It returns it, and drops its own reference to it."""
 
 
 class DenseWeight(LinearWeight):
@@ -66,6 +81,10 @@ class DenseWeight(LinearWeight):
         self.is_packed = pack and hasattr(self.linear, "pack")
         if self.is_packed:
             builder.when_loaded(self._pack)
+
+    @staticmethod
+    def inputs_together(name: str) -> int:
+        return 1
 
     def _pack(self) -> None:
         self.weight = self.linear.pack(self.weight)  # type: ignore[attr-defined]
@@ -125,9 +144,19 @@ def make_adapted(builder: Builder, shape: LinearShape) -> LinearWeight:
     return weight if builder.adapters is None else builder.adapters.wrap(builder, weight, shape)
 
 
-def inner_share(group: Communicator, size: int) -> tuple[int, int]:
+def inner_share(builder: Builder, size: int, reader: str) -> tuple[int, int]:
     """A rank's part [start, stop) of the inner elements of a feed-forward layer. Raises ValueError on all ranks if one
-    of them would have none."""
+    of them would have none.
+
+    reader: the layer whose inputs they are. If it is quantized in groups of inputs, ranks get whole groups, unless
+    there are fewer groups than ranks.
+    """
+    group, quantizer = builder.tensor_group, builder.quantizer_of(reader)
+    together = max(builder.method_of(reader).inputs_together(reader), 1 if quantizer is None else quantizer.group)
+    if 1 < together <= size // group.size:
+        groups = -(-size // together)
+        first, last = (groups * rank // group.size for rank in (group.rank, group.rank + 1))
+        return first * together, min(last * together, size)
     if -(-size // group.size) * (group.size - 1) >= size:
         raise ValueError(f"tensor_parallel_size={group.size} is too large: a feed-forward layer has {size} elements")
     return group.share(size)
@@ -156,26 +185,28 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """y = x W^T + b with the inputs split over ranks. Each rank computes one summand of the whole output."""
+    """y = x W^T + b with the inputs split over ranks. Each rank computes one summand of the whole output, and the layer
+    whose branch this is adds them up (see ResidualStream). The bias is in the summand of rank 0."""
 
     def __init__(
         self, builder: Builder, name: str, in_features: int, inputs: tuple[int, int], out_features: int,
         bias: bool = False, transposed: bool = False, is_copy: bool = False,
     ) -> None:  # fmt: skip
         """inputs: the first one of this rank, and the one behind its last. is_copy: whether other ranks have them, too,
-        so that this rank's summand is zero."""
-        self.group, self.is_copy = builder.tensor_group, is_copy
+        so that this rank's summand is zero. Rank 0 is never a copy."""
+        self.out_features, self.is_copy = out_features, is_copy
         parts = (OutputPart(name, out_features, 0, out_features),)
         self.weight = make_adapted(builder, LinearShape(parts, in_features, *inputs, transposed))
         self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
+        if bias and builder.tensor_group.rank > 0:
+            builder.when_loaded(self._drop_bias)
+
+    def _drop_bias(self) -> None:
+        self.bias = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, this rank's inputs] -> [tokens, out_features], the sum over ranks"""
-        if self.group.size == 1:
-            return self.weight(x, self.bias)
-        out = self.weight(x, None)
-        out = self.group.all_reduce(torch.zeros_like(out) if self.is_copy else out)
-        return out if self.bias is None else out + self.bias
+        """x: [tokens, this rank's inputs] -> [tokens, out_features], this rank's summand"""
+        return x.new_zeros(len(x), self.out_features) if self.is_copy else self.weight(x, self.bias)
 
 
 class ReplicatedLinear(ColumnParallelLinear):

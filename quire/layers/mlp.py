@@ -62,7 +62,7 @@ class MLP:
 
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size
-        start, stop = inner_share(builder.tensor_group, size)
+        start, stop = inner_share(builder, size, names["down"])
         if not spec.gated:
             parts = [OutputPart(names["up"], size, start, stop)]
         elif fused := names.get("gate_up") or names.get("up_gate"):
@@ -76,5 +76,5 @@ class MLP:
         self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]"""
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
         return self.down(self.activation(self.up(x)))

@@ -44,7 +44,8 @@ class MoE:
         self.adapters: list[LowRank] = []  # of gate_up and of down
         inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
         if builder.experts is None:
-            inner = inner_share(builder.tensor_group, spec.intermediate_size)
+            reader = names["experts_down" if spec.layout == "fused" else "expert_down"].replace("{e}", "0")
+            inner = inner_share(builder, spec.intermediate_size, reader)
         if spec.layout == "fused":
             self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
         else:
@@ -79,7 +80,7 @@ class MoE:
         return experts
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> [tokens, hidden]"""
+        """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
         own = self.dispatch.own(x)
         weights, experts = self.route(own)  # [own tokens, top_k]
         if self.loads is not None:
@@ -104,7 +105,7 @@ class MoE:
         return out
 
     def _shared(self, x: Tensor) -> Tensor | None:
-        """The result of the expert that every token uses, if there is one."""
+        """This rank's summand of the result of the expert that every token uses, if there is one."""
         if self.shared is None:
             return None
         shared = self.shared(x)

@@ -31,11 +31,15 @@ MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
 
 
 class DecoderLayer:
-    """A mixer, then an MLP. Each is a branch of the residual stream, with the norms that the model has around it."""
+    """A mixer, then an MLP. Each is a branch of the residual stream, with the norms that the model has around it.
+
+    A branch reads all tokens, and its results are summands of the ranks; see ResidualStream.
+    """
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
         hidden, scale = spec.hidden_size, spec.residual_scale
+        self.residual_stream, self.kernels = builder.residual_stream, builder.kernels
 
         def norm(role: str):  # type: ignore[no-untyped-def]
             return make_norm(builder, names.get(role), hidden, spec.norm)
@@ -55,19 +59,23 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x: the result of the branch before; residual: the stream to which it is still to be added (None at first).
+        """x: the result of the branch before; residual: the stream to which it is still to be added (None at first);
+        both of the own tokens.
 
         wanted: indices of the tokens whose results are needed, None for all.
         """
+        stream, tokens = self.residual_stream, state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
-        x = self.attention_post_norm(self.mixer(x, state, wanted))
-        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, pick(residual, wanted))
-        x = self.mlp_post_norm(self.mlp(x))
+        out = self.mixer(stream.whole(x, tokens), state, wanted)
+        x, residual = self.attention_post_norm(stream.sum(out)), stream.pick(residual, wanted, tokens)
+        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, residual)
+        x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out))))
         return x if self.scale == 1 else x * self.scale, residual
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and MLP read the same input, through one norm or through one norm each (GPT-NeoX, Falcon, Cohere)."""
+    """Attention and MLP read the same input, through one norm or through one norm each (GPT-NeoX, Falcon, Cohere). The
+    ranks add up both at once."""
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         super().__init__(builder, spec, index, place)
@@ -76,10 +84,12 @@ class ParallelLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        stream, tokens = self.residual_stream, state.inputs.positions
         x, residual = self.attention_norm.add(x, residual)
-        residual = pick(residual, wanted)
-        to_mlp = pick(x, wanted) if self.one_norm else self.mlp_norm(residual)
-        return self.mixer(x, state, wanted) + self.mlp(to_mlp), residual
+        x, residual = stream.whole(x, tokens), stream.pick(residual, wanted, tokens)
+        out = self.mixer(x, state, wanted)
+        to_mlp = pick(x, wanted) if self.one_norm else stream.whole(self.mlp_norm(residual), out)
+        return stream.sum(self.kernels.add(self.mlp(to_mlp), out, out)), residual
 
 
 class PostNormLayer(DecoderLayer):
@@ -88,8 +98,10 @@ class PostNormLayer(DecoderLayer):
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        x, _ = self.attention_norm.add(self.mixer(x, state, wanted), pick(x, wanted))
-        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        stream, tokens = self.residual_stream, state.inputs.positions
+        out = self.mixer(stream.whole(x, tokens), state, wanted)
+        x, _ = self.attention_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
+        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out))), x)
         return x, None
 
 
@@ -101,7 +113,7 @@ class LayerStack:
 
     def __init__(self, builder: Builder, spec: DecoderSpec, max_model_len: int, layers: range | None = None) -> None:
         """layers: those of this stage of a pipeline, None for all."""
-        self.spec, self.kernels = spec, builder.kernels
+        self.spec, self.kernels, self.residual_stream = spec, builder.kernels, builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
@@ -132,28 +144,32 @@ class LayerStack:
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> tuple[Tensor, Tensor | None]:
-        """The result of the last branch, and the residual stream to which it is still to be added. The arguments are
-        those of Model.forward. For tokens that are not `wanted`, the last layer computes only keys and values."""
+        """The result of the last branch, and the residual stream to which it is still to be added, of the own tokens.
+        The arguments are those of Model.forward. For tokens that are not `wanted`, the last layer computes only keys
+        and values."""
         residual: Tensor | None = None
         start, last = 0, len(self.layers) - 1
         for tapped in sorted(taps):
             stop = tapped + 1 - self.first_layer
             for layer in self.layers[start:stop]:
                 x, residual = layer(x, residual, state)
-            self._copy_stream(x, residual, taps[tapped])
+            self._copy_stream(x, residual, taps[tapped][: len(state.inputs.positions)])
             start = stop
         for layer in self.layers[start:last]:
             x, residual = layer(x, residual, state)
         if start <= last:
             return self.layers[last](x, residual, state, wanted)
-        return pick(x, wanted), None if residual is None else pick(residual, wanted)
+        tokens, stream = state.inputs.positions, self.residual_stream
+        return stream.pick(x, wanted, tokens), None if residual is None else stream.pick(residual, wanted, tokens)
 
     def _copy_stream(self, x: Tensor, residual: Tensor | None, tap: Tensor) -> None:
-        """Write the residual stream, including x, the result of the last branch, to the first len(x) rows of `tap`."""
+        """Write the residual stream, including x, the result of the last branch, to `tap`: [tokens, hidden]."""
+        own = self.residual_stream.own(tap)
         if residual is None:
-            tap[: len(x)].copy_(x)
+            own.copy_(x)
         else:
-            self.kernels.add(x, residual, tap[: len(x)])
+            self.kernels.add(x, residual, own)
+        self.residual_stream.complete(tap)
 
 
 class Decoder(LayerStack, Model):
@@ -210,10 +226,11 @@ class Decoder(LayerStack, Model):
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """For a stage without head, the result is the residual stream behind its last layer, [tokens, hidden]."""
+        """For a stage without head, the result is the residual stream behind its last layer, [own tokens, hidden]."""
         x, residual = self.run(x, state, wanted, taps)
         if self.stage.has_head:
-            return self.final_norm.add(x, residual)[0]
+            tokens = state.inputs.positions if wanted is None else wanted
+            return self.residual_stream.whole(self.final_norm.add(x, residual)[0], tokens)
         if residual is not None:
             self.kernels.add(x, residual, x)
         return x
@@ -233,7 +250,7 @@ class Decoder(LayerStack, Model):
             x = x + self.positions(positions)
         if self.segments is not None and kinds is not None:
             x = x + torch.nn.functional.embedding(kinds, self.segments)
-        return self.embedding_norm(x)
+        return self.embedding_norm(self.residual_stream.own(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
         spec = self.spec

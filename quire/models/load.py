@@ -24,6 +24,7 @@ from quire.ops import Kernels, Target
 from quire.ops.cpu.build import choose_instruction_set, find_compiler
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Mesh
+from quire.parallel.residual_stream import DividedStream, ResidualStream
 from quire.parallel.turns import Halves, Turns
 from quire.quantization.at_load import quantizer_of
 from quire.quantization.config import check_format, extra_tensors, quantization_method
@@ -96,8 +97,9 @@ def load_model(
             raise ConfigError("torch_compile needs a C++ compiler; install g++, or leave torch_compile out")
         kernels.hide_from_compiler()
     experts = _expert_ranks(config, spec, mesh, device, adapters)
+    stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     quantizer = quantizer_of(config.model.quantization, spec.names)
-    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts)
+    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream)
     stage, elsewhere = None, set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device

@@ -14,6 +14,7 @@ from quire.models.pooler import Pooler
 from quire.ops import Kernels
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.pipeline import Stage
+from quire.parallel.residual_stream import ResidualStream
 
 
 class Model(Protocol):
@@ -25,10 +26,12 @@ class Model(Protocol):
     for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
     pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts:
     the ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
+    residual_stream: which tokens are the rank's own, whose norms and residual sums it computes.
     """
 
     kernels: Kernels
     stage: Stage
+    residual_stream: ResidualStream
     vocab_size: int
     num_token_ids: int
     hidden_size: int
@@ -47,13 +50,13 @@ class Model(Protocol):
         """
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids, positions: [tokens] -> [tokens, hidden]"""
+        """ids, positions: [tokens] -> [own tokens, hidden]"""
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
-        """x: the result of `embed`, or of the stage before -> hidden states for `logits`, or for the next stage:
-        [tokens, hidden], or [len(wanted), hidden].
+        """x: the result of `embed`, or of the stage before -> hidden states for `logits`: [tokens, hidden], or
+        [len(wanted), hidden]; or the stream for the next stage: [own tokens, hidden].
 
         wanted: indices of the tokens whose hidden states are needed, None for all. taps: tensors [tokens or more,
         hidden] by layer. The residual stream after each of these layers, for all tokens of the step, is written to the

@@ -1,7 +1,6 @@
 """The mesh: the groups of ranks to which one rank belongs, and the collectives of each group."""
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,17 +25,33 @@ class Exchange:
         return self.out
 
 
+class Shortcut:
+    """A faster way to exchange some tensors than torch's collectives. Each method returns False for tensors that it
+    does not take, in which all ranks agree. The base class takes none."""
+
+    def all_reduce(self, x: Tensor) -> bool:
+        """Sum x over the ranks, in place."""
+        return False
+
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> bool:
+        """Write this rank's share of the rows of the sum of x over the ranks to `out`."""
+        return False
+
+    def all_gather(self, x: Tensor, out: Tensor) -> bool:
+        """Write the rows x of all ranks to `out`, of which x is this rank's share."""
+        return False
+
+
 @dataclass(frozen=True)
 class Communicator:
     """The collectives of one group of ranks. In a group of one, each is the identity. rank: this rank's number in the
-    group. capturable: whether recorded steps and CUDA graphs can hold the sums. add_up: a faster way to sum a tensor
-    over the ranks in place, which returns False for one that it cannot sum."""
+    group. capturable: whether recorded steps and CUDA graphs can hold sums and rows that are gathered."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     capturable: bool = field(default=False, kw_only=True)
-    add_up: Callable[[Tensor], bool] | None = field(default=None, kw_only=True)
+    shortcut: Shortcut = field(default=Shortcut(), kw_only=True)
 
     def share(self, total: int) -> tuple[int, int]:
         """This rank's part [start, stop) of `total` items. Parts are equal, but the last ones may be short or empty."""
@@ -45,9 +60,36 @@ class Communicator:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place."""
-        if self.size > 1 and x.numel() and not (self.add_up is not None and self.add_up(x)):
+        if self.size > 1 and x.numel() and not self.shortcut.all_reduce(x):
             dist.all_reduce(x, group=self.group)
         return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's share of the rows of the sum of x over the ranks. x: [rows, columns] -> [own rows, columns]"""
+        if self.size == 1:
+            return x
+        start, stop = self.share(len(x))
+        out = x.new_empty(stop - start, x.shape[1])
+        if not x.numel() or self.shortcut.reduce_scatter(x, out):
+            return out
+        part = -(-len(x) // self.size)
+        out = x.new_empty(part, x.shape[1])
+        run = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the name before torch 2.13
+        run(out, _padded(x, part * self.size), group=self.group)
+        return out[: stop - start]
+
+    def all_gather_rows(self, x: Tensor, total: int) -> Tensor:
+        """The rows of all ranks, of which x is this rank's share. x: [own rows, columns] -> [total, columns]"""
+        if self.size == 1:
+            return x
+        out = x.new_empty(total, x.shape[1])
+        if not out.numel() or self.shortcut.all_gather(x, out):
+            return out
+        part = -(-total // self.size)
+        out = x.new_empty(part * self.size, x.shape[1])
+        run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+        run(out, _padded(x, part), group=self.group)
+        return out[:total]
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite x with that of rank 0."""
@@ -101,6 +143,11 @@ class Communicator:
     def receive(self, x: Tensor, source: int) -> None:
         """Overwrite x with what a rank of the group has sent. Waits for it on a CPU; on a GPU, later work waits."""
         dist.recv(x, group=self.group, group_src=source)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x with rows of zeros behind its own, contiguous."""
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x.contiguous()
 
 
 @dataclass(frozen=True)

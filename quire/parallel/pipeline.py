@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.parallel.mesh import Communicator
+from quire.parallel.residual_stream import ResidualStream
 
 _MOST_ON_THE_WAY = 8  # what was sent before has long arrived; waiting for it frees its memory
 
@@ -54,28 +55,28 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
 class Pipe:
     """Passes the residual stream from stage to stage, on one rank.
 
-    The ranks of a tensor-parallel group all have the same stream. Each sends its part of the columns to the rank with
-    its own number in the next stage, whose ranks gather the parts. So each link carries every value once.
+    Each rank of a tensor-parallel group sends its part of the stream to the rank with its own number in the next stage.
+    So each link carries every value once.
     """
 
-    def __init__(self, stages: Communicator, group: Communicator, hidden_size: int) -> None:
-        """stages: the ranks to which this one sends, and from which it receives. group: its tensor group."""
-        self.stages, self.group, self.hidden_size = stages, group, hidden_size
+    def __init__(self, stages: Communicator, stream: ResidualStream, hidden_size: int) -> None:
+        """stages: the ranks to which this one sends, and from which it receives."""
+        self.stages, self.stream, self.hidden_size = stages, stream, hidden_size
         self.is_first, self.is_last = stages.rank == 0, stages.rank == stages.size - 1
-        self.start, self.stop = group.share(hidden_size)
         self._on_the_way: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The stream of so many tokens behind the stage before, [tokens, hidden]."""
-        part = torch.empty(tokens, self.stop - self.start, dtype=dtype, device=device)
+        """The stream of a step of so many tokens behind the stage before, [own tokens, hidden]."""
+        shape = self.stream.part(self.stream.own(torch.empty(tokens, self.hidden_size, device="meta"))).shape
+        part = torch.empty(shape, dtype=dtype, device=device)
         if part.numel():
             self.stages.receive(part, self.stages.rank - 1)
-        return self.group.all_gather(part, self.hidden_size)
+        return self.stream.join(part, self.hidden_size)
 
     def send(self, x: Tensor) -> None:
-        """Send the stream [tokens, hidden] to the next stage. Returns at once; x may change afterwards."""
+        """Send the stream [own tokens, hidden] to the next stage. Returns at once; x may change afterwards."""
         if len(self._on_the_way) == _MOST_ON_THE_WAY:
             self._on_the_way.popleft()[0].wait()
-        part = x[:, self.start : self.stop].clone(memory_format=torch.contiguous_format)
+        part = self.stream.part(x).clone(memory_format=torch.contiguous_format)
         if part.numel():
             self._on_the_way.append((self.stages.send(part, self.stages.rank + 1), part))

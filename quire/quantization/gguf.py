@@ -3,6 +3,7 @@
 The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +16,8 @@ from quire.layers.linear import LinearShape, LinearWeight, dense_weight
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.gguf_types import TensorType
-from quire.quantization.packing import integer_matrix
-from quire.quantization.scheme import Piece, Scheme, groups, slot
+from quire.quantization.packing import integer_matrix, narrow
+from quire.quantization.scheme import Groups, Piece, Scheme, slot
 
 
 def _fields(x: Tensor, run: int, bits: int, count: int) -> Tensor:
@@ -130,17 +131,32 @@ class GGUF(Scheme):
             return dense_weight(builder, shape)
         return super().__call__(builder, shape)
 
+    def inputs_together(self, name: str) -> int:
+        return self.type_of(f"{name}.weight").elements
+
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
         name = f"{part.name}.weight"
         kind = self.type_of(name)
-        _, blocks, count = groups(shape, part, kind.elements, divisible=False)
-        columns = slice(blocks.start * kind.nbytes, blocks.stop * kind.nbytes)
+        blocks = Groups.of(shape, kind.elements, divisible=False)
+        columns = slice(blocks.picked.start * kind.nbytes, blocks.picked.stop * kind.nbytes)
         outputs = slice(part.start, part.stop)
-        data = slot(builder, name, torch.uint8, (part.rows, count * kind.nbytes), outputs, columns)
-        dtype = builder.dtype
+        data = slot(builder, name, torch.uint8, (part.rows, blocks.count * kind.nbytes), outputs, columns)
+        start, dtype = shape.start - blocks.picked.start * kind.elements, builder.dtype
 
         def make() -> Piece:
             piece = decode(kind, data)
-            return piece.to(dtype) if isinstance(piece, Tensor) else piece
+            return piece.to(dtype) if isinstance(piece, Tensor) else _inputs(piece, start, shape.stop - shape.start)
 
         return make
+
+
+def _inputs(matrix: QuantizedMatrix, start: int, count: int) -> QuantizedMatrix:
+    """The inputs [start, start + count), of which the first may be in the middle of a group."""
+    if matrix.in_features == count:
+        return matrix
+    group = math.gcd(matrix.group, start)
+    index = torch.arange(start, start + count, group, device=matrix.codes.device) // matrix.group
+    codes, offsets = matrix.single_codes()[:, start : start + count], matrix.effective_offsets()
+    scales = matrix.effective_scales()[:, index]
+    offsets = None if offsets is None else narrow(offsets[:, index])
+    return integer_matrix(codes, matrix.bits, scales, group, offsets=offsets)

@@ -1,6 +1,7 @@
 """Weights of a few bits, packed in 32-bit words, with a scale and a zero point per group: GPTQ, AWQ,
 compressed-tensors."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.packing import integer_matrix, unpack, word_range
-from quire.quantization.scheme import Scheme, groups, slot
+from quire.quantization.scheme import Groups, Scheme, slot
+
+_FEWEST = 16  # inputs of a group in memory, if a rank has parts of groups that are not neighbours
 
 
 @dataclass(frozen=True)
@@ -29,25 +32,27 @@ class GPTQ(Scheme):
     zero_shift: int
     marker = "qweight"
 
+    def inputs_together(self, name: str) -> int:
+        return max(self.group_size, 1)
+
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         name, bits = part.name, self.bits
         outputs, inputs = slice(part.start, part.stop), slice(shape.start, shape.stop)
-        group, picked, count = groups(shape, part, self.group_size)
+        groups = Groups.of(shape, self.group_size)
         words, skip = word_range(shape.start, shape.stop, bits)
         zero_words, zero_skip = word_range(part.start, part.stop, bits)
-        whole = _words(shape.in_features, bits), part.rows
+        whole, everything = (_words(shape.in_features, bits), part.rows), slice(0, groups.count)
+        packed = groups.count, _words(part.rows, bits)
         qweight = slot(builder, f"{name}.qweight", torch.int32, whole, words, outputs)
-        qzeros = slot(builder, f"{name}.qzeros", torch.int32, (count, _words(part.rows, bits)), picked, zero_words)
-        scales = slot(builder, f"{name}.scales", torch.float32, (count, part.rows), picked, outputs)
+        qzeros = slot(builder, f"{name}.qzeros", torch.int32, packed, everything, zero_words)
+        scales = slot(builder, f"{name}.scales", torch.float32, (groups.count, part.rows), everything, outputs)
         g_idx = slot(builder, f"{name}.g_idx", torch.int32, (shape.in_features,), inputs)
 
         def make() -> QuantizedMatrix:
             codes = unpack(qweight.t(), bits, shape.stop - shape.start, skip)
             zeros = unpack(qzeros, bits, part.stop - part.start, zero_skip).t()
             zeros = zeros + self.zero_shift & ((1 << bits) - 1)
-            order = _input_order(name, g_idx, picked.start, group)
-            codes = codes if order is None else codes[:, order]
-            return integer_matrix(codes, bits, scales.t().contiguous(), group, zeros, order=order)
+            return _arranged(codes, bits, scales.t(), zeros, g_idx, groups)
 
         return make
 
@@ -66,17 +71,21 @@ class PackedIntegers(Scheme):
     act_order: bool
     marker = "weight_packed"
 
+    def inputs_together(self, name: str) -> int:
+        return max(self.group_size, 1)
+
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         name, bits, outputs, inputs = part.name, self.bits, slice(part.start, part.stop), slice(shape.start, shape.stop)
-        group, picked, count = groups(shape, part, self.group_size)
+        groups = Groups.of(shape, self.group_size)
+        picked = slice(0, groups.count) if self.act_order else groups.picked
         words, skip = word_range(shape.start, shape.stop, bits)
         whole = part.rows, _words(shape.in_features, bits)
         packed = slot(builder, f"{name}.weight_packed", torch.int32, whole, outputs, words)
-        scales = slot(builder, f"{name}.weight_scale", torch.float32, (part.rows, count), outputs, picked)
+        scales = slot(builder, f"{name}.weight_scale", torch.float32, (part.rows, groups.count), outputs, picked)
         zero_words, zero_skip = word_range(part.start, part.stop, bits)
         zero_point = g_idx = None
         if not self.symmetric:
-            whole = _words(part.rows, bits), count
+            whole = _words(part.rows, bits), groups.count
             zero_point = slot(builder, f"{name}.weight_zero_point", torch.int32, whole, zero_words, picked)
         if self.act_order:
             g_idx = slot(builder, f"{name}.weight_g_idx", torch.int32, (shape.in_features,), inputs)
@@ -85,9 +94,10 @@ class PackedIntegers(Scheme):
             codes, zeros = unpack(packed, bits, shape.stop - shape.start, skip), None
             if zero_point is not None:
                 zeros = unpack(zero_point.t(), bits, part.stop - part.start, zero_skip).t()
-            order = None if g_idx is None else _input_order(name, g_idx, picked.start, group)
-            codes = codes if order is None else codes[:, order]
-            return integer_matrix(codes, bits, scales, group, zeros, order=order)
+            if g_idx is not None:
+                return _arranged(codes, bits, scales, zeros, g_idx, groups)
+            zeros = None if zeros is None else groups.spread(zeros)
+            return integer_matrix(codes, bits, groups.spread(scales), groups.size, zeros)
 
         return make
 
@@ -103,14 +113,17 @@ class AWQ(Scheme):
     group_size: int
     marker = "qweight"
 
+    def inputs_together(self, name: str) -> int:
+        return max(self.group_size, 1)
+
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
-        group, picked, count = groups(shape, part, self.group_size)
+        groups = Groups.of(shape, self.group_size)
         words, skip = word_range(part.start, part.stop, 4)
         packed = _words(part.rows, 4)
         qweight = slot(builder, f"{name}.qweight", torch.int32, (shape.in_features, packed), inputs, words)
-        qzeros = slot(builder, f"{name}.qzeros", torch.int32, (count, packed), picked, words)
-        scales = slot(builder, f"{name}.scales", torch.float32, (count, part.rows), picked, outputs)
+        qzeros = slot(builder, f"{name}.qzeros", torch.int32, (groups.count, packed), groups.picked, words)
+        scales = slot(builder, f"{name}.scales", torch.float32, (groups.count, part.rows), groups.picked, outputs)
 
         def in_order(words: Tensor) -> Tensor:
             fields = unpack(words, 4, words.shape[1] * 8).view(len(words), -1, 8)
@@ -118,7 +131,8 @@ class AWQ(Scheme):
             return fields[:, skip : skip + part.stop - part.start].t()
 
         def make() -> QuantizedMatrix:
-            return integer_matrix(in_order(qweight), 4, scales.t().contiguous(), group, in_order(qzeros))
+            spread = [groups.spread(values).contiguous() for values in (scales.t(), in_order(qzeros))]
+            return integer_matrix(in_order(qweight), 4, spread[0], groups.size, spread[1])
 
         return make
 
@@ -127,16 +141,50 @@ def _words(fields: int, bits: int) -> int:
     return -(-fields * bits // 32)
 
 
-def _input_order(name: str, g_idx: Tensor, first: int, group: int) -> Tensor | None:
-    """The indices that sort the inputs by group; None if they are sorted. first: the rank's first group.
+def _arranged(
+    codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, g_idx: Tensor, groups: Groups
+) -> QuantizedMatrix:
+    """The matrix of a rank's inputs, each of which says in which of the checkpoint's groups it is: g_idx [in].
 
-    Raises ValueError if the groups do not all have the same size.
+    codes: uint8 [out, in]; scales, zeros: [out, all groups of the checkpoint].
     """
-    expected = torch.arange(len(g_idx)) // group + first
-    if torch.equal(g_idx.long(), expected) or not g_idx.any():  # only zeros: a single group, or dummy weights
-        return None
-    order = g_idx.argsort(stable=True)
-    if not torch.equal(g_idx[order].long(), expected):
-        raise ValueError(f"{name}: its inputs do not fall into groups of {group}; a checkpoint with act-order "
-                         "(desc_act) can be loaded with tensor_parallel_size=1 only")  # fmt: skip
-    return order
+    group_of = g_idx.long().cpu()
+    if not group_of.any():  # the first group; or dummy weights, whose groups are neighbours
+        group_of = (groups.index + groups.picked.start).repeat_interleave(groups.size)[: len(group_of)]
+    index, size, order, num_inputs = group_of[:: groups.size], groups.size, None, None
+    if not torch.equal(group_of, index.repeat_interleave(size)[: len(group_of)]):
+        order, is_filler, group_of_column, size = _columns(group_of, groups.in_checkpoint)
+        index, order = group_of_column[::size], order.to(codes.device)
+        codes = codes[:, order]
+        if is_filler.any():
+            num_inputs, of_filler = len(group_of), group_of_column[is_filler].to(codes.device)
+            zero = 1 << (bits - 1) if zeros is None else zeros[:, of_filler].to(torch.uint8)
+            codes[:, is_filler.to(codes.device)] = zero
+    index = index.to(codes.device)
+    zeros = None if zeros is None else zeros[:, index]
+    return integer_matrix(codes, bits, scales[:, index], size, zeros, order=order, num_inputs=num_inputs)
+
+
+def _columns(group_of: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Columns sorted by their groups, for a matrix whose groups all have the same size, but for a shorter last one.
+
+    group_of: the group of each input. size: inputs of a group in the checkpoint. Returns for each column its input,
+    whether it is a filler, which has to be zeros, and its group; and the size of a group in memory. With act-order, a
+    rank has any number of a group's inputs. Then groups in memory are small, and fillers complete them: if they have
+    four inputs, the inputs a, b, c, d, e of a group become the columns a b c d, e 0 0 0.
+    """
+    by_group, lengths = group_of.argsort(stable=True), torch.bincount(group_of)
+    present = lengths.nonzero()[:, 0]
+    if not (lengths[present[:-1]] == size).all():
+        size = math.gcd(size, _FEWEST)
+    widths = -(-lengths // size) * size
+    widths[present[-1]] = lengths[present[-1]]
+    group_of_column = torch.arange(len(widths)).repeat_interleave(widths)
+    first_inputs, first_columns = lengths.cumsum(0) - lengths, widths.cumsum(0) - widths
+    order = by_group[first_inputs[group_of_column]]  # of fillers, an input of the same group
+    ordered = group_of[by_group]
+    columns = first_columns[ordered] + torch.arange(len(group_of)) - first_inputs[ordered]
+    order[columns] = by_group
+    is_filler = torch.ones(len(order), dtype=torch.bool)
+    is_filler[columns] = False
+    return order, is_filler, group_of_column, size

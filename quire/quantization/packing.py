@@ -32,12 +32,12 @@ def unpack(words: Tensor, bits: int, count: int, skip: int = 0) -> Tensor:
 
 def integer_matrix(
     codes: Tensor, bits: int, scales: Tensor, group: int, zeros: Tensor | None = None, offsets: Tensor | None = None,
-    order: Tensor | None = None,
+    order: Tensor | None = None, num_inputs: int | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
     """A matrix of the weights (code - zero) * scale or, with offsets, code * scale + offset.
 
     codes: uint8 [out, in] with values below 2^bits; scales, offsets: [out, groups]; zeros: integers [out, groups], None
-    if all are 2^(bits - 1).
+    if all are 2^(bits - 1). order, num_inputs: see QuantizedMatrix.
     """
     middle, width = 1 << (bits - 1), codes.shape[1]
     if zeros is not None and not bool((zeros == middle).all()):
@@ -47,7 +47,8 @@ def integer_matrix(
     if bits <= 4:
         codes = torch.nn.functional.pad(codes, (0, width % 2))
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return QuantizedMatrix(codes.contiguous(), narrow(scales), group, width, offsets, order=order)
+    codes, scales = codes.contiguous(), narrow(scales)
+    return QuantizedMatrix(codes, scales, group, width, offsets, order=order, num_inputs=num_inputs)
 
 
 def narrow(values: Tensor) -> Tensor:

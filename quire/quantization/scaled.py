@@ -11,7 +11,7 @@ from quire.layers.linear import LinearShape
 from quire.layers.specs import OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix
 from quire.quantization.packing import integer_matrix, narrow
-from quire.quantization.scheme import Scheme, groups, slot
+from quire.quantization.scheme import Groups, Scheme, slot
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,26 @@ class ScaledBytes(Scheme):
     marker: str = "weight_scale"
     symmetric: bool = True
 
+    def inputs_together(self, name: str) -> int:
+        return max(self.block[1], 1)
+
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], QuantizedMatrix]:
         if shape.transposed:
             raise ValueError(f"{part.name}: a transposed weight cannot be quantized in this format")
         name, outputs, inputs = part.name, slice(part.start, part.stop), slice(shape.start, shape.stop)
-        group, picked, count = groups(shape, part, self.block[1])
+        groups = Groups.of(shape, self.block[1])
         height = part.rows if self.block[0] == -1 else self.block[0]
         bands = slice(part.start // height, -(-part.stop // height))
 
         def per_block(suffix: str, dtype: torch.dtype) -> Tensor:
             if self.block == (-1, -1):
                 return slot(builder, f"{name}.{suffix}", dtype, ())
-            return slot(builder, f"{name}.{suffix}", dtype, (-(-part.rows // height), count), bands, picked)
+            whole = -(-part.rows // height), groups.count
+            return slot(builder, f"{name}.{suffix}", dtype, whole, bands, groups.picked)
 
         def per_output(values: Tensor) -> Tensor:
-            values = values.view(-1, picked.stop - picked.start).repeat_interleave(height, 0)
-            return values[part.start - bands.start * height :][: part.stop - part.start].contiguous()
+            values = values.view(-1, groups.picked.stop - groups.picked.start).repeat_interleave(height, 0)
+            return groups.spread(values[part.start - bands.start * height :][: part.stop - part.start]).contiguous()
 
         weight = slot(builder, f"{name}.weight", self.dtype, (part.rows, shape.in_features), outputs, inputs)
         scales = per_block(self.marker, torch.float32)
@@ -50,8 +54,8 @@ class ScaledBytes(Scheme):
 
         def make() -> QuantizedMatrix:
             if self.dtype.is_floating_point:
-                return QuantizedMatrix(weight, narrow(per_output(scales)), group, shape.stop - shape.start)
+                return QuantizedMatrix(weight, narrow(per_output(scales)), groups.size, shape.stop - shape.start)
             zeros = None if zero_point is None else per_output(zero_point).int() + 128
-            return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_output(scales), group, zeros)
+            return integer_matrix(weight.view(torch.uint8) ^ 128, 8, per_output(scales), groups.size, zeros)
 
         return make

@@ -1,7 +1,10 @@
 """What all formats share: slots for the checkpoint's tensors, and their conversion to weights once they are filled."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -71,10 +74,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def load(self, builder: Builder, shape: LinearShape, part: OutputPart) -> Callable[[], Piece]:
-        """Declare the slots of one part. Returns a function that makes the part's piece from the filled slots.
+        """Declare the slots of one part. Returns a function that makes the part's piece from the filled slots."""
 
-        Raises ValueError if the rank's inputs are not whole groups.
-        """
+    @abstractmethod
+    def inputs_together(self, name: str) -> int:
+        """See LinearMethod."""
 
 
 def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...], *pick: slice) -> Tensor:
@@ -84,16 +88,32 @@ def slot(builder: Builder, name: str, dtype: torch.dtype, whole: tuple[int, ...]
     return target
 
 
-def groups(shape: LinearShape, part: OutputPart, size: int, divisible: bool = True) -> tuple[int, slice, int]:
-    """Groups of `size` inputs (-1: all inputs): (inputs of a group on this rank, the rank's groups, number of groups).
+@dataclass(frozen=True)
+class Groups:
+    """The groups of neighbouring inputs of a layer on one rank.
 
-    divisible: ranks may share a group of all inputs. Raises ValueError if the rank's inputs are not whole groups.
+    in_checkpoint: inputs of a group in the checkpoint. size: of a group in memory, which is smaller if the rank's
+    inputs begin in the middle of a group. picked: the checkpoint's groups that have inputs of the rank. count: of all
+    groups in the checkpoint. index: the picked group of which each group in memory is a part.
+
+    Inputs 48 to 96 of 96 in groups of 32 -> size 16, picked 1 to 3, count 3, index [0, 1, 1]
     """
-    if size in (-1, 0) or (size >= shape.in_features and divisible):
-        return shape.stop - shape.start, slice(0, 1), 1
-    if shape.start % size or (shape.stop % size and shape.stop != shape.in_features):
-        raise ValueError(
-            f"{part.name}: inputs {shape.start} to {shape.stop} of {shape.in_features}, this rank's share, are not "
-            f"whole quantization groups of {size}; choose another tensor_parallel_size"
-        )
-    return size, slice(shape.start // size, -(-shape.stop // size)), -(-shape.in_features // size)
+
+    in_checkpoint: int
+    size: int
+    picked: slice
+    count: int
+    index: Tensor
+
+    @classmethod
+    def of(cls, shape: LinearShape, size: int, divisible: bool = True) -> Self:
+        """size: in the checkpoint; -1 for all inputs. divisible: ranks may share a group of all inputs."""
+        if size in (-1, 0) or (size >= shape.in_features and divisible):
+            return cls(shape.in_features, shape.stop - shape.start, slice(0, 1), 1, torch.zeros(1, dtype=torch.int64))
+        finer, first = math.gcd(size, shape.start), shape.start // size
+        index = torch.arange(shape.start, shape.stop, finer) // size - first
+        return cls(size, finer, slice(first, -(-shape.stop // size)), -(-shape.in_features // size), index)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[out, picked groups] -> [out, groups in memory]"""
+        return values if len(self.index) == values.shape[1] else values[:, self.index.to(values.device)]

@@ -59,7 +59,7 @@ class Forward:
         return logits
 
     def embed(self, inputs: StepInputs) -> Tensor:
-        """The input of the first layer, [tokens, hidden]. Recorded steps and CUDA graphs start after it."""
+        """The input of the first layer, [own tokens, hidden]. Recorded steps and CUDA graphs start after it."""
         if self.pipe is None or self.pipe.is_first:
             return self.model.embed(inputs.input_ids, inputs.positions)
         target = self.model.kernels.target

@@ -141,7 +141,7 @@ class CapturedForward(Forward):
             for size in sorted(sizes, reverse=True):
                 inputs = self.staging.stage_dummy(size)
                 self.adapt(inputs, None)
-                x = memory[: size.tokens]
+                x = self.model.residual_stream.own(memory[: size.tokens])
                 run = partial(self.layers, x, replace(inputs, longest_prompt=0))
                 hidden, replay = self.staging.device.capture(run)
                 self._graphs[size] = _Graph(replay, x, hidden)

@@ -92,10 +92,11 @@ class Worker:
                 )
 
         if config.model.torch_compile:
-            for backend, method in product(chosen, ("store", "prepare", "attend")):
-                if hasattr(backend, method):
-                    hidden = torch.compiler.disable(getattr(backend, method))  # type: ignore[no-untyped-call]
-                    setattr(backend, method, hidden)
+            methods = ("store", "prepare", "attend", "all_reduce", "reduce_scatter", "all_gather")
+            for owner, method in product([*chosen, group.shortcut], methods):
+                if hasattr(owner, method):
+                    hidden = torch.compiler.disable(getattr(owner, method))  # type: ignore[no-untyped-call]
+                    setattr(owner, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
         with_adapters = model.adapters is not None
         batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids, with_adapters)
@@ -103,7 +104,7 @@ class Worker:
         if pools:
             most_tokens = max(most_tokens, max_model_len)
         staging = Staging(self.device, batch, model.kernels, most_tokens)
-        pipe = None if mesh.pp.size == 1 else Pipe(mesh.pp, group, model.hidden_size)
+        pipe = None if mesh.pp.size == 1 else Pipe(mesh.pp, model.residual_stream, model.hidden_size)
         if pools:  # steps of whole texts are long, and hardly two have the same size
             forward = Forward(model, self.backends, pipe)
         else:

@@ -33,12 +33,13 @@ def run(folder: Path, *options: str) -> tuple[dict[str, dict], str]:
 
 @pytest.mark.slow
 def test_the_suite_runs_in_small_and_saves_its_results(tmp_path):
-    results, printed = run(tmp_path, "--small", "--only", "kernels", "attention", "0.6B")
-    assert {*results} == {"machine", "kernels", "attention", "0.6B"}
+    results, printed = run(tmp_path, "--small", "--only", "kernels", "attention", "0.6B", "sums of ranks")
+    assert {*results} == {"machine", "kernels", "attention", "0.6B", "sums of ranks"}
     assert results["machine"]["read_bytes_s"] > 1e8
     assert results["attention"]["prefill_share"] > 0
     assert results["0.6B"]["many_output_tokens"] > 0
     assert not results["0.6B"]["failures"]
+    assert results["sums of ranks"]["shared memory 65536 bytes, us"] > 0
     assert "| 0.6B, CUDA graphs on / off |" in printed
     assert (tmp_path / "gpu-suite.png").stat().st_size > 10_000
 

@@ -50,6 +50,7 @@ FEATURES = [
     "long_prefill_token_threshold",
     "batch invariance",
     "tensor parallelism",
+    "sequence parallelism",
     "data parallelism",
     "pipeline parallelism",
     "expert parallelism",

@@ -153,12 +153,13 @@ def test_waves_of_two_cores(monkeypatch):
     in_both(join)
     woken = threading.Event()
     waves[0].connect(lambda: None)
-    waves[1].connect(woken.set)
-    time.sleep(0.1)  # both have said hello
     for wave in range(3):
         assert not waves[0].is_running
         assert not waves[1].is_running
         waves[0].begin()
+        if not wave:  # the first one begins before the other core listens
+            time.sleep(0.1)
+            waves[1].connect(woken.set)
         assert woken.wait(10)
         woken.clear()
         assert waves[1].is_running

@@ -21,33 +21,29 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from quire import SamplingParams
-from quire.config import EngineConfig
 from quire.layers.linear import DenseWeight
 from quire.loading.errors import ModelNotFoundError
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_models import gguf_config, gguf_tensors
 from quire.loading.hub import bundled_model
 from quire.loading.metadata import load_tokenizer
-from quire.parallel.mesh import Mesh
 from quire.quantization.gguf import dequantize
 from quire.quantization.gguf_types import TYPES as READERS
 from quire.quantization.scheme import QuantizedWeight
 from quire.text.tokenizer import Tokenizer
-from quire.worker.worker import Worker
 from support.checkpoints import write_checkpoint
 from support.engines import (
     GREEDY,
-    MAX_MODEL_LEN,
-    forced_logits,
     generate,
+    logits_of_ranks,
     make_llm,
     runner_of,
+    runners_of_ranks,
     teacher_forced_logits,
     tokens_of,
 )
 from support.gguf_files import FAMILIES, TYPES, WIDE, reference, write_family, write_gguf, write_meaning
 from support.reference import greedy, logits, prompts
-from support.thread_group import ThreadGroup, on_every_rank
 
 pytestmark = pytest.mark.texts
 
@@ -233,26 +229,9 @@ def test_a_model_in_several_files_is_read_from_the_first(small, tmp_path):
 def test_two_ranks_say_what_one_does(tmp_path, variant, kind):
     """Heads in llama.cpp's order, tensors of all experts, projections that are fused in the file; blocks of 32."""
     source = write_family(tmp_path / "checkpoint", variant, {"intermediate_size": 128})
-    check_two_ranks(write_gguf(source, tmp_path / "model.gguf", kind))
-
-
-def check_two_ranks(path: Path) -> None:
-    whole = make_llm(path)
-    workers = on_every_rank(2, lambda group: Worker(whole.config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group)))
-    made = on_every_rank(2, lambda group: forced_logits(workers[group.rank].runner, TEXT))
-    assert torch.equal(made[0], made[1])
-    torch.testing.assert_close(made[0], teacher_forced_logits(whole, TEXT), rtol=1e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_they_do_with_whole_super_blocks_of_256_inputs_and_no_others(wide, tmp_path, kind):
-    wider = {**WIDE, "num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 1}
-    source = write_checkpoint(tmp_path / "checkpoint", "llama", wider)
-    check_two_ranks(write_gguf(source, tmp_path / "model.gguf", kind))
-    path = write_gguf(wide, tmp_path / "narrow.gguf", kind)
-    config = EngineConfig.create(model=str(path), dtype="float32")
-    with pytest.raises(ValueError, match=r"o_proj: inputs 0 to 128 of 256, this rank's share.*groups of 256; .*_size"):
-        Worker(config, path, MAX_MODEL_LEN, Mesh(0, tp=ThreadGroup(0, 2)))
+    path = write_gguf(source, tmp_path / "model.gguf", kind)
+    wanted = teacher_forced_logits(make_llm(path), TEXT)
+    torch.testing.assert_close(logits_of_ranks(runners_of_ranks(path, 2), TEXT), wanted, rtol=1e-4, atol=2e-4)
 
 
 # ---- what is no such file

@@ -20,11 +20,22 @@ from quire.layers.attention_spec import AttentionSpec, HeadShare
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
 from quire.worker.worker import Worker
 from support.checkpoints import ALL_VARIANTS, Checkpoints, write_checkpoint
-from support.engines import GREEDY, MAX_MODEL_LEN, assert_preempted, finish, generate, make_llm, tokens_of
+from support.engines import (
+    GREEDY,
+    MAX_MODEL_LEN,
+    assert_preempted,
+    finish,
+    generate,
+    logits_of_ranks,
+    make_llm,
+    runners_of_ranks,
+    tokens_of,
+)
 from support.reference import LENGTHS, References, greedy, load, prompts
 from support.thread_group import ThreadGroup, on_every_rank
 
@@ -223,24 +234,27 @@ def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks
     ]
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-biases-linear-old", "qwen3-mixed-windows-biases"])
-def test_a_step_makes_two_all_reduces_a_layer(checkpoints, variant):
-    """And one for the embedding; and the logits are gathered once."""
-    executor = RankedExecutor(checkpoints.path(variant), 2)
-    for group in executor.groups:
-        group.calls.update(all_reduce=0, all_gather=0)
-    scheduler = Scheduler(
-        scheduler_limits(EngineConfig.create(max_num_seqs=32), MAX_MODEL_LEN), executor.kv_cache.num_blocks,
-        list(executor.kv_cache.specs), 16,
-    )  # fmt: skip
-    core = EngineCore(scheduler, executor)
-    for i, prompt in enumerate(([5, 6, 7], [8] * 40)):
-        core.add_request(EngineCoreRequest(str(i), prompt, GREEDY, seed=0, max_tokens=1))
-    finish(core)
-    layers = len(executor.runners[0].model.layers)
-    for runner in executor.runners:
-        group = runner.model.embedding.group
-        assert group.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1}
+def sums_of_a_layer(spec: DecoderSpec, layer: int) -> int:
+    mixer, branches = spec.mixers[layer], 1 if spec.residual == "parallel" else 2
+    normed = isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None and mixer.qk_norm_over == "all"
+    return branches + 2 * normed  # the squares of queries and of keys
+
+
+@pytest.mark.parametrize("variant", FIRST)
+def test_ranks_add_up_twice_a_layer_or_once_if_attention_and_mlp_share_a_residual(checkpoints, variant):
+    """And once for the embedding. The logits are gathered once."""
+    runners = runners_of_ranks(checkpoints.path(variant), 2)
+    groups = [runner.model.residual_stream.group for runner in runners]
+    for group in groups:
+        group.calls.clear()
+    logits_of_ranks(runners, [5, 6, 7])
+    spec = runners[0].model.spec
+    sums = [sums_of_a_layer(spec, layer) for layer in range(spec.num_layers)]
+    assert [group.calls for group in groups] == [{"all_reduce": 1 + sum(sums), "all_gather": 1}] * 2
+    if variant in ("gpt_neox", "falcon", "cohere", "phi"):
+        assert sums == [1] * spec.num_layers
+    if variant in ("llama", "deepseek_v2", "qwen2_moe", "gpt_oss"):
+        assert sums == [2] * spec.num_layers
 
 
 @pytest.mark.parametrize("variant", ["llama", "mixtral"])

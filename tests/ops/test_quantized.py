@@ -65,6 +65,19 @@ def test_a_quantized_matrix_means_what_its_description_says():
         torch.testing.assert_close(made, x @ dense.T + bias, rtol=1e-5, atol=1e-4)
 
 
+def test_an_input_may_have_several_columns_of_which_one_is_not_zero():
+    """So that a rank's parts of groups become groups of one size (quantization/integers.py)."""
+    torch.manual_seed(0)
+    dense, codes = torch.zeros(8, 24), torch.full((8, 32), 128, dtype=torch.uint8)
+    order = torch.cat([torch.randperm(24), torch.tensor([3, 3, 0, 23, 9, 9, 9, 1])])
+    codes[:, :24] = torch.randint(0, 256, (8, 24))
+    scales = torch.rand(8, 2) * 0.1
+    dense[:, order[:24]] = (codes[:, :24].float() - 128) * scales.repeat_interleave(16, 1)[:, :24]
+    matrix, x = QuantizedMatrix(codes, scales, 16, 32, order=order, num_inputs=24), torch.randn(3, 24)
+    assert torch.equal(matrix.dequantize(), dense)
+    torch.testing.assert_close(OPS["quantized_linear"].reference(x, matrix, None), x @ dense.T, rtol=1e-5, atol=1e-4)
+
+
 def test_quantized_matrices_of_one_form_become_one():
     for matrix in quantized_matrices():
         halves = [matrix.rows(0, 3), matrix.rows(3, 3), matrix.rows(3, matrix.out_features)]

@@ -31,7 +31,7 @@ def test_no_option_is_declared_and_listed_as_absent():
     [
         {"enable_chunked_prefill": True, "tokenizer_mode": "auto", "pipeline_parallel_size": 1, "enable_lora": False},
         {"seed": None, "swap_space": 4, "cpu_offload_gb": 0.0, "disable_log_stats": True, "max_loras": None},
-        {"trust_remote_code": True, "compilation_config": 3, "disable_custom_all_reduce": True, "worker_cls": "auto"},
+        {"trust_remote_code": True, "compilation_config": 3, "disable_cascade_attn": True, "worker_cls": "auto"},
         {"served_model_name": "small", "structured_outputs_config": {}, "distributed_executor_backend": "mp"},
     ],
 )
@@ -46,7 +46,7 @@ def test_options_that_ask_for_nothing_are_accepted(options):
         "--no-enable-lora --tokenizer-mode auto -pp 1 -dp=1",
         "--enable-lora=false --enable_chunked_prefill true",
         "--swap-space 16 --max-seq-len-to-capture 8192 -O3 --limit-mm-per-prompt.image 0",
-        "--disable-log-requests --disable-custom-all-reduce --use-v2-block-manager --cudagraph-capture-sizes 1 2 4",
+        "--disable-log-requests --disable-cascade-attn --use-v2-block-manager --cudagraph-capture-sizes 1 2 4",
     ],
 )
 def test_they_are_accepted_on_the_command_line(line):
@@ -96,7 +96,7 @@ def test_errors_of_the_command_line_are_two_lines_at_most(line, status, message,
 
 def test_what_has_no_effect_is_said(caplog):
     with caplog.at_level(logging.WARNING, "quire"):
-        EngineConfig.create(trust_remote_code=True, swap_space=4, disable_custom_all_reduce=False)
+        EngineConfig.create(trust_remote_code=True, swap_space=4, disable_cascade_attn=False)
     assert [record.getMessage() for record in caplog.records] == [
         "trust_remote_code has no effect: code in checkpoints is never run",
         "swap_space has no effect: preempted requests are computed again",

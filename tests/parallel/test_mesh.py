@@ -60,6 +60,8 @@ def test_a_mesh_of_one_rank_meets_nobody_and_its_collectives_change_nothing():
         communicator: Communicator = getattr(mesh, axis)
         assert communicator.all_reduce(x) is x
         assert communicator.all_gather(x, 3) is x
+        assert communicator.reduce_scatter(x) is x
+        assert communicator.all_gather_rows(x, 2) is x
         assert communicator.minimum(7) == 7
         assert communicator.share(5) == (0, 5)
 
@@ -108,6 +110,11 @@ for axis in ("dp", "pp", "cp", "tp", "ep"):
     total = int(group.all_reduce(torch.tensor([10 ** rank])))
     start, stop = group.share(3)
     gathered = group.all_gather(torch.arange(start, stop)[None], 3)[0].tolist()
+    for rows in (0, 1, 3, 8):  # some ranks have none, or fewer than others
+        x = torch.arange(rows * 2.0).view(rows, 2)
+        start, stop = group.share(rows)
+        assert torch.equal(group.reduce_scatter(x * (group.rank + 1)), x[start:stop] * sum(range(group.size + 1)))
+        assert torch.equal(group.all_gather_rows(x[start:stop], rows), x)
     print(axis, group.rank, group.size, total, gathered, group.minimum(rank), flush=True)
 os._exit(0)  # Gloo may abort a process that ends right after a collective
 """

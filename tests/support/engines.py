@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.executor.uniproc import UniprocExecutor
@@ -19,7 +20,10 @@ from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits, NewRequest, SchedulerOutput
 from quire.ops.cpu.build import library
 from quire.ops.registry import OPS
+from quire.parallel.mesh import Mesh
 from quire.worker.model_runner import ModelRunner
+from quire.worker.worker import Worker
+from support.thread_group import on_every_rank
 
 MAX_MODEL_LEN = 176  # the longest prompt of the tests, its 64 tokens, and a few
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -122,3 +126,18 @@ def forced_logits(runner: ModelRunner, text: list[int], chunks: Sequence[int] = 
         flat = batch.flatten(step)
         rows.append(model.logits(runner.forward(runner.staging.stage(flat, flat.size, step, {})[0])))
     return torch.cat(rows)
+
+
+def runners_of_ranks(path: Path, ranks: int, **options: Any) -> list[Any]:
+    """The runners of tensor-parallel ranks that are threads."""
+    given = {"dtype": "float32", "max_num_seqs": 4, "tensor_parallel_size": ranks, **options}
+    config = EngineConfig.create(model=str(path), **given)
+    workers = on_every_rank(ranks, lambda group: Worker(config, path, MAX_MODEL_LEN, Mesh(group.rank, tp=group)))
+    return [worker.runner for worker in workers]
+
+
+def logits_of_ranks(runners: Sequence[Any], text: list[int], chunks: Sequence[int] = ()) -> Tensor:
+    """Like teacher_forced_logits. The ranks must agree."""
+    made = on_every_rank(len(runners), lambda group: forced_logits(runners[group.rank], text, chunks))
+    assert all(torch.equal(logits, made[0]) for logits in made)
+    return made[0]

@@ -69,7 +69,7 @@ class SharedExperts:
                 dp = ThreadGroup(replica, count, None, everyone)
                 return replace(mesh, rank=rank, size=count * of_replica, dp=dp, ep=group)
 
-            executor = StagedExecutor(config, path, MAX_MODEL_LEN, among_others)
+            executor = StagedExecutor(config, path, MAX_MODEL_LEN, among_others=among_others)
             kv = executor.kv_cache
             limits = scheduler_limits(config, MAX_MODEL_LEN)
             scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), config.cache.block_size)

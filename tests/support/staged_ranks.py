@@ -46,8 +46,9 @@ class StagedExecutor(Executor):
     """Runs each step on all ranks, which are threads, with the workers' real runners."""
 
     def __init__(
-        self, config: EngineConfig, path: Path, max_model_len: int, among_others: Callable[[Mesh], Mesh] = lambda m: m
-    ) -> None:
+        self, config: EngineConfig, path: Path, max_model_len: int, meeting: None = None,
+        among_others: Callable[[Mesh], Mesh] = lambda mesh: mesh,
+    ) -> None:  # fmt: skip
         """among_others: adds the groups of a rank that contain ranks of other replicas."""
         stages, ranks = config.parallel.pipeline_parallel_size, config.parallel.tensor_parallel_size
         lines = [[queue.SimpleQueue[Tensor]() for _ in range(stages)] for _ in range(ranks)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,8 +27,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class ThreadGroup(Communicator):
+    """calls: how often each collective was called with a tensor that is not empty."""
+
     meeting: Any = None
-    calls: dict[str, int] = field(default_factory=lambda: {"all_reduce": 0, "all_gather": 0, "all_to_all": 0})
+    calls: Counter[str] = field(default_factory=Counter)
     bytes_sent: list[int] = field(default_factory=list)  # to other ranks, by each all-to-all
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -38,9 +41,14 @@ class ThreadGroup(Communicator):
         return values
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.calls["all_reduce"] += 1
+        self.calls["all_reduce"] += bool(x.numel())
         total = torch.stack(self._exchange(x.clone())).sum(0)
         return x.copy_(total)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.calls["reduce_scatter"] += bool(x.numel())
+        start, stop = self.share(len(x))
+        return torch.stack(self._exchange(x.clone())).sum(0)[start:stop]
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         self.calls["all_gather"] += 1
@@ -53,6 +61,12 @@ class ThreadGroup(Communicator):
         arrived = [of_rank[self.rank] for of_rank in self._exchange([part.clone() for part in parts])]
         assert [len(part) for part in arrived] == received
         return Exchange(torch.cat(arrived))
+
+    def all_gather_rows(self, x: Tensor, total: int) -> Tensor:
+        start, stop = self.share(total)
+        assert len(x) == stop - start
+        self.calls["all_gather_rows"] += bool(total)
+        return torch.cat(self._exchange(x.clone()))
 
     def minimum(self, value: int) -> int:
         return min(self._exchange(value))

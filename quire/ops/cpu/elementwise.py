@@ -41,7 +41,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     stride, last = x.stride()
     to_stride, to_last = residual.stride()
     same_types = residual.dtype is dtype and (wide_weight or weight.dtype is dtype)
-    if not same_types or last != 1 or to_last != 1 or source == to:
+    if not same_types or last != 1 or to_last != 1 or (rows and source == to):
         return reference.add_rms_norm.reference(x, residual, weight, eps)  # type: ignore[no-any-return]
     kernel("quire_add_rms_norm", "iiplplllpfi")(
         dtype is torch.bfloat16, wide_weight, source, stride, to, to_stride, rows, dim, weight.data_ptr(), eps,
@@ -81,7 +81,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Overwrites the residual stream with the sum."""
-    if not (_fits(x, residual, weight, bias) and _fits(residual)) or x.data_ptr() == residual.data_ptr():
+    if not (_fits(x, residual, weight, bias) and _fits(residual)) or (len(x) and x.data_ptr() == residual.data_ptr()):
         return reference.add_layer_norm.reference(x, residual, weight, bias, eps)  # type: ignore[no-any-return]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _layer_norm(x, residual, weight, bias, eps, out)

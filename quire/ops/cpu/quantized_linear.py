@@ -51,7 +51,7 @@ def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, b
     if isinstance(weight, QuantizedMatrix):  # a form that has no product in integers
         return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     form = weight.form
-    check_width(x.shape[1], form.in_features)
+    check_width(x.shape[1], form.num_inputs or form.in_features)
     x = x if form.order is None else x[:, form.order]
     rows = x.shape[0]
     stride, last = x.stride()

@@ -1,9 +1,10 @@
-// Sums over the ranks of a machine, through memory that they share.
+// Sums over the ranks of a machine, and rows of all of them, through memory that they share.
 //
 // A rank copies its summand into a slot of its own, says that it has arrived, waits for the others, and adds up all
-// slots in the order of the ranks: so all ranks have the same bits. Slots exist twice, for rounds with even and with odd
-// numbers. A rank that begins a round has seen all others arrive at the round before, so nobody still reads the slots
-// that it writes.
+// slots in the order of the ranks: so all ranks have the same bits. If each rank wants its share of the sum only, it adds
+// up that part of the slots, and if rows are gathered, it copies the slots of the others. Slots exist twice, for rounds
+// with even and with odd numbers. A rank that begins a round has seen all others arrive at the round before, so nobody
+// still reads the slots that it writes.
 #include <sched.h>
 
 #include <algorithm>
@@ -46,30 +47,60 @@ void add_up(T* out, const char* slots, int ranks, int64_t slot_bytes, int64_t co
   memcpy(out + i, rest, (count - i) * sizeof(T));
 }
 
-template <class T>
-void all_reduce(T* data, int64_t count, char* memory, int rank, int ranks, int64_t slot_bytes) {
-  Arrival* arrivals = (Arrival*)memory;
-  for (int64_t first = 0; first < count; first += slot_bytes / int64_t(sizeof(T))) {
-    const int64_t size = std::min(count - first, slot_bytes / int64_t(sizeof(T)));
+struct Memory {
+  char* start;  // an Arrival for each rank, then 2 * ranks slots, all zero at first
+  int rank, ranks;
+  int64_t slot_bytes;
+
+  // One round: shows `bytes` bytes to the other ranks. Returns the slots, once all ranks have filled theirs.
+  const char* exchange(const void* data, int64_t bytes) const {
+    Arrival* arrivals = (Arrival*)start;
     const uint64_t round = arrivals[rank].round.load(std::memory_order_relaxed) + 1;
-    char* slots = memory + ranks * sizeof(Arrival) + round % 2 * ranks * slot_bytes;
-    memcpy(slots + rank * slot_bytes, data + first, size * sizeof(T));
+    char* slots = start + ranks * sizeof(Arrival) + round % 2 * ranks * slot_bytes;
+    if (bytes) memcpy(slots + rank * slot_bytes, data, bytes);
     arrivals[rank].round.store(round, std::memory_order_release);
     for (int other = 0; other < ranks; other++)
       for (int spins = 0; arrivals[other].round.load(std::memory_order_acquire) < round; spins++)
         spins < SPINS ? pause() : void(sched_yield());
-    add_up(data + first, slots, ranks, slot_bytes, size);
+    return slots;
+  }
+};
+
+// out: [stop - start], the elements [start, stop) of the sum. It may lie in `data`, at `start`.
+template <class T>
+void reduce(const T* data, int64_t count, T* out, int64_t start, int64_t stop, const Memory& memory) {
+  const int64_t most = memory.slot_bytes / int64_t(sizeof(T));
+  for (int64_t first = 0; first < count; first += most) {
+    const int64_t size = std::min(count - first, most);
+    const char* slots = memory.exchange(data + first, size * sizeof(T));
+    const int64_t from = std::max(first, start), to = std::min(first + size, stop);
+    if (from < to)
+      add_up(out + from - start, slots + (from - first) * sizeof(T), memory.ranks, memory.slot_bytes, to - from);
   }
 }
 
 }  // namespace
 
-// memory: an Arrival for each rank, then 2 * ranks slots of slot_bytes, all zero at first.
-extern "C" void quire_all_reduce(int is_bf16, void* data, int64_t count, void* memory, int rank, int ranks,
-                                 int64_t slot_bytes) {
+extern "C" void quire_reduce(int is_bf16, const void* data, int64_t count, void* out, int64_t start, int64_t stop,
+                             void* memory, int rank, int ranks, int64_t slot_bytes) {
+  const Memory shared{(char*)memory, rank, ranks, slot_bytes};
   if (is_bf16)
-    all_reduce((bf16*)data, count, (char*)memory, rank, ranks, slot_bytes);
+    reduce((const bf16*)data, count, (bf16*)out, start, stop, shared);
   else
-    all_reduce((float*)data, count, (char*)memory, rank, ranks, slot_bytes);
+    reduce((const float*)data, count, (float*)out, start, stop, shared);
 }
-RECORDABLE(quire_all_reduce)
+RECORDABLE(quire_reduce)
+
+// data: this rank's part of `out`, [total] bytes. All parts have `part` bytes, but the last ones may be short or empty.
+extern "C" void quire_gather(const void* data, void* out, int64_t part, int64_t total, void* memory, int rank, int ranks,
+                             int64_t slot_bytes) {
+  const Memory shared{(char*)memory, rank, ranks, slot_bytes};
+  for (int64_t first = 0; first < part; first += slot_bytes) {
+    const int64_t most = std::min(part - first, slot_bytes);
+    auto size = [&](int of) { return std::clamp(total - of * part - first, int64_t(0), most); };
+    const char* slots = shared.exchange((const char*)data + first, size(rank));
+    for (int of = 0; of < ranks; of++)
+      if (size(of)) memcpy((char*)out + of * part + first, slots + of * slot_bytes, size(of));
+  }
+}
+RECORDABLE(quire_gather)

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a machine, through memory that they share (shared_sums.cpp)."""
+"""Sums over the ranks of a machine, and rows of all of them, through memory that they share (shared_sums.cpp)."""
 
 import contextlib
 import ctypes
@@ -11,14 +11,46 @@ from torch import Tensor
 
 from quire.metrics.logging import logger
 from quire.ops.cpu.build import kernel, library
-from quire.parallel.mesh import Communicator
+from quire.parallel.mesh import Communicator, Shortcut
 
 _ARRIVAL_BYTES = 64  # of a rank, see shared_sums.cpp
 _SLOT_BYTES = 1 << 19  # of a rank in a round; what is larger takes several rounds
 
 
+class SharedSums(Shortcut):
+    """Takes contiguous tensors on CPUs: sums of float32 and bfloat16, and rows of any type."""
+
+    def __init__(self, group: Communicator, memory: mmap.mmap) -> None:
+        self.group = group
+        self.first = ctypes.c_char.from_buffer(memory)  # keeps the memory mapped as long as this object exists
+        self.place = ctypes.addressof(self.first), group.rank, group.size, _SLOT_BYTES
+
+    def all_reduce(self, x: Tensor) -> bool:
+        return self._reduce(x, x, 0, x.numel())
+
+    def reduce_scatter(self, x: Tensor, out: Tensor) -> bool:
+        start, stop = self.group.share(len(x))
+        return self._reduce(x, out, start * x.shape[1], stop * x.shape[1])
+
+    def _reduce(self, x: Tensor, out: Tensor, start: int, stop: int) -> bool:
+        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or not x.is_contiguous():
+            return False
+        is_bf16 = x.dtype is torch.bfloat16
+        kernel("quire_reduce", "iplpllpiil")(
+            is_bf16, x.data_ptr(), x.numel(), out.data_ptr(), start, stop, *self.place
+        )  # fmt: skip
+        return True
+
+    def all_gather(self, x: Tensor, out: Tensor) -> bool:
+        if x.device.type != "cpu":
+            return False
+        x, part = x.contiguous(), -(-len(out) // self.group.size) * out.stride(0) * out.itemsize
+        kernel("quire_gather", "ppllpiil")(x.data_ptr(), out.data_ptr(), part, out.nbytes, *self.place)
+        return True
+
+
 def with_shared_sums(group: Communicator) -> Communicator:
-    """The group, with sums of float32 and bfloat16 on CPUs through shared memory. All ranks must be on this machine.
+    """The group, with exchanges on CPUs through shared memory. All ranks must be on this machine.
 
     The group stays as it was if the kernels are missing somewhere, or the system gives no such memory.
     """
@@ -29,18 +61,7 @@ def with_shared_sums(group: Communicator) -> Communicator:
         logger.warning("The ranks cannot share memory, so steps take longer")
         return group
     assert memory is not None
-    first = ctypes.c_char.from_buffer(memory)  # keeps the memory mapped as long as `add_up` exists
-
-    def add_up(x: Tensor) -> bool:
-        if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16) or not x.is_contiguous():
-            return False
-        kernel("quire_all_reduce", "iplpiil")(
-            x.dtype is torch.bfloat16, x.data_ptr(), x.numel(), ctypes.addressof(first), group.rank, group.size,
-            _SLOT_BYTES,
-        )  # fmt: skip
-        return True
-
-    return replace(group, add_up=add_up, capturable=True)
+    return replace(group, shortcut=SharedSums(group, memory), capturable=True)
 
 
 def _share(group: Communicator) -> mmap.mmap | None:

@@ -24,6 +24,8 @@ class QuantizedMatrix:
     scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are multiplied by factors
     factors: [out, groups / n, 1 or 2], for the scales and the offsets of n neighbouring groups (GGUF's super-blocks)
     order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if column j is input j
+    num_inputs: if some inputs have several columns, of which all but one are zeros: the number of inputs, where
+        in_features counts columns
     """
 
     codes: Tensor
@@ -33,6 +35,7 @@ class QuantizedMatrix:
     offsets: Tensor | None = None
     factors: Tensor | None = None
     order: Tensor | None = None
+    num_inputs: int | None = None
 
     @property
     def out_features(self) -> int:
@@ -58,9 +61,7 @@ class QuantizedMatrix:
 
     def dequantize(self) -> Tensor:
         """[out, in], float32, the inputs in their own order"""
-        codes = self.codes
-        if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, : self.in_features]
+        codes = self.single_codes()
         weight = codes.float()
         if self.offsets is None and codes.dtype is torch.uint8:
             weight -= 1 << (self.bits - 1)
@@ -71,7 +72,16 @@ class QuantizedMatrix:
         if offsets is not None:
             weight += offsets[..., None]
         weight = weight.flatten(1)[:, : self.in_features]
-        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+        if self.order is None:
+            return weight
+        inputs = weight.new_zeros(len(weight), self.num_inputs or self.in_features)
+        return inputs.index_add_(1, self.order, weight)
+
+    def single_codes(self) -> Tensor:
+        """[out, in], one code in each element"""
+        if self.bits == 8:
+            return self.codes
+        return torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)[:, : self.in_features]
 
     def effective_scales(self) -> Tensor:
         """[out, groups], float32"""

@@ -335,7 +335,7 @@ def _pack(matrix: QuantizedMatrix) -> PackedMatrix:
         scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
     return PackedMatrix(
         codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
-        order=order, run=run, x_order=matrix.order,
+        order=order, num_inputs=matrix.num_inputs, run=run, x_order=matrix.order,
     )  # fmt: skip
 
 

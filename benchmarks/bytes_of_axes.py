@@ -1,0 +1,239 @@
+"""What a rank sends to other ranks, for each axis: counted in real layers, and scaled to the shapes of real models.
+
+    python -m benchmarks.bytes_of_axes [--ranks 4]
+
+The layers of a small model of the same architecture run on one rank, whose communicators write down what is sent and
+exchange nothing (`count`). `layer`, `boundary` and `ends` are formulas for the same, and
+tests/bench/test_bytes_of_axes.py holds them against what was counted. The table has what the formulas say of the real
+shapes, in bfloat16.
+
+Bytes are those that a rank sends in a ring: of a tensor of n bytes and N ranks, n (N - 1) / N in a reduce-scatter or an
+all-gather, twice as many in an all-reduce, and n if it is sent to one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.layers.attention_spec import AttentionSpec
+from quire.layers.step_inputs import StepSize
+from quire.models.registry import spec_of
+from quire.models.spec import DecoderSpec
+from quire.parallel.mesh import Communicator, Mesh
+from quire.worker.worker import Worker
+
+BYTES = 2  # of an element, in bfloat16
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    },
+    "Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936, "norm_topk_prob": True,
+    },
+    "Falcon-7B": {
+        "architectures": ["FalconForCausalLM"], "hidden_size": 4544, "num_hidden_layers": 32, "vocab_size": 65024,
+        "num_attention_heads": 71, "multi_query": True, "parallel_attn": True, "new_decoder_architecture": False,
+        "bias": False, "alibi": False,
+    },
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96,
+    "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 320, "num_hidden_layers": 3,
+}  # fmt: skip
+
+
+def small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a small model of the same architecture."""
+    return {name: SMALL.get(name, value) for name, value in config.items()}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """calls: how often a rank exchanges something. values: elements that it sends, all calls together."""
+
+    calls: int = 0
+    values: float = 0.0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.calls + other.calls, self.values + other.values)
+
+    def __mul__(self, times: int) -> Sent:
+        return Sent(self.calls * times, self.values * times)
+
+
+@dataclass(frozen=True)
+class Counting(Communicator):
+    """Exchanges nothing, and counts what it would send. What it returns has the right shape."""
+
+    counted: Counter[str] = field(default_factory=Counter)
+
+    def _count(self, values: float) -> None:
+        if values:
+            self.counted.update(calls=1, values=values)  # type: ignore[call-arg]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._count(2 * x.numel() * (self.size - 1) / self.size)
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self._count(x.numel() * (self.size - 1) / self.size)
+        start, stop = self.share(len(x))
+        return x[start:stop]
+
+    def all_gather(self, x: Tensor, total: int) -> Tensor:
+        self._count(total * len(x) * (self.size - 1) / self.size)
+        return x.new_zeros(len(x), total)
+
+    def all_gather_rows(self, x: Tensor, total: int) -> Tensor:
+        self._count(total * x.shape[1] * (self.size - 1) / self.size)
+        return x.new_zeros(total, x.shape[1])
+
+    def minimum(self, value: int) -> int:
+        return value
+
+    def total(self, value: int) -> int:
+        return value
+
+    def send(self, x: Tensor, to: int) -> Any:
+        self._count(x.numel())
+
+    def receive(self, x: Tensor, source: int) -> None:
+        x.zero_()
+
+    @property
+    def sent(self) -> Sent:
+        return Sent(self.counted["calls"], self.counted["values"])
+
+
+@dataclass(frozen=True)
+class Axes:
+    """tp: ranks that divide each layer. divides_tokens: --enable-sequence-parallel. pp: stages."""
+
+    tp: int = 1
+    divides_tokens: bool = False
+    pp: int = 1
+
+
+def count(config: Mapping[str, Any], axes: Axes, tokens: int, stage: int = 0) -> tuple[Sent, Sent]:
+    """(what a rank sends to its tensor group in a step, to other stages), counted in the layers of a whole model.
+
+    tokens: of the step, all of which are sampled from; a multiple of axes.tp.
+    """
+    groups = Counting(0, axes.tp), Counting(stage, axes.pp)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        options = EngineConfig.create(
+            model=folder, load_format="dummy", device="cpu", max_num_seqs=tokens, num_gpu_blocks_override=tokens + 1,
+            tensor_parallel_size=axes.tp, enable_sequence_parallel=axes.divides_tokens, enforce_eager=True,
+            pipeline_parallel_size=axes.pp,
+        )  # fmt: skip
+        mesh = Mesh(1, size=axes.tp * axes.pp, tp=groups[0], pp=groups[1])
+        runner = Worker(options, Path(folder), 64, mesh).runner
+    for group in groups:
+        group.counted.clear()
+    with torch.inference_mode():
+        hidden = runner.forward(runner.staging.stage_dummy(StepSize(tokens, tokens, 1)))
+        if runner.model.stage.has_head:
+            runner.model.logits(hidden)
+    return groups[0].sent, groups[1].sent
+
+
+def layer(spec: DecoderSpec, index: int, axes: Axes) -> Sent:
+    """What a rank sends for each token in a layer."""
+    if axes.tp == 1:
+        return Sent()
+    mixer, parallel, part = spec.mixers[index], spec.residual == "parallel", (axes.tp - 1) / axes.tp
+    sums = 1 if parallel else 2
+    inputs = (
+        2 if parallel and spec.names.get("mlp_norm") is not None else sums
+    )  # that are gathered if tokens are divided
+    out = Sent(sums, 2 * sums * spec.hidden_size * part)
+    if axes.divides_tokens:
+        out = Sent(sums + inputs, (sums + inputs) * spec.hidden_size * part)
+    if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None and mixer.qk_norm_over == "all":
+        out += Sent(2, 2 * 2 * part)  # the squares of its queries and keys
+    return out
+
+
+def boundary(spec: DecoderSpec, axes: Axes) -> Sent:
+    """What a rank sends for each token to the next stage, and to its tensor group there, which joins the parts."""
+    if axes.pp == 1:
+        return Sent()
+    joins = axes.tp > 1 and not axes.divides_tokens
+    return Sent(1, spec.hidden_size / axes.tp) + Sent(joins, joins * spec.hidden_size * (axes.tp - 1) / axes.tp)
+
+
+def ends(spec: DecoderSpec, axes: Axes) -> Sent:
+    """What a rank sends for each token at the embedding, and for each sampled token at the head."""
+    if axes.tp == 1:
+        return Sent()
+    part = (axes.tp - 1) / axes.tp
+    out = Sent(2, (2 * (spec.embedding_size or spec.hidden_size) + spec.vocab_size) * part)
+    return out + Sent(1, spec.hidden_size * part) if axes.divides_tokens else out
+
+
+def sentence(sent: Sent, where: str) -> str:
+    return f"{sent.calls} {where} | {sent.values * BYTES:,.0f}"
+
+
+def rows(spec: DecoderSpec, ranks: int) -> list[str]:
+    """Of a rank in the middle: its layers, and the boundary behind them."""
+    table = []
+    for name, axes, literature in (
+        (f"tp, {ranks} ranks", Axes(ranks), MEGATRON_PARALLEL if spec.residual == "parallel" else MEGATRON),
+        (f"tp, {ranks} ranks, tokens divided", Axes(ranks, True), SEQUENCE),
+        (f"pp, {ranks} stages", Axes(pp=ranks), GPIPE),
+        (f"pp, {ranks} stages of {ranks} ranks", Axes(ranks, pp=ranks), SCATTER),
+        (f"pp, {ranks} stages of {ranks} ranks, tokens divided", Axes(ranks, True, ranks), "nothing to gather"),
+    ):
+        of_layer, between = layer(spec, 0, axes), boundary(spec, axes)
+        whole = of_layer * (spec.num_layers // axes.pp) + between
+        at = sentence(between, "a boundary") if axes.pp > 1 else sentence(of_layer, "a layer")
+        table.append(f"| {name} | {at} | {whole.calls} | {whole.values * BYTES / 1024:,.0f} | {literature} |")
+    return table + OTHERS
+
+
+MEGATRON = "2 all-reduces in a layer forward ([Megatron-LM](https://arxiv.org/abs/1909.08053))"
+MEGATRON_PARALLEL = "1 all-reduce instead of 2 ([Pope et al.](https://arxiv.org/abs/2211.05102))"
+SEQUENCE = "as many bytes as all-reduces ([Korthikanti et al.](https://arxiv.org/abs/2205.05198))"
+GPIPE = "one activation at a boundary ([GPipe](https://arxiv.org/abs/1811.06965))"
+SCATTER = "1/tp on each link, then an all-gather ([Narayanan et al.](https://arxiv.org/abs/2104.04473))"
+OTHERS = [
+    "| dp, without experts | 0 | 0 | 0 | 0 | replicas share no request |",
+    "| ep | not counted yet | | | | |",
+    "| cp | not counted yet | | | | |",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of a tensor group, and stages of a pipeline")
+    options = parser.parse_args()
+    for name, config in MODELS.items():
+        spec = spec_of(config)
+        further = ends(spec, Axes(options.ranks))
+        print(f"{name}: hidden size {spec.hidden_size:,}, {spec.num_layers} layers\n")
+        print("| axis | calls | bytes of a token there | calls in a step | KiB of a token in a step | literature |")
+        print("|---|---|---|---|---|---|", *rows(spec, options.ranks), sep="\n")
+        print(
+            f"\nAt the ends of the model, {further.calls} more calls of tp with {further.values * BYTES:,.0f} bytes: "
+            "the sum of the embeddings of all tokens, and the logits of those that are sampled from.\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

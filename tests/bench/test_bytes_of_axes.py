@@ -1,0 +1,62 @@
+"""What ranks send: the formulas of benchmarks/bytes_of_axes.py say what real layers do."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.models.registry import spec_of
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "bytes_of_axes.py"
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("bytes_of_axes", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bytes_of_axes"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("axes", [(2,), (4,), (2, True), (4, True)])
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B", "Falcon-7B"])
+def test_a_tensor_group_sends_what_the_formula_says(bench, model, axes):
+    config, axes = bench.small(bench.MODELS[model]), bench.Axes(*axes)
+    spec = spec_of(config)
+    expected = bench.layer(spec, 0, axes) * spec.num_layers + bench.ends(spec, axes)
+    counted, elsewhere = bench.count(config, axes, TOKENS)
+    assert counted == bench.Sent(expected.calls, expected.values * TOKENS)
+    assert elsewhere == bench.Sent()
+
+
+@pytest.mark.parametrize("axes", [(1, False, 3), (2, False, 3), (4, True, 3)])
+@pytest.mark.parametrize("model", ["Llama-3.1-8B", "Falcon-7B"])
+def test_a_stage_in_the_middle_does_too(bench, model, axes):
+    config, axes = bench.small(bench.MODELS[model]), bench.Axes(*axes)
+    spec = spec_of(config)  # of three layers, so a stage has one
+    expected = bench.layer(spec, 0, axes) + bench.boundary(spec, axes)
+    to_group, to_stages = bench.count(config, axes, TOKENS, stage=1)
+    assert to_group + to_stages == bench.Sent(expected.calls, expected.values * TOKENS)
+    assert to_stages == bench.Sent(1, spec.hidden_size * TOKENS / axes.tp)
+
+
+def test_two_norms_of_a_shared_residual_are_gathered_both(bench):
+    config = {**bench.SMALL, "architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.25, "use_parallel_residual": True}
+    spec, axes = spec_of(config), bench.Axes(4, True)
+    expected = bench.layer(spec, 0, axes) * 3 + bench.ends(spec, axes)
+    assert bench.count(config, axes, TOKENS)[0] == bench.Sent(expected.calls, expected.values * TOKENS)
+    assert bench.layer(spec, 0, axes).calls == 3
+
+
+def test_the_table_of_a_real_model(bench):
+    first, *_ = bench.rows(spec_of(bench.MODELS["Llama-3.1-8B"]), 4)
+    sent = 2 * 2 * 4096 * 3 // 4 * 2  # two all-reduces of 4096 elements of two bytes, in a ring of four
+    assert first.startswith(f"| tp, 4 ranks | 2 a layer | {sent:,} | 64 | {32 * sent // 1024} | 2 all-reduces")
