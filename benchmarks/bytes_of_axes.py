@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
+from quire.layers.specs import MoESpec
 from quire.layers.step_inputs import StepSize
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -186,6 +187,29 @@ def ends(spec: DecoderSpec, axes: Axes) -> Sent:
     return out + Sent(1, spec.hidden_size * part) if axes.divides_tokens else out
 
 
+def exchange(mlp: MoESpec, hidden: int, ranks: float, elsewhere: float) -> Sent:
+    """What a replica sends for each token in a layer with experts that replicas share: the token with the numbers of
+    its experts, to each of `ranks` other replicas, and as many results as come back for it, from `elsewhere` choices.
+    The numbers of rows, which are exchanged first, are not counted by token."""
+    return Sent(3, ranks * (hidden + mlp.top_k) + elsewhere * hidden)
+
+
+def expected_exchange(mlp: MoESpec, hidden: int, replicas: int) -> Sent:
+    """The same for tokens whose choices are independent, and equally likely on each replica."""
+    there = 1 - (1 - 1 / replicas) ** mlp.top_k  # probability that a replica has some of a token's experts
+    return exchange(mlp, hidden, (replicas - 1) * there, mlp.top_k * (replicas - 1) / replicas)
+
+
+def of_experts(spec: DecoderSpec, replicas: int) -> list[str]:
+    mlp = spec.mlps[0]
+    if not isinstance(mlp, MoESpec):
+        return []
+    sent = expected_exchange(mlp, spec.hidden_size, replicas)
+    whole = sent * sum(isinstance(m, MoESpec) for m in spec.mlps)
+    at = sentence(sent, "a layer")
+    return [f"| ep, {replicas} replicas | {at} | {whole.calls} | {whole.values * BYTES / 1024:,.0f} | {GSHARD} |"]
+
+
 def sentence(sent: Sent, where: str) -> str:
     return f"{sent.calls} {where} | {sent.values * BYTES:,.0f}"
 
@@ -204,7 +228,7 @@ def rows(spec: DecoderSpec, ranks: int) -> list[str]:
         whole = of_layer * (spec.num_layers // axes.pp) + between
         at = sentence(between, "a boundary") if axes.pp > 1 else sentence(of_layer, "a layer")
         table.append(f"| {name} | {at} | {whole.calls} | {whole.values * BYTES / 1024:,.0f} | {literature} |")
-    return table + OTHERS
+    return table + OTHERS + of_experts(spec, ranks)
 
 
 MEGATRON = "2 all-reduces in a layer forward ([Megatron-LM](https://arxiv.org/abs/1909.08053))"
@@ -212,11 +236,11 @@ MEGATRON_PARALLEL = "1 all-reduce instead of 2 ([Pope et al.](https://arxiv.org/
 SEQUENCE = "as many bytes as all-reduces ([Korthikanti et al.](https://arxiv.org/abs/2205.05198))"
 GPIPE = "one activation at a boundary ([GPipe](https://arxiv.org/abs/1811.06965))"
 SCATTER = "1/tp on each link, then an all-gather ([Narayanan et al.](https://arxiv.org/abs/2104.04473))"
-OTHERS = [
-    "| dp, without experts | 0 | 0 | 0 | 0 | replicas share no request |",
-    "| ep | not counted yet | | | | |",
-    "| cp | not counted yet | | | | |",
-]
+GSHARD = (
+    "2 all-to-alls in a layer ([GShard](https://arxiv.org/abs/2006.16668)); a token once to each rank "
+    "([DeepSeek-V3](https://arxiv.org/abs/2412.19437))"
+)
+OTHERS = ["| dp, without experts | 0 | 0 | 0 | 0 | replicas share no request |"]
 
 
 def main() -> None:

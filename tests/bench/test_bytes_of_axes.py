@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from quire.layers.moe import MoE
+from quire.layers.specs import MoESpec
 from quire.models.registry import spec_of
+from quire.parallel.experts import ExpertRanks
+from support.layers import build_layer, draw
+from support.thread_group import ThreadGroup, on_every_rank
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "bytes_of_axes.py"
 TOKENS = 8
@@ -54,6 +60,27 @@ def test_two_norms_of_a_shared_residual_are_gathered_both(bench):
     expected = bench.layer(spec, 0, axes) * 3 + bench.ends(spec, axes)
     assert bench.count(config, axes, TOKENS)[0] == bench.Sent(expected.calls, expected.values * TOKENS)
     assert bench.layer(spec, 0, axes).calls == 3
+
+
+def test_replicas_that_share_experts_send_what_the_formula_says(bench):
+    hidden, size, names = 16, 4, {key: key for key in ("router", "expert_gate", "expert_up", "expert_down")}
+    names = {key: f"{name}.{{e}}" if key != "router" else name for key, name in names.items()}
+    spec, tokens = MoESpec(8, 3, 12), [draw(f"tokens {rank}", 50, hidden) for rank in range(size)]
+
+    def work(group: ThreadGroup) -> tuple[list[int], torch.Tensor]:
+        ranks = ExpertRanks(group, replicated=False)
+        layer, _ = build_layer(lambda builder: MoE(builder, spec, hidden, names), experts=ranks)
+        layer(tokens[group.rank])
+        return group.bytes_sent[1:], layer.route(tokens[group.rank])[1] // 2  # the rank of each chosen expert
+
+    made = on_every_rank(size, work)
+    ranks = [[len(set(row) - {rank}) for row in chosen.tolist()] for rank, (_, chosen) in enumerate(made)]
+    away = sum(int((chosen != rank).sum()) for rank, (_, chosen) in enumerate(made))
+    expected = bench.exchange(spec, hidden, sum(map(sum, ranks)), away)
+    assert sum(sum(sent) for sent, _ in made) == 4 * expected.values
+    assert {len(sent) + 1 for sent, _ in made} == {expected.calls}
+    likely = bench.expected_exchange(spec, hidden, size)
+    assert likely.values * 200 == pytest.approx(expected.values, rel=0.1)
 
 
 def test_the_table_of_a_real_model(bench):
