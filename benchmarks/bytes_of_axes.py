@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.context_parallel import sent_by_heads, sent_by_ring
 from quire.config import EngineConfig
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MoESpec
@@ -210,6 +211,24 @@ def of_experts(spec: DecoderSpec, replicas: int) -> list[str]:
     return [f"| ep, {replicas} replicas | {at} | {whole.calls} | {whole.values * BYTES / 1024:,.0f} | {GSHARD} |"]
 
 
+def of_contexts(spec: DecoderSpec, ranks: int) -> list[str]:
+    """Prefill context parallelism: for each token of a step, of which a rank computes one in `ranks`. The bytes are
+    those of benchmarks/context_parallel.py, which tests compare with the implementation."""
+    mixer = spec.mixers[0]
+    assert isinstance(mixer, AttentionSpec)
+    heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    ways = [("stripes", 2 * (ranks - 1), sent_by_ring(1, ranks, ranks, heads, dim, dim), RING)]
+    if kv_heads % ranks == 0:
+        ways.append(("heads", 3, sent_by_heads(1, ranks, ranks, heads, kv_heads, dim), ULYSSES))
+    table = []
+    for way, calls, size, literature in ways:
+        sent = Sent(calls, size / ranks / BYTES)
+        whole = sent * spec.num_layers
+        numbers = f"{sentence(sent, 'a layer')} | {whole.calls} | {whole.values * BYTES / 1024:,.0f}"
+        table.append(f"| pcp, {ranks} ranks, {way} | {numbers} | {literature} |")
+    return table
+
+
 def sentence(sent: Sent, where: str) -> str:
     return f"{sent.calls} {where} | {sent.values * BYTES:,.0f}"
 
@@ -228,7 +247,7 @@ def rows(spec: DecoderSpec, ranks: int) -> list[str]:
         whole = of_layer * (spec.num_layers // axes.pp) + between
         at = sentence(between, "a boundary") if axes.pp > 1 else sentence(of_layer, "a layer")
         table.append(f"| {name} | {at} | {whole.calls} | {whole.values * BYTES / 1024:,.0f} | {literature} |")
-    return table + OTHERS + of_experts(spec, ranks)
+    return table + OTHERS + of_experts(spec, ranks) + of_contexts(spec, ranks)
 
 
 MEGATRON = "2 all-reduces in a layer forward ([Megatron-LM](https://arxiv.org/abs/1909.08053))"
@@ -240,6 +259,8 @@ GSHARD = (
     "2 all-to-alls in a layer ([GShard](https://arxiv.org/abs/2006.16668)); a token once to each rank "
     "([DeepSeek-V3](https://arxiv.org/abs/2412.19437))"
 )
+RING = "queries and results go around ([Yang et al.](https://arxiv.org/abs/2411.01783), pass-Q)"
+ULYSSES = "all-to-alls of heads, 1/N of the bytes ([Ulysses](https://arxiv.org/abs/2309.14509))"
 OTHERS = ["| dp, without experts | 0 | 0 | 0 | 0 | replicas share no request |"]
 
 

@@ -143,6 +143,8 @@ class ParallelConfig:
     """Parallelism."""
 
     tensor_parallel_size: int = option(1, flags=("-tp",))
+    decode_context_parallel_size: int = option(1, flags=("-dcp",))
+    prefill_context_parallel_size: int = option(1, flags=("-pcp",))
     pipeline_parallel_size: int = option(1, flags=("-pp",))
     pipeline_layers: list[int] = option([])
     enable_sequence_parallel: bool = False
@@ -159,6 +161,10 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        at_least(self, 1, "decode_context_parallel_size", "prefill_context_parallel_size")
+        if self.tensor_parallel_size % self.decode_context_parallel_size:
+            raise ConfigError(f"decode_context_parallel_size={self.decode_context_parallel_size} must divide "
+                              f"tensor_parallel_size={self.tensor_parallel_size}, whose ranks it divides")  # fmt: skip
         at_least(self, 1, "dbo_decode_token_threshold", "dbo_prefill_token_threshold")
         _ = self.balance  # raises ConfigError
         if self.enable_eplb and not self.enable_expert_parallel:
@@ -166,6 +172,9 @@ class ParallelConfig:
         if self.enable_dbo and not self.shares_experts:
             raise ConfigError("enable_dbo hides the exchange of tokens between replicas that share experts; it needs "
                               "enable_expert_parallel and data_parallel_size of at least 2")  # fmt: skip
+        if self.enable_dbo and self.prefill_context_parallel_size > 1:
+            raise ConfigError("enable_dbo and prefill_context_parallel_size exclude each other, since both divide the "
+                              "tokens of a step; leave one of the two out")  # fmt: skip
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel_size:
             raise ConfigError("pipeline_layers must have a number for each of the pipeline_parallel_size="
                               f"{self.pipeline_parallel_size} stages, got {self.pipeline_layers}")  # fmt: skip
@@ -176,7 +185,7 @@ class ParallelConfig:
     @property
     def ranks(self) -> int:
         """The number of ranks of one replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
 
     @property
     def balance(self) -> BalanceOptions:
@@ -305,6 +314,11 @@ class EngineConfig:
             raise ConfigError(message)
         if self.lora.enable_lora and self.model.torch_compile:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
+        drafts = self.scheduler.speculation
+        if self.parallel.prefill_context_parallel_size > 1 and drafts is not None and drafts.on_device:
+            raise ConfigError("prefill_context_parallel_size and drafters on the device (speculative_config) exclude "
+                              "each other, since ranks would not know which tokens are theirs; leave one of the two "
+                              "out, or use a method like ngram")  # fmt: skip
         if self.kernels.batch_invariant and self.model.torch_compile:
             raise ConfigError("batch_invariant and torch_compile exclude each other: what torch.compile generates "
                               "depends on the sizes of the batch; leave one of the two out")  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, Unpack
 
@@ -76,6 +77,7 @@ class StepLayout:
     block_table: Tensor  # [requests, max_blocks], int32; entries past a request's last block are arbitrary
     longest_prompt: int = 0  # tokens of the longest request if no request has cached tokens, else 0
     tokens_per_request: int = 0  # of every request that has tokens; 0 if the numbers differ
+    shares: Sequence[int] = ()  # of prefill context parallelism: how many of the tokens each rank computes
 
 
 class AttentionBackend(ABC):
@@ -100,6 +102,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def unsupported(cls, shape: AttentionShape) -> str | None:
         """Why this backend cannot serve the shape, or None if it can."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """The tokens whose keys and values the ranks together keep in a block: by this number, StepLayout counts slots
+        and the scheduler counts blocks."""
+        return self.shape.block_size
 
     def entry_bytes(self) -> int:
         """Bytes of an entry, the part of one layer in one block, padded so that all entries are aligned."""

@@ -37,9 +37,10 @@ class ReferenceAttention(AttentionBackend):
         return layout
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:
-        block, offset = plan.slot_mapping // self.shape.block_size, plan.slot_mapping % self.shape.block_size
+        stored = plan.slot_mapping >= 0
+        slots = plan.slot_mapping[stored]
         for plane, x in enumerate([k] if v is None else [k, v]):
-            cache[block, plane, offset] = self._encode(x)
+            cache[slots // self.shape.block_size, plane, slots % self.shape.block_size] = self._encode(x[stored])
 
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = how.get("window"), how.get("soft_cap"), how.get("sinks")

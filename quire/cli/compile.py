@@ -144,9 +144,11 @@ def compile_for_gpu(
         if not is_default:
             use_folder(folder)
         triton.knobs.compilation.store_binary_only = True  # the intermediate code takes ten times as much space
-        size = config.parallel.tensor_parallel_size
+        size, dcp = config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size
+        context = Communicator(0, config.parallel.prefill_context_parallel_size)
         for rank in sorted({0, size - 1}):  # the last rank's parts of the layers may be smaller
-            Worker(config, directory, max_model_len, Mesh(rank, tp=Communicator(rank, size)))
+            mesh = Mesh(rank, cp=context, tp=Communicator(rank, size), dcp=Communicator(rank % dcp, dcp))
+            Worker(config, directory, max_model_len, mesh)
         if card.backend == "cuda":
             try:
                 count = launchers.compile_launchers(device.kernels.values(), folder)

@@ -23,6 +23,7 @@ from quire.lora.gate import AdapterGate
 from quire.messages.engine import Meeting
 from quire.metrics.logging import logger
 from quire.models.description import describe
+from quire.parallel.mesh import Communicator
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
@@ -33,6 +34,7 @@ from quire.structured.gate import GrammarGate
 from quire.structured.grammar import Backend
 from quire.structured.vocabulary import Vocabulary
 from quire.system.limits import processors
+from quire.worker.context import check_context
 from quire.worker.device import on_gpu
 
 
@@ -57,12 +59,12 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
     )  # fmt: skip
 
 
-def _fitting(limits: SchedulerLimits, kv: KVCacheSize, block_size: int) -> SchedulerLimits:
+def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
     """Limits with max_model_len reduced, if need be, so that one request of that length fits into the KV cache."""
     chunk = limits.most_in_flight
 
     def blocks(num_tokens: int) -> int:
-        return sum(spec.max_blocks(num_tokens, chunk, block_size) for spec in kv.specs)
+        return sum(spec.max_blocks(num_tokens, chunk, kv.block_size) for spec in kv.specs)
 
     longest = bisect_right(range(limits.max_model_len + 1), kv.num_blocks - 1, key=blocks) - 1
     if longest < limits.max_model_len:
@@ -90,22 +92,23 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
     check_backend(config.sampling.structured_outputs_config)
-    vocab_size = describe(directory, config.model).spec.vocab_size
+    spec, group = describe(directory, config.model).spec, Communicator(0, config.parallel.tensor_parallel_size)
+    check_context([] if spec.is_encoder else [mixer.cache_shape(group) for mixer in spec.mixers], config.parallel)
     on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
     multiprocess = config.parallel.ranks > 1
     _limit_threads(config.parallel.data_parallel_size)
     executor: Executor
     executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len, meeting)
-    kv, block_size = executor.kv_cache, config.cache.block_size
+    kv = executor.kv_cache
     if config.model.max_model_len == -1:
-        limits = _fitting(limits, kv, block_size)
+        limits = _fitting(limits, kv)
         max_model_len = limits.max_model_len
 
     def load_grammars() -> tuple[Backend, list[int]]:
         options = config.model
         tokenizer = load_tokenizer(tokenizer_directory(options, directory))
         eos_token_ids = end_of_sequence(tokenizer, generation_config(options, directory))
-        vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids)
+        vocabulary = Vocabulary(tokenizer, spec.vocab_size, eos_token_ids)
         return load_backend(config.sampling.structured_outputs_config, vocabulary), eos_token_ids
 
     adapters = None
@@ -120,10 +123,10 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting
             longest = options.max_model_len or limits.max_model_len
             speculation = Speculation(proposer, lengths, stay, longest)
         scheduler = Scheduler(
-            limits, kv.num_blocks, list(kv.specs), block_size,
+            limits, kv.num_blocks, list(kv.specs), kv.block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
-            cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars), vocab_size=vocab_size,
-            speculation=speculation, adapters=adapters,
+            cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars),
+            vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
         )  # fmt: skip
     except ValueError:
         executor.shutdown()
@@ -135,7 +138,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
         "(%.0f %% of that memory is needed)",
-        kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", block_size, f"{int(room * max_model_len):,}",
+        kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", kv.block_size, f"{int(room * max_model_len):,}",
         room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
     return EngineCore(scheduler, executor, lockstep)

@@ -20,7 +20,12 @@ def cache_fingerprint(config: EngineConfig, directory: Path, layout: str) -> str
         "weights": "dummy" if config.model.load_format == "dummy" else _weights(directory),
         "config": hf_config(directory, config.model.hf_overrides),
         "quantization": config.model.quantization,
-        "ranks": [config.parallel.pipeline_parallel_size, config.parallel.tensor_parallel_size],
+        "ranks": [
+            config.parallel.pipeline_parallel_size,
+            config.parallel.tensor_parallel_size,
+            config.parallel.prefill_context_parallel_size,
+            config.parallel.decode_context_parallel_size,
+        ],
         "block_size": config.cache.block_size,
         "layout": [LAYOUT_VERSION, layout],
     }

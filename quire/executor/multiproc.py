@@ -1,5 +1,6 @@
 """The executor of several ranks. Each is a process that has its part of the model and executes every step: some of the
-layers (pipeline parallelism), and of each layer a share (tensor parallelism)."""
+layers (pipeline parallelism), of each layer a share (tensor parallelism), and of each step some tokens (context
+parallelism)."""
 
 import contextlib
 import os
@@ -92,7 +93,8 @@ class _Ranks:
 
     def __init__(self, sizes: MeshSizes) -> None:
         ranks = range(sizes.replica)
-        self.last_stage, self._other_stages = ranks[-sizes.tp :], ranks[: -sizes.tp]
+        others = len(ranks) // sizes.pp * (sizes.pp - 1)
+        self.last_stage, self._other_stages = ranks[others:], ranks[:others]
         self.ready: list[Future[messages.Ready]] = [Future() for _ in ranks]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: dict[int, Link] = {}  # by rank

@@ -73,7 +73,7 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
         mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
     elif not start.config.parallel.disable_custom_all_reduce:
         mesh = replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
-    reports = mesh.tp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
+    reports = mesh.tp.rank == mesh.cp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))
     while True:

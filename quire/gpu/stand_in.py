@@ -223,9 +223,14 @@ def _collectives(device: StandIn) -> dict[str, Any]:
     def join_on_host(backend: str, **options: Any) -> None:
         join("gloo", **options)
 
+    def exchange(operations: list[Any]) -> list[Any]:
+        device.launched("batch_isend_irecv", {"args": operations})
+        return []
+
     names = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
-             "reduce_scatter_single", "broadcast", "barrier")  # fmt: skip
-    functions = {name: replaced(name) for name in names if hasattr(torch.distributed, name)}
+             "reduce_scatter_single", "all_to_all_single", "broadcast", "barrier")  # fmt: skip
+    functions: dict[str, Any] = {name: replaced(name) for name in names if hasattr(torch.distributed, name)}
+    functions.update(P2POp=lambda *args, **_: args, batch_isend_irecv=exchange)
     return functions | {"is_nccl_available": lambda: True, "init_process_group": join_on_host}
 
 

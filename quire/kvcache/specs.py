@@ -147,7 +147,8 @@ def attention_spec(layers: Iterable[int], window: int | None = None) -> Attentio
 class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
     """The cache that the workers allocated. It is the same on every rank.
 
-    block_bytes: bytes of one block on one rank. layout: the names of the kernels and types that define what the bytes
+    block_bytes: bytes of one block on one rank. block_size: the tokens of a block; if contexts are divided among ranks,
+    each of them has only some of these. layout: the names of the kernels and types that define what the bytes
     of a block mean.
     """
 
@@ -155,6 +156,7 @@ class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
     specs: tuple[AttentionKVSpec, ...]
     layout: str
+    block_size: int
 
 
 def group_entries(kept: Sequence[Spec], max_model_len: int, shapes: Sequence[Hashable] = ()) -> list[Spec]:

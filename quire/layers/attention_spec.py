@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class CacheShape:
     """What one rank caches of a token in one layer. value_dim: see AttentionShape.
 
-    holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes).
+    holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
+    how many ranks in a row cache the same, each for equally many query heads.
     """
 
     num_heads: int
@@ -22,6 +23,7 @@ class CacheShape:
     head_dim: int
     value_dim: int | None = None
     holds_positions: bool = False
+    holders: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class AttentionSpec:
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
-        dim = self.head_dim + (2 if self.alibi else 0)
-        return CacheShape(len(share.heads), len(share.kv_heads), dim, holds_positions=self.alibi)
+        dim, (ranks, rest) = self.head_dim + (2 if self.alibi else 0), divmod(group.size, self.num_kv_heads)
+        is_even = not rest and self.num_heads % group.size == 0
+        return CacheShape(len(share.heads), len(share.kv_heads), dim, None, self.alibi, ranks if is_even else 1)
 
     def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
         return attention_spec([layer], window)
@@ -139,7 +142,10 @@ class LatentAttentionSpec:
         return _share(self.num_heads, group.rank, group.size)
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
-        return CacheShape(len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank)
+        holders = 1 if self.num_heads % group.size else group.size
+        return CacheShape(
+            len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank, holders=holders
+        )  # fmt: skip
 
     def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
         return LatentSpec((CacheEntry(layer),))

@@ -5,8 +5,8 @@ line of AdaptedInputs gives layers one more number for each token. The host prov
 `FlatBatch.extra_inputs`, by name.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self
 
@@ -75,11 +75,13 @@ def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str =
 class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
-    longest_prompt: see StepLayout.
+    longest_prompt, shares: see StepLayout. host_positions: the positions as the host knows them, see FlatBatch.
     """
 
     size: StepSize
     longest_prompt: int = 0
+    shares: Sequence[int] = ()
+    host_positions: Array | None = None
     input_ids: Tensor = per_token(reader="embedding")
     positions: Tensor = per_token()
     slot_mapping: Tensor = declared("groups", "tokens", padding=-1, reader="attention")
@@ -98,11 +100,18 @@ class StepInputs:
             if declaration.reader == "layers":
                 getattr(self, name).copy_(getattr(other, name))
 
+    def share(self, tokens: Tensor, shares: Sequence[int]) -> Self:
+        """The inputs of some tokens for embedding and layers. Those of the attention are still the whole step's."""
+        names = (name for name, declaration in self.declarations().items() if declaration.shape == ("tokens",))
+        own: dict[str, Any] = {name: getattr(self, name).index_select(0, tokens) for name in names}
+        return replace(self, size=self.size._replace(tokens=len(tokens)), shares=shares, **own)
+
     def layouts(self) -> list[StepLayout]:
         """The layout of each KV group."""
+        tokens_per_request = self.size.tokens_per_request
         return [
             StepLayout(
-                self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt, self.size.tokens_per_request
+                self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt, tokens_per_request, self.shares
             )
             for slots, table in zip(self.slot_mapping, self.block_tables, strict=True)
         ]

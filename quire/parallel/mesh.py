@@ -1,6 +1,7 @@
 """The mesh: the groups of ranks to which one rank belongs, and the collectives of each group."""
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +41,19 @@ class Shortcut:
     def all_gather(self, x: Tensor, out: Tensor) -> bool:
         """Write the rows x of all ranks to `out`, of which x is this rank's share."""
         return False
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Two tensors under way, one to another rank and one from another rank. It keeps the one that is being sent."""
+
+    works: Sequence[dist.Work] = ()
+    sent: Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait for both tensors on a CPU; on a GPU, later work waits."""
+        for work in self.works:
+            work.wait()
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,7 @@ class Communicator:
         dist.all_gather(parts, padded.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)[..., :total]
 
-    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Exchange:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         """Start to send the first sent[0] rows of x to rank 0, the next sent[1] rows to rank 1, and so on.
 
         received: the number of rows that come from each rank, which stand in this order in the result. x must not
@@ -116,8 +130,20 @@ class Communicator:
         if self.size == 1:
             return Exchange(x)
         out = x.new_empty(sum(received), *x.shape[1:])
-        work = dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            out, x.contiguous(), list(received), list(sent), group=self.group, async_op=True
+        )  # fmt: skip
         return Exchange(out, work)
+
+    def pass_on(self, x: Tensor, to: int, out: Tensor, source: int) -> Passing:
+        """Start to send x to one rank, and to overwrite `out` with what another rank sends. Empty tensors are not sent.
+
+        All ranks of the group must call it for the same pairs in the same order: NCCL completes one call after another.
+        """
+        x = x.contiguous()
+        pairs = ((dist.isend, x, to), (dist.irecv, out, source))
+        operations = [dist.P2POp(f, t, group=self.group, group_peer=peer) for f, t, peer in pairs if t.numel()]
+        return Passing(dist.batch_isend_irecv(operations) if operations else [], x)
 
     def minimum(self, value: int) -> int:
         """The smallest of the ranks' values, so that all ranks decide alike."""
@@ -162,6 +188,7 @@ class Mesh:
     tp: Communicator = Communicator()
     ep: Communicator = Communicator()
     replica: Communicator = Communicator()
+    dcp: Communicator = Communicator()
 
     def device(self, kind: str) -> torch.device:
         """The device of this rank, of the kind "cpu" or "cuda". The ranks of a machine take its GPUs in turn."""

@@ -19,30 +19,40 @@ import numpy as np
 from quire.config import ParallelConfig
 
 # For each kind of group, the axes along which the ranks of a group differ. Experts (ep) are distributed over all ranks
-# that hold the same layers. All ranks of a replica run the same steps.
+# that hold the same layers. All ranks of a replica run the same steps. The groups dcp are parts of the groups tp.
 AXES = {
     "dp": ("dp",), "pp": ("pp",), "cp": ("cp",), "tp": ("tp",), "ep": ("dp", "cp", "tp"), "replica": ("pp", "cp", "tp"),
+    "dcp": (),
 }  # fmt: skip
 
 
 class MeshSizes(msgspec.Struct, frozen=True):
-    """The number of ranks along each axis."""
+    """The number of ranks along each axis, and of those that form a group dcp."""
 
     dp: int = 1  # data parallel: replicas of the model
     pp: int = 1  # pipeline parallel: ranges of layers
-    cp: int = 1  # context parallel: ranges of a sequence's tokens
+    cp: int = 1  # context parallel: shares of the tokens of every sequence
     tp: int = 1  # tensor parallel: parts of every layer
+    dcp: int = 1  # decode context parallel: consecutive tensor-parallel ranks that share out the cached tokens
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The number of ranks along each axis."""
+        return self.dp, self.pp, self.cp, self.tp
 
     @classmethod
     def of(cls, options: ParallelConfig) -> Self:
         """The mesh of one replica, or of all replicas if they share experts."""
         replicas = options.data_parallel_size if options.shares_experts else 1
-        return cls(dp=replicas, pp=options.pipeline_parallel_size, tp=options.tensor_parallel_size)
+        return cls(
+            replicas, options.pipeline_parallel_size, options.prefill_context_parallel_size,
+            options.tensor_parallel_size, options.decode_context_parallel_size,
+        )  # fmt: skip
 
     @property
     def world(self) -> int:
         """The number of all ranks."""
-        return math.prod(msgspec.structs.astuple(self))
+        return math.prod(self.shape)
 
     @property
     def replica(self) -> int:
@@ -50,11 +60,14 @@ class MeshSizes(msgspec.Struct, frozen=True):
         return self.world // self.dp
 
     def groups(self, axis: str) -> list[list[int]]:
-        """The ranks of every group of a kind (dp, pp, cp, tp, ep or replica), in the order of their numbers in it.
+        """The ranks of every group of a kind (dp, pp, cp, tp, ep, replica or dcp), in the order of their numbers in it.
 
         MeshSizes(dp=2, tp=2).groups("dp") -> [[0, 2], [1, 3]]
         """
-        ranks = np.arange(self.world).reshape(msgspec.structs.astuple(self))
+        ranks = np.arange(self.world).reshape(self.shape)
+        if axis == "dcp":
+            consecutive: list[list[int]] = ranks.reshape(-1, self.dcp).tolist()
+            return consecutive
         dims = [self.__struct_fields__.index(name) for name in AXES[axis]]
         size = math.prod(ranks.shape[dim] for dim in dims)
         groups: list[list[int]] = np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size).tolist()

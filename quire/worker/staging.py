@@ -56,7 +56,7 @@ class Staging:
             arrays = {**flat.inputs, **self.batch.gather(flat), **extra}
             tensors: dict[str, Any] = self.device.upload(arrays)
             step_inputs = {name: tensors.pop(name) for name in self.declarations}
-            return self.inputs_class(size=size, **step_inputs), tensors
+            return self.inputs_class(size=size, host_positions=flat.positions, **step_inputs), tensors
         lengths, missing = self._dimensions(size), size.requests - len(flat.rows)
         sent = {name: array for name, array in flat.inputs.items() if name not in MADE_ON_DEVICE}
         arrays = {name: self.declarations[name].padded(array, lengths) for name, array in sent.items()}
@@ -65,6 +65,7 @@ class Staging:
         tensors = self.device.upload({**arrays, **state.changes(self.batch, step), **extra})
         state.apply(tensors)
         inputs = self._inputs(size, flat.longest_prompt)
+        inputs.host_positions = flat.positions
         for name in sent:
             getattr(inputs, name).copy_(tensors[name])
         rows = tensors["rows"]
@@ -94,10 +95,11 @@ class Staging:
         if not size.tokens_per_request:
             counts = np.clip(size.tokens - longest * np.arange(size.requests), 0, longest)
         arrays = dummy_arrays(self.declarations, self._dimensions(size), counts)
-        tensors = self.device.upload(arrays)
+        tensors: dict[str, Any] = self.device.upload(arrays)
         if not self.device.is_async:
-            return self.inputs_class(size=size, **tensors)  # type: ignore[arg-type]
+            return self.inputs_class(size=size, host_positions=arrays["positions"], **tensors)
         inputs = self._inputs(size, 0 if size.tokens_per_request else int(counts.max()))
+        inputs.host_positions = arrays["positions"]
         for name, tensor in tensors.items():
             getattr(inputs, name).copy_(tensor)
         return inputs
@@ -135,7 +137,7 @@ class Staging:
 
     def _inputs(self, size: StepSize, longest_prompt: int) -> StepInputs:
         """The memory of a step's inputs: the first part of the memory that the largest step needs."""
-        lengths, inputs = self._dimensions(size), {}
+        lengths, inputs = self._dimensions(size), dict[str, Any]()
         for name, declaration in self.declarations.items():
             shape = declaration.size(lengths)
             inputs[name] = self._memory[name][: np.prod(shape)].view(shape)

@@ -4,12 +4,13 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
 from quire.attention.cells import CELLS
+from quire.attention.context import ContextAttention
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
@@ -19,13 +20,14 @@ from quire.messages.step import StepCosts
 from quire.metrics.logging import logger
 from quire.models.load import load_model
 from quire.models.model import Model
-from quire.ops import Target
+from quire.ops import Kernels
 from quire.ops.memory import keep_what_is_freed
-from quire.parallel.mesh import Communicator, Mesh
+from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Pipe
 from quire.parallel.turns import Halves
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
+from quire.worker.context import ContextForward, check_context, choose_context
 from quire.worker.device import choose_device
 from quire.worker.drafters.drafter import Cached
 from quire.worker.drafters.load import DrafterParts
@@ -48,10 +50,14 @@ class Worker:
     """Loads the model and allocates the cache. Its `runner` then executes the steps."""
 
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
-        """Raises ConfigError if the KV cache does not fit into memory, or if the model cannot use its type."""
+        """Raises ConfigError if the KV cache does not fit into memory, if the model cannot use its type, or if ranks
+        would share a GPU that cannot."""
         self.device, group, replica = choose_device(config.kernels.device, mesh), mesh.tp, mesh.replica
         device, started, pools = self.device.torch_device, time.perf_counter(), config.model.runner == "pooling"
         sharing = mesh.ranks_on_device(device.type)
+        if device.type == "cuda" and sharing > 1 and mesh.cp.size * mesh.dcp.size > 1:
+            raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size need a GPU for each "
+                              f"rank, but {sharing} ranks share one; lower them, or use device=cpu")  # fmt: skip
         if device.type == "cuda" and sharing > 1 and mesh.rank == 0:
             logger.warning(
                 "%d ranks share a GPU: they exchange tensors through the host, without CUDA graphs; give each its own",
@@ -68,12 +74,13 @@ class Worker:
             if speculation is not None and speculation.on_device and model.stage.has_head:
                 self.drafter = DrafterParts(
                     speculation, config, directory, model, max_model_len, group,
-                    partial(_backends, config, model.kernels.target),
+                    partial(_backends, config, model.kernels, mesh),
                 )  # fmt: skip
         self.model, dtype = model, model.kernels.target.dtype
         is_only_rank = mesh.size == 1
-        block_size, max_num_seqs = config.cache.block_size, config.scheduler.max_num_seqs
-        self.backends = _backends(config, model.kernels.target, model)
+        self.backends = _backends(config, model.kernels, mesh, model)
+        max_num_seqs = config.scheduler.max_num_seqs
+        block_size = next((backend.tokens_per_block for backend in self.backends), config.cache.block_size)
         chosen = list(dict.fromkeys(self.backends))
         num_parameters = mesh.pp.total(model.num_parameters)
         if mesh.rank == 0:
@@ -105,10 +112,7 @@ class Worker:
             most_tokens = max(most_tokens, max_model_len)
         staging = Staging(self.device, batch, model.kernels, most_tokens)
         pipe = None if mesh.pp.size == 1 else Pipe(mesh.pp, model.residual_stream, model.hidden_size)
-        if pools:  # steps of whole texts are long, and hardly two have the same size
-            forward = Forward(model, self.backends, pipe)
-        else:
-            forward = _forward(config, model, self.backends, staging, group, pipe)
+        forward = _forward(config, model, self.backends, staging, mesh, pipe)
         self.runner: Runner[Any]
         if not model.stage.has_head:
             processors = None if pools else Sampler(model.kernels, config, device).processors
@@ -143,7 +147,7 @@ class Worker:
         if self.drafter is not None:
             chosen += self.drafter.backends
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
-        self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout)
+        self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout, block_size)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
@@ -175,14 +179,20 @@ class Worker:
 
 
 def _forward(
-    config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, group: Communicator,
+    config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, mesh: Mesh,
     pipe: Pipe | None,
 ) -> Forward:  # fmt: skip
-    """The forward for the device and the options. It is eager if what the ranks exchange cannot be captured."""
+    """The forward for the device and the options. It is eager if what the ranks exchange cannot be captured, and for
+    models that pool: steps of whole texts are long, and hardly two have the same size."""
+    if mesh.cp.size > 1:
+        return ContextForward(model, cast(list[ContextAttention], backends), mesh.cp, pipe)
+    if config.model.runner == "pooling":
+        return Forward(model, backends, pipe)
     if model.experts is not None and isinstance(model.experts.turns, Halves):
         return OverlappedForward(model, backends, pipe, model.experts.turns, model.experts.group, config.parallel)
+    groups = [group for group in (mesh.tp, mesh.dcp) if group.size > 1]
     exchanges = model.experts is not None and not model.experts.replicated
-    eager = config.model.enforce_eager or exchanges or (group.size > 1 and not group.capturable)
+    eager = config.model.enforce_eager or exchanges or not all(group.capturable for group in groups)
     if not staging.device.is_async:
         kind = Forward if eager or config.model.torch_compile else RecordedForward
         return kind(model, backends, pipe)
@@ -191,12 +201,15 @@ def _forward(
     most_tokens = config.scheduler.tokens_of_a_step(gpu=True)
     speculation = config.scheduler.speculation
     drafts = min(speculation.num_speculative_tokens, MOST_DRAFTS) if speculation is not None else 0
-    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, group.size == 1, pipe)
+    return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, pipe)
 
 
-def _backends(config: EngineConfig, target: Target, model: Cached) -> list[AttentionBackend]:
+def _backends(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached) -> list[AttentionBackend]:
     """The attention backend of each KV group. Groups of the same shape share a backend."""
-    block_size = config.cache.block_size
+    target = kernels.target
+    block_size, choose = config.cache.block_size, partial(choose_backend, pinned=config.kernels.attention_backend)
+    check_context(model.cache_shapes, config.parallel)
+    context = choose_context(mesh, model.cache_shapes)
     by_shape: dict[CacheShape, AttentionBackend] = {}
     for cache in model.cache_shapes:
         if cache not in by_shape:
@@ -204,7 +217,7 @@ def _backends(config: EngineConfig, target: Target, model: Cached) -> list[Atten
                 cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
                 cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
-            by_shape[cache] = choose_backend(shape, config.kernels.attention_backend)
+            by_shape[cache] = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
     return [by_shape[cache] for cache in model.cache_shapes]
 
 

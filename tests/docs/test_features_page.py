@@ -53,6 +53,7 @@ FEATURES = [
     "sequence parallelism",
     "data parallelism",
     "pipeline parallelism",
+    "context parallelism",
     "expert parallelism",
     "structured outputs",
     "thinking budgets",

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from quire.config import ConfigError
@@ -20,6 +19,7 @@ from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from support.engines import core_processes
 from support.faults import FAULTS
 
 pytestmark = pytest.mark.texts
@@ -45,7 +45,7 @@ async def engine(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 60))
-    assert not [p for p in psutil.Process().children() if "quire-core" in " ".join(p.cmdline())]
+    assert not core_processes()
 
 
 async def answer(llm: AsyncLLM, name: str, prompt: Any, params: SamplingParams) -> RequestOutput:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psutil
 import pytest
 
 from quire.config import ConfigError, EngineConfig
@@ -21,6 +20,7 @@ from quire.engine.llm import LLM
 from quire.messages.lora import LoRARequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
+from support.engines import core_processes
 
 pytestmark = pytest.mark.texts
 
@@ -44,7 +44,7 @@ async def engine(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 120))
-    assert not [p for p in psutil.Process().children() if "quire-core" in " ".join(p.cmdline())]
+    assert not core_processes()
 
 
 async def answer(llm: AsyncLLM, name: str, prompt: Any, params: SamplingParams) -> RequestOutput:

@@ -18,7 +18,7 @@ from quire.messages.engine import Meeting
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.parallel.mesh import open_meeting
-from support.engines import generate, make_llm, tokens_of
+from support.engines import core_processes, generate, make_llm, tokens_of
 
 pytestmark = pytest.mark.texts
 
@@ -45,7 +45,7 @@ async def engine(path: Any, **options: Any) -> AsyncIterator[AsyncLLM]:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 120))
-    assert not [p for p in psutil.Process().children() if "quire-core" in " ".join(p.cmdline())]
+    assert not core_processes()
 
 
 async def answer(llm: AsyncLLM, name: str, prompt: list[int], params: SamplingParams) -> RequestOutput:

@@ -98,6 +98,7 @@ def test_replicas_that_share_experts(checkpoints, references, variant):
         ("qwen3_moe", {"max_num_batched_tokens": 24, "max_num_seqs": 12, "num_gpu_blocks_override": 24}),
         ("qwen3_moe", {"async_scheduling": True}),
         ("deepseek_v3", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **HALVES}),
+        ("deepseek_v3", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, **HALVES}),
         ("gpt_oss", {"data_parallel_size": 3, "max_num_batched_tokens": 24, "max_num_seqs": 12, **HALVES}),
     ],
 )

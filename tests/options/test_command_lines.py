@@ -59,9 +59,10 @@ STARTS = [
     '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 5}\'',
     "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
     "--enable-lora --lora-modules rhyme=quire-demo/rhyme --max-loras 4 --max-lora-rank 64",
+    "-tp 8 -dcp 2 --prefill-context-parallel-size 2",
 ]
 NOT_YET = [
-    "--tensor-parallel-size 4 --decode-context-parallel-size 2",
+    "--tensor-parallel-size 4 --cpu-offload-gb 8",
     "--tensor-parallel-size 8 --distributed-executor-backend ray",
     "--enable-elastic-ep",
     "--data-parallel-size 4 --data-parallel-hybrid-lb",

@@ -76,7 +76,7 @@ def test_shares_are_equal_but_for_the_last_and_cover_everything(total, size):
 def test_the_gpus_of_a_machine_go_to_its_ranks_in_turn(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert [Mesh(rank).device("cuda").index for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [Mesh(rank, size=6).device("cuda").index for rank in range(6)] == [0, 1, 2, 3, 0, 1]
     assert Mesh(3).device("cpu") == torch.device("cpu")
 
 
@@ -138,3 +138,51 @@ def test_four_processes_reduce_and_gather_along_each_axis():
         assert axes["tp"] == f"{tp} 2 {11 * 100**dp} {everything} {2 * dp}"
         assert axes["ep"] == f"{rank} 4 1111 {everything} 0"
         assert axes["pp"] == axes["cp"] == f"0 1 {10**rank} {everything} {rank}"
+
+
+def test_decode_context_parallelism_divides_the_tensor_parallel_ranks():
+    sizes = MeshSizes(pp=2, cp=2, tp=4, dcp=2)
+    assert sizes.world == 16
+    assert sizes.groups("dcp") == [[rank, rank + 1] for rank in range(0, 16, 2)]
+    assert sizes.groups("tp")[1] == [4, 5, 6, 7]
+    assert sizes.groups("cp")[1] == [1, 5]
+
+
+# Three ranks give each other rows, in several types, and none to some; then each sends to the next one while it
+# receives from the one before, many tensors of different sizes on their way at once.
+EXCHANGES = """
+import os, sys, torch
+from quire.parallel.mesh import join
+from quire.parallel.sizes import MeshSizes
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+group = join(MeshSizes(cp=3), rank, "127.0.0.1", port).cp
+given = [[0, 2, 1], [3, 0, 0], [0, 0, 0]]
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+    x = (10 * rank + torch.arange(2 * sum(given[rank]))).view(2, -1).t().to(dtype)  # not contiguous
+    out = group.all_to_all(x, given[rank], [counts[rank] for counts in given]).wait()
+    print(out[:, 0].tolist() if len(out) else [], flush=True)
+for distance in (1, 2):
+    sizes = [0, 5, 100_000, 1, 3000]
+    outs = [torch.empty(size * (1 + (rank - distance) % 3)) for size in sizes]
+    parts = [torch.full((size * (1 + rank),), 10.0 * rank + i) for i, size in enumerate(sizes)]
+    started = [group.pass_on(x, (rank + distance) % 3, out, (rank - distance) % 3) for x, out in zip(parts, outs)]
+    for exchange in started:
+        exchange.wait()
+    assert all((out == 10.0 * ((rank - distance) % 3) + i).all() for i, out in enumerate(outs))
+group.minimum(0)
+os._exit(0)
+"""
+
+
+def test_three_processes_exchange_rows_and_tensors():
+    store = open_meeting("127.0.0.1")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", EXCHANGES, str(rank), str(store.port)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    for rank, rows in enumerate([[10, 11, 12], [0, 1], [2]]):
+        assert said[rank] == [str(rows if i > 2 else [float(row) for row in rows]) for i in range(5)]

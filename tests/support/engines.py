@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -95,6 +97,16 @@ def assert_preempted(llm: LLM) -> None:
     """Assert that requests were preempted. With drafts, fewer requests share a step, and it may not come to that."""
     scheduler = llm.core.scheduler
     assert scheduler.stats.preemptions > 0 or scheduler.speculation is not None
+
+
+def core_processes() -> list[psutil.Process]:
+    """The processes of engine cores that this process has started, and that have not ended."""
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if "multiprocessing.spawn" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def runner_of(llm: LLM) -> ModelRunner:

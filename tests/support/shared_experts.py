@@ -55,16 +55,16 @@ class SharedExperts:
     def __init__(self, config: EngineConfig, path: Path) -> None:
         self.config, count = config, config.parallel.data_parallel_size
         of_replica = config.parallel.ranks
-        tensor, called = config.parallel.tensor_parallel_size, [-1]
-        stages = config.parallel.pipeline_parallel_size
-        experts = [Meeting(count * tensor) for _ in range(stages)]
+        stages, called = config.parallel.pipeline_parallel_size, [-1]
+        of_stage = of_replica // stages
+        experts = [Meeting(count * of_stage) for _ in range(stages)]
         everyone, cores = Meeting(count), Meeting(count)
         self._pool = ThreadPoolExecutor(count)
 
         def make(replica: int) -> EngineCore:
             def among_others(mesh: Mesh) -> Mesh:
-                stage, part = divmod(mesh.rank, tensor)
-                group = ThreadGroup(replica * tensor + part, count * tensor, None, experts[stage])
+                stage, part = divmod(mesh.rank, of_stage)
+                group = ThreadGroup(replica * of_stage + part, count * of_stage, None, experts[stage])
                 rank = replica * of_replica + mesh.rank
                 dp = ThreadGroup(replica, count, None, everyone)
                 return replace(mesh, rank=rank, size=count * of_replica, dp=dp, ep=group)
@@ -72,7 +72,7 @@ class SharedExperts:
             executor = StagedExecutor(config, path, MAX_MODEL_LEN, among_others=among_others)
             kv = executor.kv_cache
             limits = scheduler_limits(config, MAX_MODEL_LEN)
-            scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), config.cache.block_size)
+            scheduler = Scheduler(limits, kv.num_blocks, list(kv.specs), kv.block_size)
             return EngineCore(scheduler, executor, ThreadWaves(ThreadGroup(replica, count, None, cores), called))
 
         self.cores = list(self._pool.map(make, range(count)))

@@ -1,4 +1,4 @@
-"""An executor whose ranks are threads of this process: stages of a pipeline, each with a tensor-parallel group."""
+"""An executor whose ranks are threads of this process. They divide stages of a pipeline, contexts and layers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.parallel.mesh import Communicator, Mesh
+from quire.parallel.sizes import MeshSizes
 from quire.worker.stage_runner import StageRunner
 from quire.worker.worker import Worker
 from support.thread_group import Meeting, ThreadGroup
@@ -50,24 +52,25 @@ class StagedExecutor(Executor):
         among_others: Callable[[Mesh], Mesh] = lambda mesh: mesh,
     ) -> None:  # fmt: skip
         """among_others: adds the groups of a rank that contain ranks of other replicas."""
-        stages, ranks = config.parallel.pipeline_parallel_size, config.parallel.tensor_parallel_size
-        lines = [[queue.SimpleQueue[Tensor]() for _ in range(stages)] for _ in range(ranks)]
-        everyone, groups = Meeting(stages * ranks), [Meeting(ranks) for _ in range(stages)]
-
-        def mesh(rank: int) -> Mesh:
-            stage, part = divmod(rank, ranks)
-            return Mesh(
-                rank, size=stages * ranks, pp=ThreadLine(stage, stages, queues=lines[part]),
-                tp=ThreadGroup(part, ranks, None, groups[stage]) if ranks > 1 else Communicator(),
-                replica=ThreadGroup(rank, stages * ranks, None, everyone),
-            )  # fmt: skip
-
-        self._pool = ThreadPoolExecutor(stages * ranks)
-        self.ranks = range(stages * ranks)
-        self.last, self.others = self.ranks[-ranks:], self.ranks[:-ranks]
-        workers = self._on(self.ranks, lambda rank: Worker(config, path, max_model_len, among_others(mesh(rank))))
-        self.runners = [worker.runner for worker in workers]
-        self.kv_cache, self.step_costs = workers[-1].kv_cache, workers[-1].step_costs
+        sizes = msgspec.structs.replace(MeshSizes.of(config.parallel), dp=1)
+        groups: list[dict[str, Communicator]] = [{} for _ in range(sizes.world)]
+        for axis in ("pp", "cp", "tp", "ep", "dcp", "replica"):
+            for ranks in sizes.groups(axis):
+                place, queues = Meeting(len(ranks)), [queue.SimpleQueue[Tensor]() for _ in ranks]
+                for number, rank in enumerate(ranks):
+                    group = ThreadGroup(number, len(ranks), None, place)
+                    line = ThreadLine(number, len(ranks), queues=queues)
+                    if len(ranks) > 1:
+                        groups[rank][axis] = line if axis == "pp" else group
+        meshes = [among_others(Mesh(rank, size=sizes.world, **groups[rank])) for rank in range(sizes.world)]
+        self._pool = ThreadPoolExecutor(sizes.world)
+        self.ranks = range(sizes.world)
+        others = sizes.world // sizes.pp * (sizes.pp - 1)
+        self.last, self.others = self.ranks[others:], self.ranks[:others]
+        self.workers = self._on(self.ranks, lambda rank: Worker(config, path, max_model_len, meshes[rank]))
+        assert len({str(worker.kv_cache) for worker in self.workers}) == 1 or sizes.pp > 1
+        self.runners = [worker.runner for worker in self.workers]
+        self.kv_cache, self.step_costs = self.workers[-1].kv_cache, self.workers[-1].step_costs
 
     def _on(self, ranks: range, work: Callable[[int], Any]) -> list[Any]:
         return [future.result() for future in [self._pool.submit(work, rank) for rank in ranks]]

@@ -1,10 +1,11 @@
-"""Tensor-parallel ranks as threads of one process, so tests try every split of a model in milliseconds."""
+"""Ranks as threads of one process, so tests try every split of a model in milliseconds."""
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,15 +24,29 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
         self.table: list[Any] = [None] * size
+        self.sent: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)  # (from, to)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An exchange. The tensors that other ranks send arrive when they are waited for, and not before."""
+
+    queue: Any
+    out: Tensor
+
+    def wait(self) -> None:
+        if self.out.numel():
+            self.out.copy_(self.queue.get(timeout=30))
 
 
 @dataclass(frozen=True)
 class ThreadGroup(Communicator):
-    """calls: how often each collective was called with a tensor that is not empty."""
+    """calls: how often each collective was called with a tensor that is not empty. sent: bytes to each other rank."""
 
     meeting: Any = None
     calls: Counter[str] = field(default_factory=Counter)
     bytes_sent: list[int] = field(default_factory=list)  # to other ranks, by each all-to-all
+    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def _exchange(self, value: Any) -> list[Any]:
         self.meeting.table[self.rank] = value
@@ -52,14 +67,18 @@ class ThreadGroup(Communicator):
 
     def all_gather(self, x: Tensor, total: int) -> Tensor:
         self.calls["all_gather"] += 1
+        for other in range(self.size):
+            self._count(other, x)
         return torch.cat(self._exchange(x.clone()), dim=-1)[..., :total]
 
-    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Exchange:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Exchange:
         self.calls["all_to_all"] += 1
-        parts = x.split(sent)
+        parts = x.split(list(sent))
+        for other, part in enumerate(parts):
+            self._count(other, part)
         self.bytes_sent.append(sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank))
         arrived = [of_rank[self.rank] for of_rank in self._exchange([part.clone() for part in parts])]
-        assert [len(part) for part in arrived] == received
+        assert [len(part) for part in arrived] == list(received)
         return Exchange(torch.cat(arrived))
 
     def all_gather_rows(self, x: Tensor, total: int) -> Tensor:
@@ -67,6 +86,16 @@ class ThreadGroup(Communicator):
         assert len(x) == stop - start
         self.calls["all_gather_rows"] += bool(total)
         return torch.cat(self._exchange(x.clone()))
+
+    def pass_on(self, x: Tensor, to: int, out: Tensor, source: int) -> Any:
+        if x.numel():
+            self._count(to, x)
+            self.meeting.sent[self.rank, to].put(x.clone())
+        return Arrival(self.meeting.sent[source, self.rank], out)
+
+    def _count(self, to: int, x: Tensor) -> None:
+        if to != self.rank:
+            self.sent[to] += x.nbytes
 
     def minimum(self, value: int) -> int:
         return min(self._exchange(value))

@@ -1,4 +1,4 @@
-"""Norms, activations, rotary embedding, and matrix products with dense weights."""
+"""Norms, activations, rotary embedding, sums of experts' and of partial results, products with dense weights."""
 
 from itertools import pairwise
 
@@ -170,3 +170,23 @@ def combine_experts(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     by_token[order] = out
     by_token = by_token.view(*weights.shape, out.shape[-1])  # [tokens, top_k, dim]
     return torch.bmm(weights.to(out.dtype)[:, None], by_token).squeeze(1)
+
+
+@declare_invariant(*ANYWHERE)
+def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Merge the results of attention over disjoint parts of the keys, as if one had attended to all of them.
+
+    outs: [parts, tokens, heads, dim], lses: [parts, tokens, heads], float32: see AttentionBackend.attend. Where a query
+    saw no key of a part, the lse is -inf and `out` may be anything. sinks: [heads], float32, those that no part has
+    included. Returns out: [tokens, heads, dim], summed in float32, and lse: [tokens, heads]. A query without any key
+    gets 0 and -inf. This is how Flash-Decoding merges (https://pytorch.org/blog/flash-decoding).
+    """
+    top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks)
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    weights = (lses - top).exp()
+    total = weights.sum(0) if sinks is None else weights.sum(0) + (sinks - top).exp()
+    weights = (weights / total.clamp(min=torch.finfo(torch.float32).tiny))[..., None]
+    merged = torch.zeros(outs.shape[1:], dtype=torch.float32, device=outs.device)
+    for out, weight in zip(outs, weights, strict=True):
+        merged += torch.where(weight > 0, out * weight, 0.0)
+    return merged.to(outs.dtype), total.log() + top

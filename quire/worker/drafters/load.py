@@ -47,7 +47,10 @@ class DrafterParts:
             raise ConfigError(f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but "
                               f"the checkpoint of {options.method} makes {self.part.most} drafts at most")  # fmt: skip
         self.cached: Cached | None = None if isinstance(self.part, StateHead) else self.part
-        self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
+        try:
+            self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config: the drafter cannot be used; {error}") from None
         if self.cached is not None and not target.kv_specs:
             raise ConfigError(f"speculative_config: {options.method} needs a model with a KV cache")
 
@@ -75,9 +78,9 @@ class DrafterParts:
             staging.count_kept = ReplayedCounts(self.options, staging)
         if self.cached is None:
             return StateDrafter(cast(StateHead, self.part), staging, sampler)
-        is_recorded = not (
-            staging.device.is_async or self.config.model.enforce_eager or self.config.model.torch_compile
-        )
+        asked = self.config.model
+        is_recorded = not (staging.device.is_async or asked.enforce_eager or asked.torch_compile)
+        is_recorded &= self.config.parallel.decode_context_parallel_size == 1
         kind = RecordedForward if is_recorded else Forward
         if self.options.method == "draft_model":
             model = cast(Model, self.part)

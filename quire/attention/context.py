@@ -1,0 +1,67 @@
+"""Attention over contexts that are divided among ranks: what both ways of dividing them have in common."""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, AttentionShape
+from quire.ops import Kernels
+from quire.parallel.mesh import Communicator
+
+Ints = npt.NDArray[np.integer]
+
+
+class ContextAttention(AttentionBackend):
+    """One rank's part of an attention that several ranks compute together. Another backend computes this part.
+
+    `store` and `attend` get the keys, values and queries of the tokens that this rank computes, and all heads that it
+    has by tensor parallelism. `plan` gets the layout of all tokens of the step. A rank that has no token of a step is
+    given one all the same, since layers need some: it is not stored, and its result is zero.
+
+    how: contexts are divided, for the log and for the fingerprint of the cache.
+    """
+
+    how: str
+
+    def __init__(
+        self, shape: AttentionShape, cp: Communicator, dcp: Communicator,
+        choose: Callable[[AttentionShape], AttentionBackend], kernels: Kernels,
+    ) -> None:  # fmt: skip
+        """cp: the ranks that divide the tokens of a step. dcp: the ranks that hold the same KV heads, and compute the
+        same tokens. choose: makes the backend that computes this rank's part."""
+        super().__init__(shape)
+        self.cp, self.dcp, self.merge_partials = cp, dcp, kernels.merge_partials
+        self.inner = choose(self.inner_shape())
+        self.name, self.capturable = f"{self.inner.name} {self.how}", self.inner.capturable
+        self.cache_dtype, self.block_shape = self.inner.cache_dtype, self.inner.block_shape
+
+    @classmethod
+    def unsupported(cls, shape: AttentionShape) -> str | None:
+        return None  # the other backend decides
+
+    @abstractmethod
+    def inner_shape(self) -> AttentionShape:
+        """The shape of the attention that this rank computes."""
+
+    @abstractmethod
+    def owners(self, positions: Ints) -> Ints:
+        """The number in the group cp of the rank that computes each of a step's tokens, [tokens].
+
+        positions: of the tokens, [tokens].
+        """
+
+
+def packed(out: Tensor, lse: Tensor, memory: Tensor | None = None) -> Tensor:
+    """Both in one tensor, so that they are sent together: [..., dim + 1 or 2] in the type of `out`, with the bits of
+    the lse at the end. memory: where it is written, None for new memory."""
+    return torch.cat([out, lse[..., None].view(out.dtype)], dim=-1, out=memory)
+
+
+def unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `packed`."""
+    width = torch.float32.itemsize // both.dtype.itemsize
+    return both[..., :-width], both[..., -width:].contiguous().view(torch.float32)[..., 0]

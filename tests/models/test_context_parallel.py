@@ -1,0 +1,452 @@
+"""A model whose contexts are divided among ranks says what the whole one says.
+
+Most divisions are tried with ranks that are threads; a few with real processes, which cost seconds each. These tests
+are not marked `texts`, since drafters on the device and prefill context parallelism exclude each other.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from test_encoders import VARIANTS as ENCODERS
+from test_encoders import saved as encoder_checkpoint
+from test_parity import FIRST
+
+from quire.attention.headwise import HeadwiseAttention
+from quire.attention.stripes import StripedAttention
+from quire.config import ConfigError, EngineConfig, ModelConfig
+from quire.engine.core import EngineCore
+from quire.engine.llm import LLM
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.outputs import RequestOutput
+from quire.messages.sampling_params import SamplingParams
+from quire.models.description import describe
+from quire.parallel.mesh import Communicator
+from quire.scheduler.scheduler import Scheduler
+from quire.worker.context import check_context
+from support.adapters import OPTIONS, adapted_tokens, check, modules_of, write_adapter
+from support.checkpoints import ALL_VARIANTS
+from support.drafters import Drafters
+from support.engines import GREEDY, MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
+from support.grammars import automaton_gate, grammar
+from support.proposers import TARGET, speculate, target_options
+from support.reference import LENGTHS, Continuation, prompts
+from support.shared_experts import SharedExperts
+from support.staged_ranks import StagedExecutor
+
+COMBINES = [
+    "context parallelism × tensor parallelism, pipeline parallelism, chunked prefill, prefix caching, preemption, "
+    "sliding window, seeded sampling, stop strings, n > 1, penalties and token rules, logprobs, prompt logprobs, "
+    "expert parallelism, sequence parallelism, data parallelism, "
+    "structured outputs, speculation, drafters on the device, adapters, experts, latent attention, two steps in "
+    "flight, sinks, soft caps and ALiBi"
+]
+
+
+class Division(NamedTuple):
+    """kind: how contexts are divided if that is not to be chosen."""
+
+    pcp: int = 1
+    dcp: int = 1
+    tp: int = 1
+    pp: int = 1
+    kind: type | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {
+            "prefill_context_parallel_size": self.pcp, "decode_context_parallel_size": self.dcp,
+            "tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp,
+        }  # fmt: skip
+
+    def is_possible(self, path: Path) -> bool:
+        spec = describe(path, ModelConfig()).spec
+        shapes = [mixer.cache_shape(Communicator(0, self.tp)) for mixer in spec.mixers]
+        try:
+            check_context(shapes, EngineConfig.create(**self.options).parallel)
+        except ConfigError:
+            return False
+        by_heads = all(shape.value_dim is None and shape.num_kv_heads % self.pcp == 0 for shape in shapes)
+        return spec.num_layers >= self.pp and (by_heads or self.kind is not HeadwiseAttention)
+
+
+DIVISIONS = {
+    "dcp-2-of-tp-2": Division(dcp=2, tp=2),
+    "dcp-2-of-tp-4": Division(dcp=2, tp=4),
+    "dcp-4-of-tp-4": Division(dcp=4, tp=4),
+    "pcp-2": Division(2),
+    "pcp-2-by-heads": Division(2, kind=HeadwiseAttention),
+    "pcp-2-over-stripes": Division(2, kind=StripedAttention),
+    "pcp-3": Division(3),
+    "pcp-2-and-tp-2": Division(2, tp=2),
+    "pcp-2-and-dcp-2-of-tp-2": Division(2, 2, 2),
+    "pcp-2-and-pp-2": Division(2, pp=2),
+}
+TRIED = [division for division in DIVISIONS if division != "pcp-2"]
+
+
+def divided(path: Any, division: str, **options: Any) -> LLM:
+    """An engine whose ranks are threads."""
+    chosen, kind = DIVISIONS[division], DIVISIONS[division].kind
+    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+        if kind is None:
+            return make_llm(path, **chosen.options, **options)
+        with mock.patch("quire.worker.worker.choose_context", return_value=kind):
+            return make_llm(path, **chosen.options, **options)
+
+
+def says(llm: LLM, expected: list[Continuation]) -> None:
+    made = tokens_of(generate(llm, [c.prompt for c in expected]))
+    for continuation, token_ids in zip(expected, made, strict=True):
+        continuation.check(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("variant", "division"),
+    [
+        ("llama", "pcp-2-by-heads"),
+        ("llama", "pcp-2-over-stripes"),
+        ("llama-gqa4-llama3-old", "dcp-2-of-tp-4"),
+        ("llama-mqa-linear", "dcp-2-of-tp-2"),
+        ("llama-mqa-linear", "pcp-2-and-dcp-2-of-tp-2"),
+        ("mistral-window-20", "pcp-3"),  # a window that does not divide
+        ("gemma3", "pcp-2-over-stripes"),  # several KV groups
+        ("gemma2", "pcp-2-and-tp-2"),  # soft caps
+        ("gpt_oss", "pcp-3"),  # sinks and experts
+        ("falcon-rw-6-heads", "pcp-3"),  # ALiBi
+        ("deepseek_v2", "pcp-2-and-pp-2"),
+        ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"),
+        pytest.param("deepseek_v3", "dcp-4-of-tp-4", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, division):
+    says(divided(checkpoints.path(variant), division), references.continuations(variant)[: len(LENGTHS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("turn", "variant"), [*enumerate(FIRST)])
+def test_every_family_does_so_in_one_division(checkpoints, references, turn, variant):
+    path = checkpoints.path(variant)
+    possible = [division for division in TRIED if DIVISIONS[division].is_possible(path)]
+    says(divided(path, possible[turn % len(possible)]), references.continuations(variant)[: len(LENGTHS)])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("division", TRIED)
+@pytest.mark.parametrize("variant", ALL_VARIANTS)
+def test_every_variant_does_so_in_every_division(checkpoints, references, variant, division):
+    """At once, with cached prefixes, and in chunks with preemptions."""
+    path, expected = checkpoints.path(variant), references.continuations(variant)
+    if not DIVISIONS[division].is_possible(path):
+        pytest.skip("the model's heads cannot be divided so")
+    llm = divided(path, division)
+    says(llm, expected)
+    says(llm, expected[: len(LENGTHS)])
+    assert llm.core.scheduler.stats.prefix_hits > 0
+    blocks = llm.core.scheduler.kv.max_blocks(MAX_MODEL_LEN) + 10
+    tight = divided(path, division, num_gpu_blocks_override=blocks, max_num_batched_tokens=40)
+    says(tight, expected[: len(LENGTHS)])
+
+
+WINDOWS = [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)]
+WITH_ALL = {("mistral-window-20", "pcp-2-over-stripes"), ("qwen3-mixed-windows-biases", "pcp-2-by-heads")}
+
+
+@pytest.mark.parametrize(
+    ("variant", "blocks", "division"),
+    [
+        pytest.param(variant, blocks, division, marks=[] if (variant, division) in WITH_ALL else pytest.mark.slow)
+        for variant, blocks in WINDOWS
+        for division in ("pcp-2-by-heads", "pcp-2-over-stripes", "pcp-2-and-pp-2", "dcp-2-of-tp-4")
+    ],
+)
+def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, division):
+    """Chunks, preemption in a tiny pool, cached prefixes, windows, seeds, n, stop strings in one batch."""
+    plain = make_llm(checkpoints.path(variant))
+    texts = prompts(320, 6)
+    text = generate(plain, texts[:1])[0].outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    params = [
+        SamplingParams(temperature=0.9, seed=11, n=3, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+        GREEDY.clone(stop=[stop], presence_penalty=0.5),
+        SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=5, max_tokens=40, ignore_eos=True),
+    ]
+    requests = [(text, param) for text in texts for param in params]
+    expected = [generate(plain, [text], [param])[0] for text, param in requests]
+    limits = {"max_num_seqs": 12, "max_num_batched_tokens": 24, "num_gpu_blocks_override": blocks}
+    llm = divided(checkpoints.path(variant), division, **limits)
+    outputs = generate(llm, [text for text, _ in requests], [param for _, param in requests])
+    assert_preempted(llm)
+    assert llm.core.scheduler.stats.prefix_hits > 0
+    assert [[(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in outputs] == [
+        [(c.token_ids, c.text, c.stop_reason) for c in o.outputs] for o in expected
+    ]
+
+
+def logprobs_of(output: RequestOutput) -> list[float]:
+    """Of the tokens of the prompt and of those behind it."""
+    found = []
+    for token_ids, logprobs in (
+        (output.prompt_token_ids, output.prompt_logprobs), (output.outputs[0].token_ids, output.outputs[0].logprobs)
+    ):  # fmt: skip
+        found += [of[token].logprob for token, of in zip(token_ids, logprobs, strict=True) if of is not None]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "division"),
+    [
+        ("llama", "pcp-2-by-heads"),
+        ("llama", "pcp-3"),
+        ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"),
+        ("llama-gqa4-llama3-old", "dcp-2-of-tp-4"),
+    ],
+)
+def test_log_probabilities_are_those_of_one_rank(checkpoints, variant, division):
+    path, texts = checkpoints.path(variant), prompts(320, 14)
+    params = GREEDY.clone(logprobs=0, prompt_logprobs=0, max_tokens=32)
+    expected = generate(make_llm(path), texts, params)
+    llm = divided(path, division, max_num_batched_tokens=64)
+    for _ in range(2):  # the second time, parts of the prompts are cached
+        outputs = generate(llm, texts, params)
+        assert tokens_of(outputs) == tokens_of(expected)
+        for output, wanted in zip(outputs, expected, strict=True):
+            assert logprobs_of(output) == pytest.approx(logprobs_of(wanted), abs=1e-4)
+
+
+@pytest.mark.parametrize("division", ["pcp-3", "pcp-2-by-heads", "dcp-2-of-tp-4"])
+@pytest.mark.parametrize(
+    ("proposer", "options"), [("ngram", {}), ("Perfect", {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 40})]
+)
+def test_drafts_are_verified_by_all_ranks(checkpoints, proposer, options, division):
+    path, texts = checkpoints.path("llama-gqa4-llama3-old"), prompts(320, 9)
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(9)]
+    expected = tokens_of(generate(make_llm(path), texts, params))
+    os.environ[TARGET] = target_options({"model": str(path), "dtype": "float32", "max_model_len": MAX_MODEL_LEN})
+    llm = divided(path, division, speculative_config=speculate(proposer), max_num_seqs=6, **options)
+    assert tokens_of(generate(llm, texts, params)) == expected
+    assert llm.core.stats.speculation.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "kind", ["similar", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "p-eagle", "medusa"))]
+)
+def test_drafters_keep_their_own_entries_in_stripes(checkpoints, tmp_path_factory, kind):
+    """The draft model, or the head, is divided like the model."""
+    drafters, texts, variant = Drafters(checkpoints, tmp_path_factory), prompts(320, 9), "llama-gqa4-llama3-old"
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(9)]
+    path = drafters.target(variant)
+    expected = tokens_of(generate(make_llm(path), texts, params))
+    config = drafters.config(kind, variant)
+    if kind == "similar":
+        config["draft_tensor_parallel_size"] = 4
+    llm = divided(path, "dcp-2-of-tp-4", speculative_config=config, max_num_seqs=6)
+    assert tokens_of(generate(llm, texts, params)) == expected
+    stats = llm.core.stats.speculation
+    assert stats.draft_tokens > 100
+    assert kind != "similar" or stats.accepted_tokens > 0.2 * stats.draft_tokens
+
+
+@pytest.mark.parametrize("division", ["pcp-3", "dcp-2-of-tp-4"])
+def test_grammars(checkpoints, division):
+    path, texts = checkpoints.path("llama-gqa4-llama3-old"), prompts(320, 9)
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=20, structured_outputs=grammar(i) if i % 3 else None)
+        for i in range(9)
+    ]
+    said = []
+    limits = {"max_num_batched_tokens": 32, "max_num_seqs": 8}
+    for llm in make_llm(path, **limits), divided(path, division, **limits):
+        _, gate = automaton_gate()
+        old, kv = llm.core.scheduler, llm.core.executor.kv_cache
+        scheduler = Scheduler(old.limits, kv.num_blocks, list(kv.specs), kv.block_size, grammars=gate, vocab_size=320)
+        llm.core = EngineCore(scheduler, llm.core.executor)
+        outputs = [o.outputs[0] for o in generate(llm, texts, params)]
+        said.append([(output.token_ids, output.finish_reason) for output in outputs])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "division"),
+    [("mixtral", "pcp-2"), ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"), ("deepseek_v3", "dcp-2-of-tp-2")],
+)
+def test_experts_are_dealt_to_the_ranks(checkpoints, references, variant, division):
+    """With -pcp, ranks with different tokens exchange them."""
+    llm = divided(checkpoints.path(variant), division, enable_expert_parallel=True)
+    says(llm, references.continuations(variant)[: len(LENGTHS)])
+
+
+def test_experts_move_between_ranks_that_divide_contexts(checkpoints, references):
+    balance = {"step_interval": 8, "window_size": 6, "num_redundant_experts": 2}
+    llm = divided(checkpoints.path("qwen3_moe"), "pcp-2", enable_expert_parallel=True, enable_eplb=True,
+                  eplb_config=balance)  # fmt: skip
+    says(llm, references.continuations("qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "division"),
+    [
+        ("llama", "pcp-2-and-tp-2"),
+        ("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2"),
+        ("llama-gqa4-llama3-old", "dcp-2-of-tp-4"),
+    ],
+)
+def test_ranks_divide_tokens_of_norms_and_contexts(checkpoints, references, variant, division):
+    llm = divided(checkpoints.path(variant), division, enable_sequence_parallel=True)
+    says(llm, references.continuations(variant)[: len(LENGTHS)])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_share_experts_and_each_divides_its_steps(checkpoints, references, ranks):
+    """A replica without work computes one token in each step, on one of its ranks."""
+    path, expected = checkpoints.path("mixtral"), references.continuations("mixtral")[: len(LENGTHS)]
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "prefill_context_parallel_size": ranks}
+    config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=32, **options)
+    requests = [EngineCoreRequest(f"{i}", c.prompt, GREEDY, seed=0, max_tokens=64) for i, c in enumerate(expected)]
+    replicas = SharedExperts(config, path)
+    for results in replicas.run([requests[:-1], requests[-1:]]):
+        for name, token_ids in results.items():
+            expected[int(name)].check(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("division", "limits"),
+    [
+        ("pcp-3", {}),
+        ("pcp-2-and-tp-2", {}),
+        # In some steps, a rank has as many tokens as there are wanted ones, but not the same.
+        ("pcp-2-over-stripes", {"max_num_batched_tokens": 6, "max_num_seqs": 4}),
+    ],
+)
+def test_each_rank_applies_the_adapters_of_its_own_tokens(checkpoints, tmp_path, division, limits):
+    base, texts = checkpoints.path("llama"), prompts(300, 10)
+    llm = make_llm(base, **OPTIONS)
+    adapters = [write_adapter(tmp_path / f"a{i}", modules_of(llm), rank=4, seed=i) for i in range(3)]
+    chosen = [adapters[i % 3] if i % 4 else None for i in range(10)]
+    expected = adapted_tokens(llm, texts, chosen)
+    check(adapted_tokens(divided(base, division, **OPTIONS, **limits), texts, chosen), expected)
+
+
+def test_decoders_embed_texts_that_ranks_divide():
+    texts = [[*range(7, 7 + length)] for length in (1, 2, 3, 30, 90)]
+
+    def embeddings(**options: Any) -> list[Any]:
+        llm = LLM(runner="pooling", dtype="float32", **options)
+        return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+
+    expected = embeddings()
+    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+        for made, wanted in zip(embeddings(prefill_context_parallel_size=2), expected, strict=True):
+            assert made == pytest.approx(wanted, abs=1e-5)
+
+
+# ---- what is chosen, and what is refused
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "kind"),
+    [
+        ("llama", Division(2), HeadwiseAttention),  # 4 KV heads
+        ("llama", Division(4), HeadwiseAttention),
+        ("llama", Division(3), StripedAttention),
+        ("llama", Division(2, tp=2), HeadwiseAttention),
+        ("llama", Division(2, tp=4), StripedAttention),
+        ("llama-mqa-linear", Division(2), StripedAttention),
+        ("llama-mqa-linear", Division(1, 2, 2), StripedAttention),
+        ("deepseek_v2", Division(2), StripedAttention),
+    ],
+)
+def test_heads_are_divided_where_there_are_enough(checkpoints, variant, options, kind):
+    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+        llm = make_llm(checkpoints.path(variant), **options.options)
+    assert {type(backend) for worker in llm.core.executor.workers for backend in worker.backends} == {kind}
+
+
+@pytest.mark.parametrize(("division", "times"), [("pcp-3", 3), ("dcp-2-of-tp-2", 2), ("pcp-2-by-heads", 2)])
+def test_ranks_have_room_for_so_many_times_the_tokens(checkpoints, division, times):
+    """Of the same memory on each rank."""
+    path, limits = checkpoints.path("llama-mqa-linear"), {"kv_cache_memory_bytes": 1_000_000}
+    if division == "pcp-2-by-heads":
+        path = checkpoints.path("llama")
+
+    def tokens(llm: LLM) -> int:
+        return llm.core.scheduler.kv.pool.num_usable * llm.core.scheduler.kv.block_size
+
+    one = tokens(make_llm(path, tensor_parallel_size=1, **limits))
+    assert tokens(divided(path, division, **limits)) == pytest.approx(times * one, rel=0.03)
+
+
+def test_blocks_of_other_divisions_are_not_found(checkpoints):
+    path = checkpoints.path("llama-mqa-linear")
+    roots = {make_llm(path).core.scheduler.kv.root}
+    for division in ("pcp-2", "pcp-3", "dcp-2-of-tp-2", "pcp-2-and-tp-2", "pcp-2-and-dcp-2-of-tp-2"):
+        roots.add(divided(path, division).core.scheduler.kv.root)
+    by_heads = [divided(checkpoints.path("llama"), f"pcp-2-{how}") for how in ("by-heads", "over-stripes")]
+    roots |= {llm.core.scheduler.kv.root for llm in by_heads}
+    assert len(roots) == 8
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "message"),
+    [
+        ("llama", {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
+         "decode_context_parallel_size=3 must divide tensor_parallel_size=4"),
+        ("llama", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+         "KV heads and equally many query heads, which is 1 with tensor_parallel_size=2"),
+        ("llama-6-heads-over-2", {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+         "which is 1 with tensor_parallel_size=4"),  # three query heads over two ranks
+        ("deepseek_v3", {"tensor_parallel_size": 3, "decode_context_parallel_size": 3},
+         "which is 1 with tensor_parallel_size=3"),
+        ("llama", {"prefill_context_parallel_size": 2, "speculative_config": {"method": "medusa", "model": "x"}},
+         "prefill_context_parallel_size and drafters on the device"),
+        ("mixtral", {"prefill_context_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True,
+                     "enable_dbo": True}, "enable_dbo and prefill_context_parallel_size exclude each other"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_anything_is_started(checkpoints, variant, options, message):
+    with (
+        mock.patch("quire.engine.client.MultiprocExecutor", side_effect=AssertionError),
+        pytest.raises(ConfigError, match=message),
+    ):
+        make_llm(checkpoints.path(variant), **options)
+
+
+def test_encoders_have_no_contexts_to_divide(tmp_path):
+    encoder_checkpoint(tmp_path, *ENCODERS["bert"])
+    with pytest.raises(ConfigError, match="prefill_context_parallel_size need a model with a KV cache"):
+        LLM(str(tmp_path), prefill_context_parallel_size=2)
+
+
+# ---- processes
+
+
+@pytest.mark.parametrize(
+    ("variant", "division", "depth"),
+    [
+        ("llama", "pcp-2", 2),
+        ("llama-mqa-linear", "dcp-2-of-tp-2", 1),
+        pytest.param("llama-gqa4-llama3-old", "dcp-2-of-tp-4", 2, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "pcp-2-and-dcp-2-of-tp-2", 2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "pcp-3", 2, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v2", "pcp-2-and-pp-2", 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_processes_say_what_one_does(checkpoints, references, variant, division, depth):
+    """In chunks and with preemptions, `depth` steps in flight."""
+    expected, sizes = references.continuations(variant)[:12], DIVISIONS[division]
+    plain = make_llm(checkpoints.path(variant))
+    stripes = 1 if variant == "llama" else sizes.pcp * sizes.dcp
+    blocks = -(-plain.core.scheduler.kv.max_blocks(MAX_MODEL_LEN) // stripes) + 10
+    llm = make_llm(
+        checkpoints.path(variant), async_scheduling=depth == 2, num_gpu_blocks_override=blocks,
+        max_num_batched_tokens=40, **sizes.options,
+    )  # fmt: skip
+    try:
+        says(llm, expected)
+        assert llm.core.scheduler.limits.depth == depth + (sizes.pp > 1) * 2
+    finally:
+        llm.shutdown()
