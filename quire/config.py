@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self, get_type_hints
 
+from quire.options.cluster import ClusterConfig, Layout
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
 from quire.options.experts import BalanceOptions
@@ -305,8 +306,17 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
+        layout = self.layout  # raises ConfigError
+        if self.parallel.shares_experts:
+            if self.cluster.distributed_executor_backend == "ray":
+                raise ConfigError("enable_expert_parallel: Ray cannot place ranks of replicas that share them; leave "
+                                  "distributed_executor_backend out")  # fmt: skip
+            if not self.cluster.headless and len(layout.served) < self.parallel.data_parallel_size:
+                raise ConfigError("enable_expert_parallel: replicas that share experts need one server for all; "
+                                  "give the other machines headless")  # fmt: skip
         kv_dtype = self.cache.kv_cache_dtype
         dtype = self.model.dtype_name
         if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
@@ -323,6 +333,11 @@ class EngineConfig:
             raise ConfigError("batch_invariant and torch_compile exclude each other: what torch.compile generates "
                               "depends on the sizes of the batch; leave one of the two out")  # fmt: skip
 
+    @property
+    def layout(self) -> Layout:
+        """Which replicas and ranks run on this machine."""
+        return self.cluster.layout(self.parallel.data_parallel_size, self.parallel.ranks)
+
     @classmethod
     def create(cls, **options: Any) -> Self:
         """From flat options, `create(max_model_len=2048, block_size=32)`. Raises ConfigError."""
@@ -332,7 +347,9 @@ class EngineConfig:
         engine_names = {name for config in GROUPS.values() for name in OPTIONS[config]}
         values = _checked(translate(given, engine_names, others=OPTIONS[ServerConfig]))
         groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
-        return cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+        made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
+        made.cluster.check_secret(made.layout)
+        return made
 
 
 GROUPS: dict[str, Any] = get_type_hints(EngineConfig)

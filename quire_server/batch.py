@@ -56,7 +56,7 @@ class _Batch:
 
     def __init__(self, llm: AsyncLLM, app: FastAPI, config: ServerConfig, files: BatchFiles) -> None:
         self._llm, self._app, self._config, self._files = llm, app, config, files
-        self._max_requests = _QUEUE * llm.config.scheduler.max_num_seqs * llm.config.parallel.data_parallel_size
+        self._max_requests = _QUEUE * llm.config.scheduler.max_num_seqs * len(llm.config.layout.served)
         self._num_requests = self._num_bytes = 0
         self._ended = asyncio.Event()
 

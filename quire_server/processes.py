@@ -25,9 +25,9 @@ from quire.system.folders import private_folder
 class _ParentsCores:
     """The cores as an API process sees them: its parent watches them, and tells it what becomes of them."""
 
-    def __init__(self, connection: Connection, count: int) -> None:
-        self._connection = connection
-        self.process_ids: list[int | None] = [None] * count
+    def __init__(self, connection: Connection, replicas: range) -> None:
+        self._connection, self._replicas = connection, replicas
+        self.process_ids: list[int | None] = [None for _ in replicas]
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
         ended = asyncio.Event()
@@ -37,7 +37,7 @@ class _ParentsCores:
                 tell(self._connection.recv())
             except (EOFError, OSError):
                 asyncio.get_running_loop().remove_reader(self._connection.fileno())
-                for rank in range(len(self.process_ids)):
+                for rank in self._replicas:
                     tell(CoreLost(rank, CoreDied("the parent of the API process has ended"), given_up=True))
                 ended.set()
 
@@ -59,7 +59,7 @@ def _run_api(
     try:
         from quire_server.http_server import run  # metrics need the folder that the parent has put into the environment
 
-        cores = _ParentsCores(connection, engine_config.parallel.data_parallel_size)
+        cores = _ParentsCores(connection, engine_config.layout.served)
         client = CoreClient(engine_config, directory, cores, index=index, since_start=is_first_start)
         sys.exit(run(client, config, listening, connection.send))
     except (ValueError, OSError, EngineDeadError) as error:

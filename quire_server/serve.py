@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config import EngineConfig, ServerConfig
+from quire.config import ConfigError, EngineConfig, ServerConfig
 from quire.engine.core_client import CoreClient
 from quire.engine.cores import Cores
 from quire.models.heads.resolve import with_files
@@ -17,9 +17,15 @@ def serve(model: str | None, config: ServerConfig, options: Mapping[str, Any]) -
 
     Raises ConfigError, OSError or EngineDeadError if it cannot start.
     """
+    engine_config = EngineConfig.create(model=model, **options)
+    if engine_config.cluster.headless:
+        if config.api_server_count > 1:
+            raise ConfigError("headless: there is no API on this machine; leave api_server_count out")
+        from quire.engine.headless import run_headless
+
+        return run_headless(*with_files(engine_config))
     with contextlib.closing(listening_socket(config)) as listening:
-        engine_config = EngineConfig.create(model=model, **options)
-        raise_descriptor_limit(engine_config.scheduler.max_num_seqs * engine_config.parallel.data_parallel_size)
+        raise_descriptor_limit(engine_config.scheduler.max_num_seqs * len(engine_config.layout.served))
         if config.api_server_count > 1:
             cores = Cores(*with_files(engine_config))
             try:

@@ -78,10 +78,10 @@ class AsyncLLM:
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
-        replicas = self.config.parallel.data_parallel_size
         self.metrics = EngineMetrics(
-            metrics_prefix, name, self.request_log, log_stats, max_loras, replicas, core.index == 0, core.since_start
-        )
+            metrics_prefix, name, self.request_log, log_stats, max_loras, len(core.sizes), core.index == 0,
+            core.since_start, core.first,
+        )  # fmt: skip
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()

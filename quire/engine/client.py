@@ -13,14 +13,13 @@ from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.frontend import generation_config
 from quire.engine.lockstep import Waves
 from quire.engine.processor import end_of_sequence
-from quire.executor.base import Executor
-from quire.executor.multiproc import MultiprocExecutor
-from quire.executor.uniproc import UniprocExecutor
+from quire.executor.choice import make_executor, uses_gpu
+from quire.executor.threads import limit_threads
 from quire.kvcache.specs import KVCacheSize
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_tokenizer
 from quire.lora.gate import AdapterGate
-from quire.messages.engine import Meeting
+from quire.messages.engine import MeetingPlace
 from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.parallel.mesh import Communicator
@@ -33,14 +32,12 @@ from quire.structured.backends import check_backend, load_backend
 from quire.structured.gate import GrammarGate
 from quire.structured.grammar import Backend
 from quire.structured.vocabulary import Vocabulary
-from quire.system.limits import processors
 from quire.worker.context import check_context
-from quire.worker.device import on_gpu
 
 
 def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
     """The scheduler's limits from the options. Raises ConfigError for a device that does not exist."""
-    options, gpu = config.scheduler, on_gpu(config.kernels.device)
+    options, gpu = config.scheduler, uses_gpu(config)
     is_async = gpu if options.async_scheduling is None else options.async_scheduling
     if options.speculation and not options.speculation.on_device and is_async:
         if options.async_scheduling:
@@ -73,32 +70,33 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
 
 
 def take_devices(rank: int, config: EngineConfig) -> None:
-    """Let a replica see only its own GPUs, which come after those of the replicas before it. Call it before CUDA is
-    used. Raises ConfigError if there are too few."""
+    """Let a replica see only its own GPUs, which come after those of the replicas before it on this machine. Call it
+    before CUDA is used. Raises ConfigError if there are too few."""
     count = 0 if config.kernels.device == "cpu" else torch.cuda.device_count()
-    replicas, size = config.parallel.data_parallel_size, config.parallel.ranks
-    if count and replicas > 1:
-        if count < replicas * size:
-            raise ConfigError(f"data_parallel_size={replicas} needs {replicas * size} GPUs, but there are {count}")
+    here, size = config.layout.here, config.parallel.ranks
+    if count and len(here) > 1:
+        if count < len(here) * size:
+            option = "data_parallel_size" + ("_local" if config.cluster.data_parallel_size_local is not None else "")
+            raise ConfigError(f"{option}={len(here)} needs {len(here) * size} GPUs, but there are {count}")
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank * size : (rank + 1) * size])
+        first = here.index(rank) * size
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + size])
 
 
-def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting: Meeting | None = None) -> EngineCore:
+def make_core(
+    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None
+) -> EngineCore:
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
 
-    meeting: where the replicas meet that share experts, None for a replica that shares none.
+    place: where the replicas meet that share experts, None for a replica that shares none.
     """
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
     check_backend(config.sampling.structured_outputs_config)
     spec, group = describe(directory, config.model).spec, Communicator(0, config.parallel.tensor_parallel_size)
     check_context([] if spec.is_encoder else [mixer.cache_shape(group) for mixer in spec.mixers], config.parallel)
-    on_gpu(config.kernels.device)  # raises ConfigError here, not on each of several ranks
-    multiprocess = config.parallel.ranks > 1
-    _limit_threads(config.parallel.data_parallel_size)
-    executor: Executor
-    executor = (MultiprocExecutor if multiprocess else UniprocExecutor)(config, directory, max_model_len, meeting)
+    limit_threads(len(config.layout.here))
+    executor = make_executor(config, directory, max_model_len, place)
     kv = executor.kv_cache
     if config.model.max_model_len == -1:
         limits = _fitting(limits, kv)
@@ -131,7 +129,7 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting
     except ValueError:
         executor.shutdown()
         raise
-    lockstep = None if meeting is None else Waves(meeting, config.parallel.data_parallel_size)
+    lockstep = None if place is None else Waves(place, config.parallel.data_parallel_size)
     if not kv.specs:
         return EngineCore(scheduler, executor, lockstep)
     room = scheduler.kv.room(max_model_len)
@@ -142,17 +140,3 @@ def make_core(config: EngineConfig, directory: Path, max_model_len: int, meeting
         room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
     return EngineCore(scheduler, executor, lockstep)
-
-
-def _limit_threads(replicas: int) -> None:
-    """Limit torch to the processors that may run at once, divided among the replicas of the model on this machine.
-
-    torch respects the affinity of the process, but not a cgroup's quota.
-    """
-    wanted, allowed = torch.get_num_threads(), processors()
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    if allowed < wanted:
-        logger.info("Threads: %d instead of %d, since the cgroup has a quota of processors", allowed, wanted)
-    if allowed < wanted or replicas > 1:
-        torch.set_num_threads(max(1, min(allowed, wanted) // replicas))

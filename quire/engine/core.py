@@ -90,6 +90,14 @@ class EngineCore:
         is_needed = self._lockstep is not None and self._lockstep.is_running
         return self.scheduler.has_work or bool(self._flights) or is_needed
 
+    def check(self) -> None:
+        """Raises EngineDeadError if the executor has failed while there was nothing to do."""
+        try:
+            self.executor.check()
+        except Exception as error:
+            self._cause_of_death = error
+            raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
+
     def _wake(self) -> None:
         self.scheduler.wake()
         if self.wake_up is not None:

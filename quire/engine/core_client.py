@@ -1,23 +1,27 @@
 """The client of the cores. It divides the requests among them, and sends those of a lost core to another."""
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from secrets import token_hex
 from typing import Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineDeadError
 from quire.engine.cores import Cores
 from quire.engine.router import Router
 from quire.messages import engine as messages
 from quire.messages.engine import (
+    CoreDied,
     CoreEvent,
     CoreLost,
     CoreReady,
@@ -30,6 +34,7 @@ from quire.messages.engine import (
 from quire.metrics.logging import logger
 
 _DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
+_MOST_REQUESTS = 32  # of a message, which must not become too long for a connection between machines
 _outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
 Sink = Callable[[int, list[EngineCoreOutput], CoreStats], None]  # a core's number, its outputs, its state after them
@@ -56,27 +61,47 @@ class Processes(Protocol):
 @dataclass(eq=False)
 class _Unfinished:
     """An unfinished request. token_ids: its output so far. core: the number of the core that runs it, None if it waits
-    for a core. losses: how many cores were lost while they ran it."""
+    for a core. losses: how many cores were lost while they ran it. is_draining: the last outputs of the lost core may
+    still arrive."""
 
     request: EngineCoreRequest
     token_ids: list[int] = field(default_factory=list)
     core: int | None = None
     losses: int = 0
+    is_draining: bool = False
 
 
 @dataclass
 class _Core:
-    """A core as its client sees it. socket, reader: how the client talks with it, while it is ready."""
+    """A core as its client sees it. up: what was told of it last. connection: to it, from then on until it is lost."""
 
     state: CoreState = CoreState.STARTING
     stats: CoreStats = field(default_factory=CoreStats)
     size: CoreReady = field(default_factory=lambda: CoreReady(0, 0, 0))
-    socket: zmq.asyncio.Socket | None = None
-    reader: asyncio.Task[None] | None = None
+    up: CoreUp | None = None
+    connection: "_Connection | None" = None
+
+
+@dataclass(eq=False)
+class _Connection:
+    """breaks: tells when a connection to another machine breaks. readers: the tasks that receive on the sockets."""
+
+    socket: zmq.asyncio.Socket
+    breaks: zmq.asyncio.Socket | None = None
+    readers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def stop(self) -> None:
+        """Pass no more messages to the readers."""
+        if self.breaks is not None:  # this order matters: libzmq waits for ever to report a break to a closed socket
+            self.socket.disable_monitor()
+            self.breaks.close(linger=0)
+        for reader in self.readers:
+            reader.cancel()
 
 
 class CoreClient:
-    """Sends requests to the cores, and passes their outputs to the sink that `start` is given.
+    """Sends requests to the cores, and passes their outputs to the sink that `start` is given. Cores are numbered from
+    0; core 0 is replica `first` of all replicas.
 
     The constructor starts the cores' processes, so that they load the model while the caller builds the rest; `start`
     waits for them. End it with `shutdown` or `kill`. Raises ConfigError if no process can be started.
@@ -100,7 +125,10 @@ class CoreClient:
         self._sink: Sink = lambda core, outputs, stats: None
         self._context = zmq.asyncio.Context()
         self._unfinished: dict[str, _Unfinished] = {}
-        self._cores = [_Core() for _ in range(config.parallel.data_parallel_size)]
+        self._name = token_hex(8)
+        served = config.layout.served
+        self.first = served.start
+        self._cores = [_Core() for _ in served]
         self._router = Router(len(self._cores), config.parallel.data_parallel_routing == "prefix", index)
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -196,46 +224,90 @@ class CoreClient:
         return task
 
     def _told(self, event: CoreEvent) -> None:
-        core = self._cores[event.rank]
         if isinstance(event, CoreUp):
-            restarted = core.state is CoreState.RESTARTING
-            core.size, core.state = event.size, CoreState.READY
-            core.socket = self._context.socket(zmq.DEALER)
-            core.socket.set_hwm(0)
-            core.socket.connect(event.address)
-            core.reader = self._run(self._read(event.rank, core.socket))
-            self._order(event.rank, messages.Connect(every_step=self.index == 0))
+            self._connect(event)
         else:
-            restarted = False
-            core.state = CoreState.DEAD if event.given_up else CoreState.RESTARTING
-            self.cause_of_death = event.died.reason
-            self._run(self._replay(event))
-        self.ready = [rank for rank, core in enumerate(self._cores) if core.state is CoreState.READY]
-        if restarted:
-            logger.warning("Engine core %d runs again", event.rank)
-        self._send([unfinished for unfinished in self._unfinished.values() if unfinished.core is None])
+            self._lose(event)
+
+    def _connect(self, up: CoreUp) -> None:
+        """Connect to a core that takes orders. One on another machine is ready when it has answered."""
+        number = up.rank - self.first
+        core = self._cores[number]
+        if core.connection is not None:
+            self._lose(CoreLost(up.rank, CoreDied("it was started again"), given_up=False))
+        if core.up is not None and core.up.address != up.address:  # another one, which counts from 0
+            core.stats = CoreStats()
+            self._sink(number, [], core.stats)
+        core.up, core.size = up, up.size
+        socket = self._context.socket(zmq.DEALER)
+        core.connection = connection = _Connection(socket)
+        socket.set_hwm(0)
+        if up.secret:
+            connection.breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            ClusterSecret(up.secret).connect(socket, up.address)
+            connection.readers.append(self._run(self._reconnect(up, connection.breaks)))
+        else:
+            socket.connect(up.address)
+        connection.readers.append(self._run(self._read(number, socket)))
+        self._order(number, messages.Connect(every_step=self.index == 0, client=self._name))
+        if not up.secret:
+            self._is_ready(number)
+
+    def _is_ready(self, number: int) -> None:
+        core = self._cores[number]
+        if core.state is CoreState.RESTARTING:
+            logger.warning("Engine core %d runs again", self.first + number)
+        core.state = CoreState.READY
+        self._list_ready()
+        waiting = [u for u in self._unfinished.values() if u.core is None and not u.is_draining]
+        self._send(waiting)
         if self._started is not None and not self._started.done() and len(self.ready) == len(self._cores):
             self._started.set_result(None)
 
-    async def _replay(self, event: CoreLost) -> None:
-        """Send the requests of a lost core to another one, and end those that cannot be."""
-        core = self._cores[event.rank]
-        socket, reader, core.socket, core.reader = core.socket, core.reader, None, None
-        if socket is not None and reader is not None:
-            reader.cancel()
-            while await socket.poll(_DRAIN_MILLISECONDS):
-                self._take(event.rank, await socket.recv())
-            socket.close(linger=0)
-        self._router.forget(event.rank)
-        core.stats = CoreStats()
-        self._sink(event.rank, [], core.stats)
-        lost = [unfinished for unfinished in self._unfinished.values() if unfinished.core == event.rank]
+    def _list_ready(self) -> None:
+        self.ready = [number for number, core in enumerate(self._cores) if core.state is CoreState.READY]
+
+    async def _reconnect(self, up: CoreUp, breaks: zmq.asyncio.Socket) -> None:
+        """Connect anew when the connection to a core on another machine breaks: no message is sent twice on it."""
+        await breaks.recv_multipart()
+        self._lose(CoreLost(up.rank, CoreDied("the connection to it broke"), given_up=False))
+        self._connect(up)
+
+    def _lose(self, event: CoreLost) -> None:
+        number = event.rank - self.first
+        core = self._cores[number]
+        self.restarts += core.state is CoreState.READY and not event.given_up
+        core.state = CoreState.DEAD if event.given_up else CoreState.RESTARTING
+        self.cause_of_death = event.died.reason
+        self._list_ready()
+        lost = [unfinished for unfinished in self._unfinished.values() if unfinished.core == number]
         for unfinished in lost:
-            unfinished.core = None
+            unfinished.core, unfinished.is_draining = None, True
             unfinished.losses += 1
+        self._router.forget(number)
+        connection, core.connection = core.connection, None
+        if connection is not None:
+            connection.stop()
+        self._run(self._replay(event, lost, connection))
+
+    async def _replay(self, event: CoreLost, lost: list[_Unfinished], connection: _Connection | None) -> None:
+        """Send the requests of a lost core to another one, and end those that cannot be."""
+        number = event.rank - self.first
+        core = self._cores[number]
+        if connection is not None:
+            while await connection.socket.poll(_DRAIN_MILLISECONDS):
+                report = _outputs.decode(await connection.socket.recv())
+                if core.connection is None:
+                    core.stats = report.stats
+                self._pass_on(number, report)
+            connection.socket.close(linger=0)
+        if core.connection is None:
+            core.stats = msgspec.structs.replace(core.stats, num_running=0, num_waiting=0, kv_cache_usage=0.0)
+            self._sink(number, [], core.stats)
+        for unfinished in lost:
+            unfinished.is_draining = False
         repeated = [unfinished for unfinished in lost if unfinished.losses > 1]
         self._end(repeated, "the engine failed twice while it ran this request; it is not tried again")
-        self.restarts += not event.given_up
         if self.state is CoreState.DEAD:
             self._end(list(self._unfinished.values()), f"the engine failed: {event.died.reason}")
         again = [unfinished for unfinished in lost if unfinished.request.request_id in self._unfinished]
@@ -250,9 +322,9 @@ class CoreClient:
 
     def _order(self, core: int | None, order: messages.CoreOrder) -> None:
         """Send an order to a core, if it is ready."""
-        socket = None if core is None else self._cores[core].socket
-        if socket is not None:  # it has no high-water mark, so sending never waits and the returned future is done
-            socket.send(msgspec.msgpack.encode(order))
+        connection = None if core is None else self._cores[core].connection
+        if connection is not None:  # it has no high-water mark, so sending never waits and the returned future is done
+            connection.socket.send(msgspec.msgpack.encode(order))
 
     def _send(self, requests: Iterable[_Unfinished], core: int | None = None) -> None:
         """Send requests to a core each, with their output so far. core: the one to take, if it is ready."""
@@ -264,17 +336,23 @@ class CoreClient:
             rank = unfinished.core = self._router.route(request, self.ready, core if core in self.ready else None)
             batches[rank].append(msgspec.structs.replace(request, output_token_ids=output) if output else request)
         for rank, batch in batches.items():
-            self._order(rank, messages.AddRequests(batch))
+            for start in range(0, len(batch), _MOST_REQUESTS):
+                self._order(rank, messages.AddRequests(batch[start : start + _MOST_REQUESTS]))
 
-    async def _read(self, core: int, socket: zmq.asyncio.Socket) -> None:
+    async def _read(self, number: int, socket: zmq.asyncio.Socket) -> None:
+        core = self._cores[number]
         while True:
-            self._take(core, await socket.recv())
+            report = _outputs.decode(await socket.recv())
+            core.stats = report.stats
+            self._router.report(number, report.stats.num_waiting, report.stats.num_running, report.num_received)
+            if core.state is not CoreState.READY:
+                self._is_ready(number)
+            self._pass_on(number, report)
 
-    def _take(self, rank: int, message: bytes) -> None:
-        report = _outputs.decode(message)
-        stats = self._cores[rank].stats = report.stats
-        self._router.report(rank, stats.num_waiting, stats.num_running, report.num_received)
-        known = []
+    def _pass_on(self, number: int, report: messages.StepOutputs) -> None:
+        """Pass a core's outputs to the sink."""
+        core, known = self._cores[number], []
+        is_remote = core.up is not None and core.up.secret
         for output in report.outputs:
             unfinished = self._unfinished.get(output.request_id)
             if unfinished is None:
@@ -282,8 +360,10 @@ class CoreClient:
             unfinished.token_ids += output.new_token_ids
             if output.finish_reason is not None:
                 del self._unfinished[output.request_id]
+            if is_remote and output.scheduled_at:
+                output.scheduled_at += time.monotonic() - report.sent_at  # clocks of machines do not begin together
             known.append(output)
-        self._sink(rank, known, stats)
+        self._sink(number, known, core.stats)
 
     def _end(self, requests: list[_Unfinished], reason: str) -> None:
         for unfinished in requests:

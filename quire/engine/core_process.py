@@ -16,10 +16,12 @@ import msgspec
 import zmq
 from tqdm import tqdm
 
+from quire.cluster.addresses import interface_variables
+from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.messages import engine as messages
-from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, Meeting
+from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
 from quire.system.garbage import skip_last_collection
@@ -27,6 +29,8 @@ from quire.system.garbage import skip_last_collection
 HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 2.0  # how long a core that has to end may take, before it is killed
 _LOAD_SECONDS = 0.1  # how often clients without outputs learn the core's load
+_IDLE_MILLISECONDS = 1000  # how often an idle core asks whether its executor is well
+_TOO_LONG = f"the outputs of a step are longer than {MOST_MESSAGE_BYTES >> 20} MiB; ask for fewer logprobs"
 _orders = msgspec.msgpack.Decoder(messages.CoreOrder)
 
 
@@ -36,13 +40,14 @@ def core_address(folder: Path) -> str:
 
 
 def run_core(
-    folder: Path, rank: int, config: EngineConfig, directory: Path, log: str, meeting: Meeting | None = None,
-    listener: socket.socket | None = None,
+    folder: Path, rank: int, config: EngineConfig, directory: Path, log: str, remote: tuple[str, bytes] | None = None,
+    place: MeetingPlace | None = None, listener: socket.socket | None = None,
 ) -> None:  # fmt: skip
     """The main function of the process.
 
     folder: contains the parent's socket "reports", and gets the core's own, for its clients. rank: the core's number.
-    directory: the model's directory or GGUF file. log: the level of the log. meeting: where the replicas meet that
+    directory: the model's directory or GGUF file. log: the level of the log. remote: the address of this machine at
+    which clients on other machines reach the core, and the secret that they know. place: where the replicas meet that
     share experts, None for a replica that shares none. listener: the socket of that place, if this core provides it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
@@ -57,6 +62,11 @@ def run_core(
     inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that has gone is an error
     inbox.bind(core_address(folder))
     outbox.connect(f"ipc://{folder}/reports")
+    admission, address = None, ""
+    if remote is not None:
+        secret = ClusterSecret(remote[1])
+        admission = Admission(context, secret)
+        address = secret.listen(inbox, remote[0])  # clients of this machine need no keys
 
     def report(message: CoreReport) -> None:
         outbox.send(msgspec.msgpack.encode(message))
@@ -72,10 +82,12 @@ def run_core(
             from quire.parallel.mesh import open_meeting
 
             _store = open_meeting(listener.getsockname()[0], listener)  # it lives as long as this core
-        core = make_core(config, directory, describe(directory, config.model).max_model_len, meeting)
+        if place is not None:
+            os.environ.update(interface_variables(place.host))
+        core = make_core(config, directory, describe(directory, config.model).max_model_len, place)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
-        report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len))
+        report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address))
         _serve(core, inbox, report)
     except EngineDeadError as error:
         logger.exception("The engine core failed")
@@ -88,6 +100,8 @@ def run_core(
     finally:
         if core is not None:
             core.shutdown()
+        if admission is not None:
+            admission.close()
         context.destroy(linger=1000)
         skip_last_collection()
 
@@ -121,15 +135,21 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
         poller.register(gates, zmq.POLLIN)
     clients, has_output = _Clients(core, inbox), False
     while True:
-        ready = dict(poller.poll(0 if core.has_work else None))
+        ready = dict(poller.poll(0 if core.has_work else _IDLE_MILLISECONDS))
         if parent.sentinel in ready:
             return
         while inbox.poll(0):
-            client, data = inbox.recv_multipart()
-            order = _orders.decode(data)
+            client, data = inbox.recv_multipart()[:2]
+            try:
+                order = _orders.decode(data)
+            except msgspec.DecodeError as error:
+                logger.warning("A client sent an order of %d bytes that has no meaning: %s", len(data), error)
+                continue
             if isinstance(order, messages.Shutdown):
                 return
             clients.obey(client, order)
+        if not ready:
+            core.check()
         if core.has_work or gates in ready:
             outputs = core.step()
             clients.report(outputs)
@@ -144,6 +164,7 @@ class _Clients:
     def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
         self._core, self._socket = core, socket
         self._num_received: dict[bytes, int] = {}  # by client
+        self._addresses: dict[str, bytes] = {}  # the last of each client, by its name
         self._see_every_step: set[bytes] = set()
         self._owners: dict[str, bytes] = {}  # of unfinished requests
         self._load_is_due = 0.0
@@ -152,9 +173,16 @@ class _Clients:
         """Carry out an order. Requests that cannot run are reported as failed."""
         refused = []
         if isinstance(order, messages.Connect):
+            before = self._addresses.get(order.client, b"")
+            if before in self._num_received:
+                self._forget(before)
+            if order.client:
+                self._addresses[order.client] = client
             self._num_received[client] = 0
             if order.every_step:
                 self._see_every_step.add(client)
+        elif client not in self._num_received:
+            logger.warning("An order of a client that has not said who it is was dropped")
         elif isinstance(order, messages.AddRequests):
             self._num_received[client] += len(order.requests)
             for request in order.requests:
@@ -185,9 +213,14 @@ class _Clients:
                 if output.finish_reason is not None:
                     del self._owners[output.request_id]
         for client, part in parts.items():
-            message = messages.StepOutputs(part, stats, self._num_received[client])
+            message = messages.StepOutputs(part, stats, self._num_received[client], now)
+            data = msgspec.msgpack.encode(message)
+            if len(data) > MOST_MESSAGE_BYTES:
+                self._abort([output.request_id for output in part])
+                message.outputs = [EngineCoreOutput(o.request_id, [], FinishReason.ERROR, _TOO_LONG) for o in part]
+                data = msgspec.msgpack.encode(message)
             try:
-                self._socket.send_multipart([client, msgspec.msgpack.encode(message)])
+                self._socket.send_multipart([client, data])
             except zmq.ZMQError:
                 self._forget(client)
 

@@ -3,12 +3,12 @@
 import asyncio
 import multiprocessing
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -16,18 +16,24 @@ import zmq.asyncio
 
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core_process import PATIENCE_SECONDS, core_address, run_core
+from quire.engine.fellows import Fellows, LocalMeetings, Meetings
 from quire.messages import engine as messages
-from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp, Meeting
+from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger, logging_level
 from quire.system.folders import private_folder
 
-_HOST = "127.0.0.1"  # the replicas run on this machine
+if TYPE_CHECKING:
+    from quire.engine.remote_cores import RemoteCores
+
 SILENCE_SECONDS = 5.0  # a core that sends no heartbeat for this long is considered lost
 SILENT_START_SECONDS = 60.0  # the same while the core starts: imports can block its heartbeat thread for long
 MAX_FAILED_STARTS = 3  # failed starts in a row, after which a core is given up
 _SOCKET_PATH = 107  # characters that the path of a socket may have
 _reports = msgspec.msgpack.Decoder(messages.CoreReport)
+
+
+_Remote = tuple[str, bytes] | None  # where cores take orders from other machines, see `run_core`
 
 
 class _Process:
@@ -39,8 +45,9 @@ class _Process:
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, fellows: "_Fellows | None"
-    ) -> None:
+        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, remote: _Remote,
+        fellows: Fellows | None,
+    ) -> None:  # fmt: skip
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         processes: list[BaseProcess] = []
         # At exit, multiprocessing waits for its processes. Finalizers with a priority run before that.
@@ -51,7 +58,8 @@ class _Process:
         self.reports.bind(f"ipc://{folder}/reports")
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
             target=run_core, name="quire-core",
-            args=(folder, rank, config, directory, logging_level(), *(fellows.meeting(rank) if fellows else ())),
+            args=(folder, rank, config, directory, logging_level(), remote,
+                  *(() if fellows is None else fellows.meetings.place(rank))),
         )  # fmt: skip
         self.process.start()
         processes.append(self.process)
@@ -74,53 +82,14 @@ def _end(processes: list[BaseProcess], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Fellows:
-    """The replicas that share experts. If one of them is lost, all are started again, and meet at another place.
-
-    lost: why, and whether they are given up, from the first loss until all processes have ended.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._all_ended = asyncio.Barrier(count)
-        self.lost: tuple[CoreDied, bool] | None = None
-        self._open()
-
-    def _open(self) -> None:
-        self._listener = socket.create_server((_HOST, 0))
-        self._port = self._listener.getsockname()[1]
-
-    def meeting(self, rank: int) -> tuple[Meeting, socket.socket | None]:
-        """The last arguments of run_core."""
-        return Meeting(_HOST, self._port, rank), self._listener if rank == 0 else None
-
-    def lose(self, rank: int, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
-        """Report that all replicas are lost if one is, so that none is given the requests of another. Returns whether
-        they are given up, which the first one decides."""
-        if self.lost is None:
-            reason = f"engine core {rank}, with which it shares experts, was lost: {died.reason}"
-            self.lost = CoreDied(reason, died.by_user, silent=True), given_up
-            tell(CoreLost(rank, died, given_up))
-            for other in {*range(self._count)} - {rank}:
-                tell(CoreLost(other, self.lost[0], given_up))
-        return self.lost[1]
-
-    async def begin_again(self) -> None:
-        """Wait until the processes of all replicas have ended."""
-        if await self._all_ended.wait() == 0:
-            self._listener.close()
-            self._open()
-            self.lost = None
-        await self._all_ended.wait()
-
-
 class _Replica:
-    """One core and those that replace it. fellows: the replicas with which it shares experts, if any."""
+    """One core and those that replace it. fellows: of a replica that shares experts with others."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, fellows: _Fellows | None
-    ) -> None:
-        self._context, self._arguments = context, (context, rank, config, directory, fellows)
+        self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, remote: _Remote,
+        fellows: Fellows | None,
+    ) -> None:  # fmt: skip
+        self._context, self._arguments = context, (context, rank, config, directory, remote, fellows)
         self.rank, self._fellows = rank, fellows
         self.process: _Process | None = None
         self._is_ready = self._was_ready = False
@@ -141,6 +110,8 @@ class _Replica:
         while not given_up:
             process, patience = None, PATIENCE_SECONDS
             try:
+                if self._fellows is not None:
+                    await self._fellows.meetings.begin()
                 process = self.launch()
                 self._failed_starts += 1
                 self._heard_at = time.monotonic()
@@ -161,17 +132,17 @@ class _Replica:
                     await process.close(patience)
                     self.process = None
             if self._fellows is not None and not given_up:
-                await self._fellows.begin_again()
+                await self._fellows.end()
 
     def _lost(self, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
         """Report a loss. Returns whether the core is given up."""
-        if self._fellows is None:
-            tell(CoreLost(self.rank, died, given_up))
-        else:
+        if self._fellows is not None:
             given_up = self._fellows.lose(self.rank, died, given_up, tell)
         if self._was_ready:
             fate = "it is given up" if given_up else "starting another"
             logger.error("Engine core %d was lost: %s; %s", self.rank, died.reason, fate)
+        if self._fellows is None:
+            tell(CoreLost(self.rank, died, given_up))
         return given_up
 
     async def _listen(self, process: _Process, tell: Callable[[CoreEvent], None]) -> CoreDied:
@@ -190,36 +161,52 @@ class _Replica:
             self._heard_at = time.monotonic()
             if isinstance(report, CoreReady):
                 self._is_ready = self._was_ready = True
-                tell(CoreUp(self.rank, process.address, report))
+                tell(CoreUp(self.rank, report.address or process.address, report))
             elif isinstance(report, messages.FirstOutput):
                 self._failed_starts = 0
             elif isinstance(report, CoreDied):
                 return report
 
     def _tell_to_end(self, address: str) -> None:
-        orders = self._context.socket(zmq.DEALER)
-        orders.connect(address)
+        socket = self._context.socket(zmq.DEALER)
+        socket.connect(address)
         # Sending does not wait, so the returned future is done.
-        orders.send(msgspec.msgpack.encode(messages.Shutdown()))
-        orders.close(linger=1000)
+        socket.send(msgspec.msgpack.encode(messages.Shutdown()))
+        socket.close(linger=1000)
 
 
 class Cores:
-    """Starts `data_parallel_size` processes, and starts another for each that is lost: killed, stopped, or failed.
+    """Starts a process for each replica of this machine, and another for each that is lost: killed, stopped, or failed.
+    Those of other machines join here, if this one has the server.
 
     The constructor starts them, so that they load the model while the caller builds the rest; `run` watches them. Use
     from one event loop. Raises ConfigError if no process can be started.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path) -> None:
-        """directory: the model's directory or GGUF file."""
+    def __init__(
+        self, config: EngineConfig, directory: Path, remote: _Remote = None, meetings: Meetings | None = None
+    ) -> None:
+        """directory: the model's directory or GGUF file. remote: see `run_core`. meetings: who says where replicas
+        meet that share experts, if it is another machine; the cores are started when it has said so."""
         self.config, self.directory = config, directory
         self._context = zmq.asyncio.Context()
-        count = config.parallel.data_parallel_size
-        fellows = _Fellows(count) if config.parallel.shares_experts else None
-        self._replicas = [_Replica(self._context, rank, config, directory, fellows) for rank in range(count)]
+        layout = config.layout
+        self._remote: RemoteCores | None = None
+        if layout.elsewhere:
+            from quire.engine import remote_cores  # imports what takes long, which other servers need only later
+
+            self._remote = remote_cores.RemoteCores(config, directory)
+        self.fellows: Fellows | None = None
+        if config.parallel.shares_experts:
+            everyone = layout.served or layout.here
+            self.fellows = Fellows(layout.here, everyone, meetings or self._remote or LocalMeetings())
+            if self._remote is not None:
+                self._remote.fellows = self.fellows
+        self._replicas = [
+            _Replica(self._context, rank, config, directory, remote, self.fellows) for rank in layout.here
+        ]
         try:
-            for replica in self._replicas:
+            for replica in self._replicas if meetings is None else ():
                 replica.launch()
         except ConfigError:
             self.kill()
@@ -227,12 +214,13 @@ class Cores:
 
     @property
     def process_ids(self) -> list[int | None]:
-        """By rank; None for a core that is being replaced."""
+        """Of this machine's cores; None for a core that is being replaced."""
         return [None if r.process is None else r.process.process.pid for r in self._replicas]
 
     async def run(self, tell: Callable[[CoreEvent], None]) -> None:
         """Replace lost cores until all are given up. Cancel it to end the cores. tell: is called with each event."""
-        await asyncio.gather(*(replica.run(tell) for replica in self._replicas))
+        everyone = [replica.run(tell) for replica in self._replicas]
+        await asyncio.gather(*everyone, *([] if self._remote is None else [self._remote.run(tell)]))
 
     def kill(self) -> None:
         """End the processes at once."""
@@ -240,4 +228,6 @@ class Cores:
             if replica.process is not None:
                 replica.process.kill()
                 replica.process = None
+        if self._remote is not None:
+            self._remote.close()
         self._context.destroy(linger=0)

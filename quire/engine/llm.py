@@ -74,6 +74,8 @@ class LLM:
         if (replicas := self.config.parallel.data_parallel_size) > 1:
             raise ConfigError(f"data_parallel_size={replicas}: an LLM runs one core, in this process; quire serve and "
                               "AsyncLLM run several")  # fmt: skip
+        if self.config.cluster.headless:
+            raise ConfigError("headless is for quire serve")
         self.processor = self.frontend.processor
         self.dtype = self.config.model.dtype_name
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)

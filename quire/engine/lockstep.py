@@ -12,10 +12,12 @@ from datetime import timedelta
 
 import torch
 import zmq
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # they are exported
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # they are exported
 
+from quire.cluster.secret import Admission, ClusterSecret
 from quire.engine.core import Lockstep
-from quire.messages.engine import Meeting
+from quire.messages.engine import MeetingPlace
+from quire.parallel.mesh import connect_store
 
 STEPS_TO_AGREE = 32
 _COORDINATOR = "the coordinator's address"  # a key of the store
@@ -26,27 +28,25 @@ _HELLO = b""  # other messages are numbers of waves
 class Waves(Lockstep):
     """One core's part. It counts the steps that it is told of; those of all cores have equal numbers."""
 
-    def __init__(self, meeting: Meeting, size: int) -> None:
+    def __init__(self, place: MeetingPlace, size: int) -> None:
         """size: the number of cores."""
-        store = TCPStore(meeting.host, meeting.port, is_master=False)
-        self._context = zmq.Context()
-        self._context.setsockopt(zmq.LINGER, 0)
-        if meeting.replica == 0:
+        self._store = store = connect_store(place.address, place.secret, place.generation)
+        self._secret, self._context = ClusterSecret(place.key), zmq.Context()
+        self._admission: Admission | None = None
+        if place.replica == 0:
+            self._admission = Admission(self._context, self._secret)
             router = self._context.socket(zmq.ROUTER)
-            port = router.bind_to_random_port(f"tcp://{meeting.host}")
-            store.set(_COORDINATOR, f"tcp://{meeting.host}:{port}")
+            store.set(_COORDINATOR, self._secret.listen(router, place.host))
             threading.Thread(target=_coordinate, args=(router,), name="coordinator", daemon=True).start()
         self._address = store.get(_COORDINATOR).decode()
-        self._calls = self._context.socket(zmq.DEALER)
-        self._calls.connect(self._address)
-        self._group = ProcessGroupGloo(PrefixStore("cores", store), meeting.replica, size, _FOREVER)
+        self._calls = self._socket()
+        self._group = ProcessGroupGloo(PrefixStore("cores", store), place.replica, size, _FOREVER)
         self._wave = 0  # the one that runs, or that comes next
         self._called = -1  # the last wave that some core has begun
         self._steps = 0
 
     def connect(self, wake: Callable[[], None]) -> None:
-        news = self._context.socket(zmq.DEALER)
-        news.connect(self._address)
+        news = self._socket()
         news.send(_HELLO)
         threading.Thread(target=self._listen, args=(news, wake), name="waves", daemon=True).start()
 
@@ -70,12 +70,20 @@ class Waves(Lockstep):
             self._wave += 1
 
     def close(self) -> None:
-        self._calls.close()
+        self._calls.close(linger=0)
+        if self._admission is not None:
+            self._admission.close()
         self._context.term()  # ends the threads, which close their sockets
+
+    def _socket(self) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        self._secret.connect(socket, self._address)
+        return socket
 
     def _listen(self, news: "zmq.Socket[bytes]", wake: Callable[[], None]) -> None:
         """Take note of the waves that other cores begin."""
         with news, contextlib.suppress(zmq.ContextTerminated):
+            news.linger = 0
             while True:
                 self._called = max(self._called, int(news.recv()))
                 wake()
@@ -85,6 +93,7 @@ def _coordinate(router: "zmq.Socket[bytes]") -> None:
     """Tell all listeners which waves begin, also those that come later."""
     listeners, last = set(), _HELLO
     with router, contextlib.suppress(zmq.ContextTerminated):
+        router.linger = 0
         while True:
             sender, message = router.recv_multipart()
             if message == _HELLO:

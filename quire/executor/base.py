@@ -38,5 +38,9 @@ class Executor(ABC):
         """Free an adapter in CPU memory. No later step will put it into a slot, unless it is loaded again."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Raises what has broken the executor, perhaps while no result was awaited."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the processes and threads of the executor. Called once."""

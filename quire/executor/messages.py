@@ -6,7 +6,6 @@ import msgspec
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.engine import Meeting
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.parallel.sizes import MeshSizes
 
@@ -21,15 +20,25 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=True):
 
 
 class Start(msgspec.Struct, array_like=True, tag=True):
-    """The first message: which part of which model the rank loads. directory, max_model_len: arguments of Worker."""
+    """The first message: which part of which model the rank loads.
+
+    directory, max_model_len: arguments of Worker. meeting: where the ranks meet: a ZeroMQ address of the cluster's
+    head, or "host:port" of a store of torch's. neighbours: the first of the ranks that see the same GPUs as this one,
+    and their number. machines: for each rank of the replica the number of its machine. replica: its number, if all
+    replicas meet. generation: see `connect_store`.
+    """
 
     config: EngineConfig
     directory: str
     max_model_len: int
     sizes: MeshSizes
-    meeting: Meeting
+    meeting: str
     num_threads: int
     log_level: str
+    neighbours: tuple[int, int]
+    machines: list[int]
+    replica: int = 0
+    generation: int = 0
 
 
 class Submit(msgspec.Struct, array_like=True, tag=True):
@@ -100,12 +109,47 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
 Reply = Hello | Ready | Result | AdapterLoaded | Broken | Heartbeat
 
 
+# ---- between the executor and the agent of another machine, which passes orders on to its ranks, and replies back
+
+
+class Begin(msgspec.Struct, array_like=True, tag=True):
+    """What an agent is told when it joins: the fields of Start that are the same on all machines."""
+
+    max_model_len: int
+    sizes: MeshSizes
+    machines: list[int]
+    log_level: str
+
+
+class ForRanks(msgspec.Struct, array_like=True, tag=True):
+    """An encoded order for the agent's ranks from `first` up to `stop` - 1."""
+
+    first: int
+    stop: int
+    order: bytes
+
+
+class FromRank(msgspec.Struct, array_like=True, tag=True):
+    rank: int
+    reply: Reply
+
+
+class Failed(msgspec.Struct, array_like=True, tag=True):
+    """The ranks of the agent cannot go on. by_user: see Broken."""
+
+    reason: str
+    by_user: bool = False
+
+
+AgentReport = FromRank | Failed
+
+
 def encode(message: msgspec.Struct) -> bytes:
     """The message as msgpack. Raises ConfigError for an option whose value cannot be sent to another process."""
-    return msgspec.msgpack.encode(message, enc_hook=_as_data)
+    return msgspec.msgpack.encode(message, enc_hook=as_data)
 
 
-def _as_data(value: Any) -> str:
+def as_data(value: Any) -> str:
     """Classes (of logits processors) are sent by name, as "package.module:Class"."""
     if not isinstance(value, type):
         raise ConfigError(f"{value!r} cannot be sent to the processes that share the model; give it as plain data")

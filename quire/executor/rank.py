@@ -1,6 +1,7 @@
 """The program of one rank: `python -m quire.executor.rank HOST PORT RANK` connects to the executor at HOST:PORT.
 
-The shared key comes on standard input, so that process lists do not show it. Everything else comes from the executor.
+The keys come on standard input, so that process lists do not show them: that of the connection, and the secret of the
+cluster if ranks of several machines meet. Everything else comes from the executor, or from the agent of this machine.
 A rank ends when its executor has gone or is silent, even in the middle of its work.
 """
 
@@ -32,7 +33,8 @@ _orders = msgspec.msgpack.Decoder(messages.Order)
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor handles Ctrl-C, and ends the ranks if needed
     host, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    link = Link.connect(host, port, bytes.fromhex(sys.stdin.readline()))
+    key, secret = bytes.fromhex(sys.stdin.readline()), bytes.fromhex(sys.stdin.readline())
+    link = Link.connect(host, port, key)
     link.send(messages.encode(messages.Hello(rank)))
     start = _orders.decode(link.receive())
     assert isinstance(start, messages.Start)
@@ -40,7 +42,7 @@ def main() -> None:
     configure_logging(start.log_level)
     threading.Thread(target=_beat, args=(link,), name="heartbeat", daemon=True).start()
     try:
-        _work(link, start, rank)
+        _work(link, start, rank, secret)
     except Exception as error:
         if link.is_closed():  # another rank has ended before this one, in whose step it was needed
             return
@@ -53,13 +55,13 @@ def main() -> None:
         skip_last_collection()
 
 
-def _work(link: Link, start: messages.Start, rank: int) -> None:
+def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
     """Load the model and execute steps until the executor has gone."""
     import torch  # imported late: it takes seconds, during which heartbeats are sent already
 
     from quire.models.load import resolve_dtype
     from quire.ops.cpu.shared_sums import with_shared_sums
-    from quire.parallel.mesh import join
+    from quire.parallel.mesh import connect_store, join
     from quire.parallel.symmetric_sums import with_symmetric_sums
     from quire.worker.device import on_gpu
     from quire.worker.stage_runner import StageRunner
@@ -67,12 +69,17 @@ def _work(link: Link, start: messages.Start, rank: int) -> None:
 
     torch.set_num_threads(start.num_threads)
     kind = "cuda" if on_gpu(start.config.kernels.device) else "cpu"
-    meeting, first = start.meeting, start.meeting.replica * start.sizes.replica
-    mesh = join(start.sizes, first + rank, meeting.host, meeting.port, kind)
-    if kind == "cpu":
-        mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
-    elif not start.config.parallel.disable_custom_all_reduce:
-        mesh = replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
+    first = start.replica * start.sizes.replica  # the rank of this replica's first one in the mesh
+    machine = frozenset(first + other for other, of in enumerate(start.machines) if of == start.machines[rank])
+    start_of_neighbours, count = start.neighbours
+    neighbours = range(first + start_of_neighbours, first + start_of_neighbours + count)
+    store = None if start.sizes.world == 1 else connect_store(start.meeting, secret, start.generation)
+    mesh = join(start.sizes, first + rank, "", 0, kind, store, neighbours, machine)
+    if machine.issuperset(next(group for group in start.sizes.groups("tp") if first + rank in group)):
+        if kind == "cpu":
+            mesh = replace(mesh, tp=with_shared_sums(mesh.tp))
+        elif not start.config.parallel.disable_custom_all_reduce:
+            mesh = replace(mesh, tp=with_symmetric_sums(mesh.tp, mesh.device(kind), resolve_dtype(start.config.model)))
     reports = mesh.tp.rank == mesh.cp.rank == 0 and mesh.pp.rank == mesh.pp.size - 1
     worker = Worker(start.config, Path(start.directory), start.max_model_len, mesh)
     link.send(messages.encode(messages.Ready(worker.kv_cache, worker.step_costs)))

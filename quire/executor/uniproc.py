@@ -6,9 +6,9 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.messages.engine import Meeting
+from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from quire.parallel.mesh import Mesh, join
+from quire.parallel.mesh import Mesh, connect_store, join
 from quire.parallel.sizes import MeshSizes
 from quire.worker.device import on_gpu
 from quire.worker.worker import Worker
@@ -31,13 +31,14 @@ class UniprocExecutor(Executor):
     """Calls the worker directly. On a CPU, the forward is done when `submit` returns."""
 
     def __init__(
-        self, config: EngineConfig, directory: Path, max_model_len: int, meeting: Meeting | None = None
+        self, config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None
     ) -> None:
-        """meeting: where the replicas meet that share experts, None for a replica that shares none."""
+        """place: where the replicas meet that share experts, None for a replica that shares none."""
         mesh = Mesh()
-        if meeting is not None:
-            kind = "cuda" if on_gpu(config.kernels.device) else "cpu"
-            mesh = join(MeshSizes.of(config.parallel), meeting.replica, meeting.host, meeting.port, kind)
+        if place is not None:
+            kind, alone = "cuda" if on_gpu(config.kernels.device) else "cpu", range(place.replica, place.replica + 1)
+            store = connect_store(place.address, place.secret, place.generation)
+            mesh = join(MeshSizes.of(config.parallel), place.replica, "", 0, kind, store, alone, frozenset(alone))
         worker = Worker(config, directory, max_model_len, mesh)
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
         self._loader = ThreadPoolExecutor(1, "quire-adapters")  # starts a thread when it is used
@@ -55,6 +56,9 @@ class UniprocExecutor(Executor):
     def drop_adapter(self, key: str) -> None:
         assert self.runner.adapters is not None
         self.runner.adapters.drop(key)
+
+    def check(self) -> None:
+        """Faults are raised by the other methods."""
 
     def shutdown(self) -> None:
         self._loader.shutdown(wait=False, cancel_futures=True)

@@ -71,6 +71,15 @@ def resolve(
         raise ModelNotFoundError(message) from error
 
 
+def hub_name(directory: Path) -> tuple[str, str] | None:
+    """The name and the commit of a model of the hub, by the folder of its files: models--owner--name/snapshots/commit.
+    None for any other folder."""
+    name = directory.parent.parent.name
+    if directory.parent.name != "snapshots" or not name.startswith("models--"):
+        return None
+    return name.removeprefix("models--").replace("--", "/"), directory.name
+
+
 def model_directory(options: ModelConfig) -> Path:
     """The local directory or .gguf file of the model that the options name. Raises ModelNotFoundError."""
     weights = options.load_format != "dummy"

@@ -76,9 +76,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
 
 
 class Connect(msgspec.Struct, array_like=True, tag=True):
-    """The first order of a client. every_step: report all steps to it, not only those with outputs for it."""
+    """The first order of a client on a connection. every_step: report all steps to it, not only those with outputs for
+    it. client: its name; what it had asked for on an earlier connection is dropped."""
 
     every_step: bool = True
+    client: str = ""
 
 
 class AddRequests(msgspec.Struct, array_like=True, tag=True):
@@ -141,28 +143,42 @@ class CoreStats(msgspec.Struct, array_like=True):
 
 
 class StepOutputs(msgspec.Struct, array_like=True):
-    """What a core tells a client after a step. num_received: requests that it has received from this client so far."""
+    """What a core tells a client after a step. num_received: requests that it has received from this client so far.
+    sent_at: time.monotonic() on the core's machine."""
 
     outputs: list[EngineCoreOutput]
     stats: CoreStats
     num_received: int = 0
+    sent_at: float = 0.0
 
 
 # ---- between processes: the reports of a core to the process that started it
 
 
-class Meeting(msgspec.Struct, frozen=True, array_like=True):
-    """The address of the store at which ranks meet. replica: the number of this replica, if all replicas meet there."""
+class MeetingPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where the ranks of replicas meet that share experts. replica: the number of this one. address, generation: of a
+    store, see `connect_store`. host: the address of this machine that others reach. key: who knows it may wake the
+    cores. is_head: whether the store is that of a cluster's head, whose secret is the key then."""
 
+    replica: int
+    address: str
     host: str
-    port: int
-    replica: int = 0
+    key: bytes = b""
+    generation: int = 0
+    is_head: bool = False
+
+    @property
+    def secret(self) -> bytes:
+        return self.key if self.is_head else b""
 
 
 class CoreReady(msgspec.Struct, array_like=True, tag=True):
+    """address: where the core takes orders from clients on other machines, if it does."""
+
     num_blocks: int
     kv_cache_tokens: int
     max_model_len: int
+    address: str = ""
 
 
 class FirstOutput(msgspec.Struct, array_like=True, tag=True):
@@ -191,19 +207,32 @@ CoreReport = CoreReady | FirstOutput | Heartbeat | CoreDied
 
 
 class CoreUp(msgspec.Struct, array_like=True, tag=True):
-    """A core takes orders at a ZeroMQ address. rank: its number."""
+    """A core takes orders at a ZeroMQ address. rank: its number. secret: of the cluster, if the core is on another
+    machine. generation: of replicas that share experts, see MeetingPlace."""
 
     rank: int
     address: str
     size: CoreReady
+    secret: bytes = b""
+    generation: int = 0
 
 
 class CoreLost(msgspec.Struct, array_like=True, tag=True):
-    """A core was lost. given_up: no other will be started for it."""
+    """A core was lost. given_up: no other will be started for it. generation: see CoreUp."""
 
     rank: int
     died: CoreDied
     given_up: bool
+    generation: int = 0
 
 
 CoreEvent = CoreUp | CoreLost
+
+
+# ---- from the server's machine to others that have replicas which share experts
+
+
+class Begin(msgspec.Struct, array_like=True, tag=True):
+    """Start the replicas of a generation, and end those of others."""
+
+    generation: int

@@ -24,8 +24,8 @@ class EngineMetrics:
 
     prefix: the prefix of the metrics' names. enabled: False keeps and renders no statistics. max_loras: how many
     adapters a batch may have; 0 without adapters. num_cores: each has metrics of its own, with its number as the label
-    `engine`. counts_cores: False if another client counts what cores do for all of them. since_start: False if the
-    cores have run before, for a process that this one replaces.
+    `engine`. first_core: the number of the first. counts_cores: False if another client counts what cores do for all of
+    them. since_start: False if the cores have run before, for a process that this one replaces.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class EngineMetrics:
         num_cores: int = 1,
         counts_cores: bool = True,
         since_start: bool = True,
+        first_core: int = 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self.enabled = enabled
@@ -45,7 +46,7 @@ class EngineMetrics:
         self._request_log = request_log or RequestLog(enabled=False)
         self._throughput = ThroughputLog()
         self._sequences: dict[str, SequenceRecord] = {}  # by core request id
-        self._counts_cores = counts_cores
+        self._counts_cores, self._first_core = counts_cores, first_core
         self._stats = [CoreStats() if since_start else None for _ in range(num_cores)]  # the last of each core
         self._cache_config: Gauge | None = None
         self._cache_labels: list[dict[str, str]] = []
@@ -54,12 +55,12 @@ class EngineMetrics:
 
         def declare(kind: Any, name: str, text: str, **options: Any) -> None:
             metric = kind(f"{prefix}:{name}", text, ["model_name", "engine"], registry=self.registry, **options)
-            for rank, core in enumerate(self._cores):
+            for rank, core in enumerate(self._cores, first_core):
                 core[name] = metric.labels(model_name, str(rank))
 
         def declare_labelled(kind: Any, name: str, text: str, label: str, values: Iterable[str]) -> None:
             metric = kind(f"{prefix}:{name}", text, ["model_name", "engine", label], registry=self.registry)
-            for rank, core in enumerate(self._cores):
+            for rank, core in enumerate(self._cores, first_core):
                 core[name] = partial(metric.labels, model_name, str(rank))
                 core.update({(name, value): core[name](value) for value in values})
 
@@ -88,7 +89,10 @@ class EngineMetrics:
     def set_cache_config(self, configs: Sequence[Mapping[str, object]]) -> None:
         """Report options and size of the cores' KV caches as labels of a gauge that is 1. The names must always be the
         same."""
-        labels = [{**{n: str(v) for n, v in c.items()}, "engine": str(rank)} for rank, c in enumerate(configs)]
+        labels = [
+            {**{n: str(v) for n, v in c.items()}, "engine": str(rank)}
+            for rank, c in enumerate(configs, self._first_core)
+        ]
         if self._cache_config is None:
             name, text = f"{self._prefix}:cache_config_info", "Options and size of the KV cache"
             self._cache_config = _Gauge(name, text, [*labels[0]], registry=self.registry)

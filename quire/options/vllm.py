@@ -61,6 +61,7 @@ SHORT_FLAGS: Mapping[str, str] = _TABLES["short_flags"]
 # vLLM's spellings of values of Quire's own options.
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "attention_backend": {"auto": None},
+    "distributed_executor_backend": {"uni": "mp"},
     "hf_token": {True: None},  # the token that the user logged in with
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": dict.fromkeys(("hf", "pt", "gguf", "fastsafetensors", "runai_streamer"), "auto"),

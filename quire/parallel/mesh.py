@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, by an assignment
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # they are exported, by assignments
 
 from quire.parallel.sizes import AXES, MeshSizes
 
@@ -178,10 +178,16 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place among all ranks: its number, their number, and the rank's group along each axis."""
+    """One rank's place among all ranks: its number, their number, and the rank's group along each axis.
+
+    neighbours: the ranks that see the same GPUs as this one; all, if it is None. machine: the ranks on this machine,
+    likewise.
+    """
 
     rank: int = 0
     size: int = field(default=1, kw_only=True)
+    neighbours: range | None = field(default=None, kw_only=True)
+    machine: frozenset[int] | None = field(default=None, kw_only=True)
     dp: Communicator = Communicator()
     pp: Communicator = Communicator()
     cp: Communicator = Communicator()
@@ -194,17 +200,19 @@ class Mesh:
         """The device of this rank, of the kind "cpu" or "cuda". The ranks of a machine take its GPUs in turn."""
         if kind != "cuda":
             return torch.device(kind)
-        rank = self.rank % self._replica_size  # each replica sees its own GPUs only
-        return torch.device(kind, (torch.cuda.current_device() + rank) % torch.cuda.device_count())
+        number = self.rank if self.neighbours is None else self.neighbours.index(self.rank)
+        return torch.device(kind, (torch.cuda.current_device() + number) % torch.cuda.device_count())
 
     def ranks_on_device(self, kind: str) -> int:
-        """The number of ranks of this replica that share the device of this rank."""
-        devices, rank = torch.cuda.device_count() if kind == "cuda" else 1, self.rank % self._replica_size
-        return len(range(rank % devices, self._replica_size, devices))
+        """The number of ranks that share the device of this rank."""
+        devices = torch.cuda.device_count() if kind == "cuda" else 1
+        if self.neighbours is None:
+            return len(range(self.rank % devices, self.size, devices))
+        return len(self.neighbours[self.neighbours.index(self.rank) % devices :: devices])
 
     @property
-    def _replica_size(self) -> int:
-        return self.size // self.dp.size
+    def ranks_on_machine(self) -> int:
+        return self.size if self.machine is None else len(self.machine)
 
 
 def open_meeting(host: str, listener: socket.socket | None = None) -> TCPStore:
@@ -215,6 +223,19 @@ def open_meeting(host: str, listener: socket.socket | None = None) -> TCPStore:
     listener = listener or socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect_store(address: str, secret: bytes = b"", generation: int = 0) -> Store:
+    """The store at an address: one of torch's at host:port, or with a secret that of a cluster's head.
+
+    generation: of the ranks that meet at the head, whose keys nobody else sees.
+    """
+    if secret:
+        from quire.parallel.meeting import Meeting  # zmq need not be there without a cluster
+
+        return Meeting.at(address, secret, generation)
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), is_master=False)
 
 
 def backend(kind: str, ranks: int) -> str:
@@ -228,14 +249,24 @@ def backend(kind: str, ranks: int) -> str:
     return "gloo"
 
 
-def join(sizes: MeshSizes, rank: int, host: str, port: int, kind: str = "cpu") -> Mesh:
+def join(
+    sizes: MeshSizes, rank: int, host: str, port: int, kind: str = "cpu", store: Store | None = None,
+    neighbours: range | None = None, machine: frozenset[int] | None = None,
+) -> Mesh:  # fmt: skip
     """Meet the other ranks at the store that listens on host:port. Returns when all ranks have connected.
 
-    kind: of the ranks' devices, "cpu" or "cuda". Groups of one rank need no process group.
+    kind: of the ranks' devices, "cpu" or "cuda". Groups of one rank need no process group. store: at which ranks of
+    several machines meet. neighbours, machine: see Mesh.
     """
     if sizes.world == 1:
         return Mesh()
-    store, name = TCPStore(host, port, is_master=False), backend(kind, sizes.replica)
+    name = backend(kind, sizes.replica if neighbours is None else len(neighbours))
+    if store is None:
+        store = TCPStore(host, port, is_master=False)
+    else:
+        store.set(f"backend/{rank}", name)
+        if any(store.get(f"backend/{other}") != name.encode() for other in range(sizes.world)):
+            name = "gloo"  # on some machine, ranks share GPUs
     dist.init_process_group(name, store=store, rank=rank, world_size=sizes.world)
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(sizes.world)): dist.group.WORLD}
     communicators = {}
@@ -248,4 +279,4 @@ def join(sizes: MeshSizes, rank: int, host: str, port: int, kind: str = "cpu") -
                 communicators[axis] = Communicator(
                     ranks.index(rank), len(ranks), group, capturable=name.endswith("nccl")
                 )
-    return Mesh(rank, size=sizes.world, **communicators)
+    return Mesh(rank, size=sizes.world, neighbours=neighbours, machine=machine, **communicators)

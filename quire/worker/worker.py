@@ -134,7 +134,7 @@ class Worker:
             free = memory.left_by_a_step(self.runner, budget, tokens)
             warm_up(self.runner, tokens)
         else:
-            free = memory.free_on_host() // (replica.size * config.parallel.data_parallel_size)
+            free = memory.free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         if config.cache.kv_cache_pretouch:

@@ -55,6 +55,7 @@ FEATURES = [
     "pipeline parallelism",
     "context parallelism",
     "expert parallelism",
+    "several machines",
     "structured outputs",
     "thinking budgets",
     "speculation",

@@ -8,20 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import openai
 import psutil
 import pytest
 
 from support.server_process import Server
+from support.streams import MODEL, all_streams
 
 COMBINES = ["replay after a crash, seeded sampling"]
 
-MODEL = "small"
-STREAMS, TOKENS = 32, 100
 ARGUMENTS = ["--served-model-name", MODEL, "--dtype", "float32", "--logits-processors", "support.faults:Faults"]
 
 
@@ -29,35 +26,6 @@ ARGUMENTS = ["--served-model-name", MODEL, "--dtype", "float32", "--logits-proce
 def server():
     with Server(*ARGUMENTS) as server:
         yield server
-
-
-async def stream(client: Any, number: int, started: asyncio.Semaphore | None = None, **extra: Any) -> tuple[str, str]:
-    """(text, finish reason) of a greedy or seeded completion."""
-    text, reason = "", None
-    drawing = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
-    async for chunk in await client.completions.create(
-        model=MODEL, prompt=f"Once upon a time there were {number}", stream=True, max_tokens=TOKENS, **drawing,
-        extra_body={"ignore_eos": True, **extra},
-    ):  # fmt: skip
-        if started is not None and not text:
-            started.release()
-        text += chunk.choices[0].text
-        reason = chunk.choices[0].finish_reason or reason
-    return text, str(reason)
-
-
-async def all_streams(url: str, fault: Callable[[], None] | None = None, **extra: Any) -> list[tuple[str, str]]:
-    """All at once; the fault happens when every stream has begun."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    started = asyncio.Semaphore(0)
-    tasks = [asyncio.create_task(stream(client, i, started, **(extra if i == 0 else {}))) for i in range(STREAMS)]
-    if fault is not None:
-        for _ in range(STREAMS):
-            await started.acquire()
-        fault()
-    made = await asyncio.wait_for(asyncio.gather(*tasks), 60)
-    await client.close()
-    return made
 
 
 @pytest.fixture(scope="module")

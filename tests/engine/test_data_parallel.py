@@ -17,6 +17,7 @@ from quire.engine import client
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreState
 from quire.engine.llm import LLM
+from quire.executor import threads
 from quire.messages.lora import LoRARequest
 from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
@@ -208,6 +209,18 @@ def test_options_that_one_core_cannot_meet_are_an_error_at_start():
     run(check())
 
 
+def test_one_of_several_servers_has_its_replica_under_its_own_number():
+    async def check() -> None:
+        async with engine(data_parallel_size=4, data_parallel_rank=3) as llm:
+            assert len(llm.client.process_ids) == 1
+            await answer(llm, "a", PROMPTS[0], GREEDY.clone(max_tokens=5))
+            metrics = llm.render_metrics().decode()
+            assert 'quire:generation_tokens_total{engine="3",' in metrics
+            assert 'engine="0"' not in metrics
+
+    run(check())
+
+
 def test_an_engine_in_one_process_has_one_core():
     with pytest.raises(ConfigError, match=r"data_parallel_size=2.*quire serve"):
         LLM(**OPTIONS, data_parallel_size=2)
@@ -216,11 +229,11 @@ def test_an_engine_in_one_process_has_one_core():
 def test_threads_are_divided_among_replicas(monkeypatch):
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(client, "processors", lambda: 8)
-    monkeypatch.setattr(client.torch, "get_num_threads", lambda: 12)
-    monkeypatch.setattr(client.torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(threads, "processors", lambda: 8)
+    monkeypatch.setattr(threads.torch, "get_num_threads", lambda: 12)
+    monkeypatch.setattr(threads.torch, "set_num_threads", chosen.append)
     for replicas in (1, 2, 3, 16):
-        client._limit_threads(replicas)
+        threads.limit_threads(replicas)
     assert chosen == [8, 4, 2, 1]
 
 
@@ -236,3 +249,15 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch, visible, expected):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     with pytest.raises(ConfigError, match="data_parallel_size=3 needs 6 GPUs, but there are 4"):
         client.take_devices(0, EngineConfig.create(data_parallel_size=3, tensor_parallel_size=2))
+
+
+def test_the_gpus_of_a_machine_are_counted_from_its_first_replica(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(client.torch.cuda, "device_count", lambda: 4)
+    options = {"data_parallel_size_local": 2, "data_parallel_start_rank": 4}
+    client.take_devices(5, EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    options["data_parallel_size_local"] = 3
+    config = EngineConfig.create(data_parallel_size=8, tensor_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match="data_parallel_size_local=3 needs 6 GPUs, but there are 4"):
+        client.take_devices(4, config)

@@ -14,7 +14,6 @@ from quire.config import ConfigError, EngineConfig
 from quire.executor import link as links
 from quire.executor.link import Link
 from quire.executor.messages import Order, Start, encode
-from quire.messages.engine import Meeting
 from quire.parallel.sizes import MeshSizes
 from quire.sampling.logits_processors import LogitsProcessor, load_plugins
 from support.faults import Faults
@@ -100,8 +99,9 @@ def test_closing_wakes_both_ends():
 
 
 def start(**options: Any) -> Start:
-    meeting = Meeting("127.0.0.1", 1)
-    return Start(EngineConfig.create(**options), "/some/model", 128, MeshSizes(tp=2), meeting, 1, "INFO")
+    return Start(
+        EngineConfig.create(**options), "/some/model", 128, MeshSizes(tp=2), "127.0.0.1:1", 1, "INFO", (0, 2), [0, 0]
+    )
 
 
 def test_a_configuration_arrives_as_it_was():

@@ -46,7 +46,7 @@ def split_llm(path: Any, **options: Any) -> LLM:
 
 
 def process_of(llm: LLM, number: int) -> subprocess.Popen[bytes]:
-    return llm.core.executor._ranks._processes[number]
+    return llm.core.executor._ranks.groups[0].processes[number]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def rank_program(key: bytes = KEY) -> Iterator[tuple[subprocess.Popen[bytes], so
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdin is not None
         with process.stdin:
-            process.stdin.write(key.hex().encode() + b"\n")
+            process.stdin.write(key.hex().encode() + b"\n\n")
         try:
             yield process, listener
         finally:
@@ -52,7 +52,9 @@ def greeted(listener: socket.socket) -> Link:
 
 def start(path: Path, sizes: MeshSizes = MeshSizes(), port: int = 1) -> bytes:  # noqa: B008
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=40)
-    return encode(Start(config, str(path), MAX_MODEL_LEN, sizes, ("127.0.0.1", port), 1, "ERROR"))
+    return encode(
+        Start(config, str(path), MAX_MODEL_LEN, sizes, f"127.0.0.1:{port}", 1, "ERROR", (0, sizes.world), [0, 0])
+    )
 
 
 def next_of(link: Link, kind: type[msgspec.Struct]) -> msgspec.Struct:

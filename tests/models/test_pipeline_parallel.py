@@ -38,7 +38,7 @@ COMBINES = [
 
 def staged(path: Any, stages: int, ranks: int = 1, **options: Any) -> LLM:
     """An engine whose ranks are threads."""
-    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+    with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         return make_llm(path, pipeline_parallel_size=stages, tensor_parallel_size=ranks, **options)
 
 

@@ -86,6 +86,9 @@ class RankedExecutor(Executor):
     def drop_adapter(self, key: str) -> None:
         """There are none."""
 
+    def check(self) -> None:
+        """Faults are raised by the other methods."""
+
     def shutdown(self) -> None:
         """Nothing was started."""
 

@@ -63,16 +63,12 @@ STARTS = [
 ]
 NOT_YET = [
     "--tensor-parallel-size 4 --cpu-offload-gb 8",
-    "--tensor-parallel-size 8 --distributed-executor-backend ray",
     "--enable-elastic-ep",
-    "--data-parallel-size 4 --data-parallel-hybrid-lb",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",
     "--enable-sleep-mode",
     "--task embed",
-    "--headless --data-parallel-size 4 --data-parallel-start-rank 2",
-    "--data-parallel-external-lb",
     "--tokenizer-mode mistral --config-format mistral",
     "--no-enable-chunked-prefill",
 ]

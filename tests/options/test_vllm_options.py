@@ -57,7 +57,7 @@ def test_they_are_accepted_on_the_command_line(line):
     ("name", "value", "message"),
     [
         ("enable_elastic_ep", True, "^enable_elastic_ep is not supported by Quire yet$"),
-        ("nnodes", 2, r"^nnodes=2 is not supported by Quire yet \(supported: 1\)$"),
+        ("max_num_partial_prefills", 2, r"^max_num_partial_prefills=2 is not supported by Quire yet \(supported: 1\)$"),
         ("tokenizer_mode", "mistral", '(supported: "auto" and "hf" and "slow")'),
         ("enable_chunked_prefill", False, r"\(supported: true\)"),
         ("max_modle_len", 5, "^unknown option 'max_modle_len'; did you mean 'max_model_len'"),

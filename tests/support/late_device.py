@@ -402,6 +402,9 @@ class LateExecutor(Executor):
             )
         assert self._unread.popleft() == step_id, "results are read in order"
 
+    def check(self) -> None:
+        """Faults are raised by the other methods."""
+
     def shutdown(self) -> None:
         """There is nothing to shut down."""
 

@@ -23,8 +23,10 @@ import psutil
 class Server:
     """`quire serve` on a free port of the loopback device; a context manager.
 
-    url: of the server. log: its output so far.
+    url: of the server, as the line says that tells when it is ready. log: its output so far.
     """
+
+    ready_line = r"Serving at (\S+): "
 
     def __init__(
         self,
@@ -46,7 +48,10 @@ class Server:
         self.url = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(start_timeout) or not self.url:
+        self._await_start(start_timeout)
+
+    def _await_start(self, seconds: float) -> None:
+        if not self._ready.wait(seconds) or not self.url:
             self.process.kill()
             raise AssertionError(f"the server did not start:\n{self.log}")
 
@@ -54,7 +59,7 @@ class Server:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self._lines.append(line)
-            found = re.search(r"Serving at (\S+): ", line)
+            found = re.search(self.ready_line, line)
             if found:
                 self.url = found[1]
                 self._ready.set()

@@ -105,5 +105,8 @@ class StagedExecutor(Executor):
             assert runner.adapters is not None
             runner.adapters.drop(key)
 
+    def check(self) -> None:
+        """Faults are raised by the other methods."""
+
     def shutdown(self) -> None:
         self._pool.shutdown()

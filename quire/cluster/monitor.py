@@ -1,0 +1,37 @@
+"""Connections that failed before the peer had proven that it knows the secret."""
+
+import time
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quire.metrics.logging import logger
+
+_REPEAT_SECONDS = 10.0  # between two log lines
+_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class FailedHandshakes:
+    """The failed handshakes of a socket. Its own `socket` is readable when there was one. least: a line is written to
+    the log after so many."""
+
+    def __init__(self, watched: "zmq.Socket[Any]", least: int = 1) -> None:
+        self._watched, self._least, self._count = watched, least, 0
+        self.socket: zmq.Socket[Any] = watched.get_monitor_socket(_EVENTS)
+        self.socket.linger = 0
+        self._logged_at = float("-inf")
+
+    def report(self, text: str, *details: object) -> None:
+        """Write a line to the log for the failures since the last call, but not too often."""
+        while self.socket.poll(0):
+            recv_monitor_message(self.socket)
+            self._count += 1
+        now = time.monotonic()
+        if self._count >= self._least and now - self._logged_at >= _REPEAT_SECONDS:
+            self._logged_at = now
+            logger.warning(text, *details)
+
+    def close(self) -> None:
+        self._watched.disable_monitor()
+        self.socket.close()

@@ -1,0 +1,123 @@
+"""The end of a connection at a node of a cluster: joins the head, and joins again when the session has ended."""
+
+import time
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from quire.cluster.messages import BEAT_SECONDS, Beat, Join, Leave, Payload, Refused, ToNode, Welcome
+from quire.cluster.monitor import FailedHandshakes
+from quire.cluster.outbox import Outbox
+from quire.cluster.secret import ClusterSecret
+from quire.config import ConfigError
+from quire.metrics.logging import logger
+
+SILENCE_SECONDS = 10.0  # a session has ended if the head sends nothing for this long
+_TICK_MILLISECONDS = 200
+_ASK_AGAIN_SECONDS = 3.0  # the head that was asked may have ended since
+_answers = msgspec.msgpack.Decoder(ToNode)
+
+
+class Member(Protocol):
+    """What a node does in a session. Called on the thread of `Node.run`, so a call must not take long."""
+
+    def begin(self, body: bytes) -> None:
+        """A session has begun. body: of the welcome."""
+
+    def received(self, body: bytes) -> None: ...
+
+    def end(self) -> None:
+        """The session has ended. What it began is to be ended, too."""
+
+
+class Node:
+    """Keeps a session with the head at a ZeroMQ address, whoever of the two is restarted."""
+
+    def __init__(self, secret: ClusterSecret, address: str, join: Join) -> None:
+        self._secret, self._address, self._join = secret, address, join
+        self._context = zmq.Context()
+        self._outbox = Outbox(self._context)
+        self._socket: zmq.Socket[bytes]
+        self._is_open = True
+
+    def run(self, member: Member) -> None:
+        """Join, and take part until `stop` is called. Raises ConfigError if the head refuses."""
+        try:
+            while self._is_open:
+                self._socket = self._context.socket(zmq.DEALER)
+                failures = FailedHandshakes(self._socket, least=3)  # one may be due to a head that ends
+                self._secret.connect(self._socket, self._address)
+                try:
+                    self._take_part(member, failures)
+                finally:
+                    failures.close()
+                    self._socket.close(linger=1000)
+        finally:
+            self.stop()
+            self._outbox.socket.close()
+            self._context.term()
+
+    def send(self, body: bytes) -> None:
+        """Send a message to the head. Any thread may do so. Messages that are sent between two sessions are lost."""
+        self._outbox.put(b"send", body)
+
+    def stop(self) -> None:
+        """Make `run` return. Any thread may call it, and a handler of signals."""
+        self._outbox.close()
+
+    def _take_part(self, member: Member, failures: FailedHandshakes) -> None:
+        """One session."""
+        logger.info("Waiting for the head at %s", self._address)
+        poller: Any = zmq.Poller()
+        for readable in (self._socket, self._outbox.socket, failures.socket):
+            poller.register(readable, zmq.POLLIN)
+        has_begun, heard_at, beat_due = False, 0.0, 0.0
+        try:
+            while self._is_open:
+                if time.monotonic() >= beat_due:
+                    beat_due = time.monotonic() + (BEAT_SECONDS if has_begun else _ASK_AGAIN_SECONDS)
+                    self._tell(Beat() if has_begun else self._join)
+                ready = dict(poller.poll(_TICK_MILLISECONDS))
+                if failures.socket in ready:
+                    failures.report("The head at %s has refused the connection; both machines must have the same "
+                                    "cluster_secret_file", self._address)  # fmt: skip
+                if self._outbox.socket in ready:
+                    name, body = self._outbox.get()
+                    self._is_open = bool(name)
+                    if has_begun:
+                        self._tell(Payload(body) if name else Leave("it was told to end"))
+                now = time.monotonic()
+                if self._socket in ready:
+                    message = self._receive()
+                    heard_at = now
+                    if isinstance(message, Refused):
+                        raise ConfigError(message.reason)
+                    if isinstance(message, Welcome):
+                        has_begun = True
+                        logger.info("Joined the head at %s", self._address)
+                        member.begin(message.body)
+                    elif isinstance(message, Payload) and has_begun:
+                        member.received(message.body)
+                    elif isinstance(message, Leave):
+                        logger.warning("The session with the head at %s has ended: %s", self._address, message.reason)
+                        return
+                elif has_begun and now - heard_at > SILENCE_SECONDS:
+                    logger.warning("The head at %s has been silent for %.0f s", self._address, SILENCE_SECONDS)
+                    return
+        finally:
+            if has_begun:
+                member.end()
+
+    def _tell(self, message: Join | Beat | Payload | Leave) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+    def _receive(self) -> ToNode | None:
+        data = self._socket.recv()
+        try:
+            message: ToNode = _answers.decode(data)
+            return message
+        except msgspec.DecodeError as error:
+            logger.warning("The head at %s sent a message of %d bytes that has no meaning: %s", self._address,
+                           len(data), error)  # fmt: skip
+            return None

@@ -1,0 +1,136 @@
+"""The secret that the machines of a cluster share, and the sockets between them: ZeroMQ with CURVE, which encrypts
+everything and tells those who know the secret from all others.
+
+Both ends derive the same two pairs of Curve25519 keys from the secret, one for the ends that listen and one for those
+that connect. A client must know the public key of the server, and prove that it has the private key of the client.
+"""
+
+import hmac
+import os
+import secrets
+import stat
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+from zmq.utils import z85
+
+from quire.config import ConfigError
+from quire.messages.errors import error_text
+
+LEAST_BYTES = 32
+MOST_MESSAGE_BYTES = 256 << 20  # a peer that sends a longer message loses its connection
+_GATE = "inproc://zeromq.zap.01"  # where libzmq asks whether a client may connect (ZeroMQ RFC 27)
+_MILLISECONDS = {
+    zmq.HEARTBEAT_IVL: 1000,  # libzmq's own, which show whether the connection and the peer's process are there
+    zmq.HEARTBEAT_TIMEOUT: 5000,
+    zmq.HANDSHAKE_IVL: 5000,
+    zmq.CONNECT_TIMEOUT: 2000,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1000,
+    zmq.LINGER: 1000,
+}
+
+
+class ClusterSecret:
+    """Makes sockets that only those who know the secret can use."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.secret = secret
+        self._server, self._client = _keys(secret, b"quire server"), _keys(secret, b"quire client")
+
+    @classmethod
+    def read(cls, path: str) -> Self:
+        """From a file. Raises ConfigError if it is missing, too short, or readable by other users. A group may read a
+        file of another user: so Kubernetes gives secrets to users without privileges."""
+        try:
+            with Path(path).open("rb") as file:
+                found = os.fstat(file.fileno())
+                secret = file.read().strip()
+        except OSError as error:
+            raise ConfigError(f"cluster_secret_file={path!r} cannot be read: {error_text(error)}") from error
+        forbidden = 0o077 if found.st_uid == os.geteuid() else 0o037
+        if stat.S_IMODE(found.st_mode) & forbidden:
+            raise ConfigError(f"cluster_secret_file={path!r} can be used by other users of this machine; "
+                              f"run chmod 600 {path}")  # fmt: skip
+        if len(secret) < LEAST_BYTES:
+            raise ConfigError(f"cluster_secret_file={path!r} must have at least {LEAST_BYTES} bytes, got "
+                              f"{len(secret)}; make it with: (umask 077; openssl rand -hex 32 > {path})")  # fmt: skip
+        return cls(secret)
+
+    @classmethod
+    def random(cls) -> Self:
+        return cls(secrets.token_bytes(LEAST_BYTES))
+
+    def listen(self, socket: "zmq.Socket[Any]", host: str, port: int = 0) -> str:
+        """Bind a socket to an address of this machine. Returns its address, such as tcp://10.0.0.1:29501.
+
+        There must be an open `Admission` for the socket's context. port: 0 for any. Raises OSError.
+        """
+        _set_options(socket, ":" in host)
+        socket.curve_publickey, socket.curve_secretkey = self._server
+        socket.curve_server = True
+        socket.zap_domain = b"quire"
+        socket.bind(tcp_address(host, port or "*"))
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, socket: "zmq.Socket[Any]", address: str) -> None:
+        """Connect a socket to an address of the form that `listen` returns."""
+        _set_options(socket, "[" in address)
+        socket.curve_publickey, socket.curve_secretkey = self._client
+        socket.curve_serverkey = self._server[0]
+        socket.connect(address)
+
+    def admits(self, public_key: bytes) -> bool:
+        """Whether a client that has proven to own this key (32 bytes) knows the secret."""
+        return hmac.compare_digest(z85.encode(public_key), self._client[0])
+
+
+class Admission:
+    """Until it is closed, sockets of a ZeroMQ context that listen with a secret admit only clients that know it. Make
+    it before the sockets are bound."""
+
+    def __init__(self, context: "zmq.Context[Any]", secret: ClusterSecret) -> None:
+        self._context, self._secret = context, secret
+        gate = context.socket(zmq.REP)
+        gate.linger = 0
+        gate.bind(_GATE)
+        self._thread = threading.Thread(target=self._admit, args=(gate,), name="admission", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._context.socket(zmq.REQ) as closer:
+            closer.connect(_GATE)
+            closer.send(b"close")
+            self._thread.join()
+            closer.linger = 0
+
+    def _admit(self, gate: "zmq.Socket[bytes]") -> None:
+        with gate:
+            while True:
+                # version, request id, domain, address, identity, mechanism, credentials
+                frames = gate.recv_multipart()
+                if frames == [b"close"]:
+                    return
+                known = len(frames) == 7 and frames[5] == b"CURVE" and self._secret.admits(frames[6])
+                gate.send_multipart([*frames[:2], b"200" if known else b"400", b"", b"", b""])
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """The ZeroMQ address of a port of an IP address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _keys(secret: bytes, label: bytes) -> tuple[bytes, bytes]:
+    """A public and a private key, as ZeroMQ writes them (Z85)."""
+    private = z85.encode(hmac.digest(secret, label, "sha256"))
+    return zmq.curve_public(private), private
+
+
+def _set_options(socket: "zmq.Socket[Any]", ipv6: bool) -> None:
+    socket.set_hwm(0)
+    socket.setsockopt(zmq.IPV6, ipv6)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+    for name, value in _MILLISECONDS.items():
+        socket.setsockopt(name, value)

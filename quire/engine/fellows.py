@@ -1,0 +1,79 @@
+"""Replicas that share experts. When one of them is lost, all are started again, and meet at another place."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from quire.messages.engine import CoreDied, CoreEvent, CoreLost, MeetingPlace
+
+_HOST = "127.0.0.1"
+
+
+class Meetings(Protocol):
+    """Says where the replicas meet. Each start of all of them is a meeting of its own."""
+
+    def place(self, replica: int) -> tuple[MeetingPlace, socket.socket | None]:
+        """The last arguments of `run_core`."""
+
+    def end(self) -> None:
+        """The processes of this machine's replicas have ended, and will meet again."""
+
+    async def begin(self) -> None:
+        """Wait until it is known where they meet next."""
+
+
+class LocalMeetings(Meetings):
+    """All replicas are on this machine, and replica 0 provides the place."""
+
+    def __init__(self) -> None:
+        self._listener, self._key = socket.create_server((_HOST, 0)), secrets.token_bytes(32)
+
+    def place(self, replica: int) -> tuple[MeetingPlace, socket.socket | None]:
+        address = f"{_HOST}:{self._listener.getsockname()[1]}"
+        return MeetingPlace(replica, address, _HOST, self._key), self._listener if replica == 0 else None
+
+    def end(self) -> None:
+        self._listener.close()
+        self._listener = socket.create_server((_HOST, 0))
+
+    async def begin(self) -> None:
+        """It is known."""
+
+
+class Fellows:
+    """What the replicas of this machine share. lost: why all of them are lost, and whether they are given up; None
+    unless one is lost and the processes of the others have not ended yet."""
+
+    def __init__(self, here: range, everyone: range, meetings: Meetings) -> None:
+        """here, everyone: the replicas of this machine, and those of whose losses it tells."""
+        self.here, self._everyone, self.meetings = here, everyone, meetings
+        self._all_ended = asyncio.Barrier(len(here)) if here else None
+        self.lost: tuple[CoreDied, bool] | None = None
+
+    def lose(self, replica: int, died: CoreDied, given_up: bool, tell: Callable[[CoreEvent], None]) -> bool:
+        """Report that all replicas are lost if one is, so that none is given the requests of another. Returns whether
+        they are given up, which the first one decides."""
+        if self.lost is not None:
+            return self.lost[1]
+        reason = f"replica {replica}, with which it shares experts, was lost: {died.reason}"
+        self.lost = CoreDied(reason, died.by_user, silent=True), given_up
+        tell(CoreLost(replica, died, given_up))
+        for other in self._everyone:
+            if other != replica:
+                tell(CoreLost(other, self.lost[0], given_up))
+        if self._all_ended is None and not given_up:
+            self._end()
+        return given_up
+
+    async def end(self) -> None:
+        """Wait until the processes of all replicas of this machine have ended."""
+        assert self._all_ended is not None
+        if await self._all_ended.wait() == 0:
+            self._end()
+        await self._all_ended.wait()
+
+    def _end(self) -> None:
+        self.lost = None
+        self.meetings.end()

@@ -1,0 +1,138 @@
+"""`quire serve --headless`: the part of an engine on a machine without a server."""
+
+import asyncio
+import secrets
+import signal
+from pathlib import Path
+
+import msgspec
+
+from quire.cluster.addresses import own_address, resolve
+from quire.cluster.messages import Join
+from quire.cluster.node import Node
+from quire.cluster.secret import ClusterSecret, tcp_address
+from quire.config import EngineConfig
+from quire.engine.cores import Cores
+from quire.engine.fellows import Meetings
+from quire.executor.agreement import facts, versions
+from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, MeetingPlace
+from quire.metrics.logging import logger
+
+_orders = msgspec.msgpack.Decoder(Begin)
+
+
+def run_headless(config: EngineConfig, directory: Path) -> int:
+    """Run what the options say until a signal. Returns the exit status. Raises ConfigError.
+
+    directory: the model's directory or GGUF file on this machine.
+    """
+    if config.layout.machine:
+        from quire.executor.agent import run_agent  # imports torch, which the parent of cores does not need
+
+        run_agent(config, directory)
+        return 0
+    assert config.cluster.cluster_secret_file is not None
+    secret = ClusterSecret.read(config.cluster.cluster_secret_file)
+    return asyncio.run(HeadlessCores(config, directory, secret).run())
+
+
+class AnnouncedMeetings(Meetings):
+    """Replicas that share experts meet at the server's machine, which says which generation of them to start."""
+
+    def __init__(self, address: str, secret: bytes, host: str) -> None:
+        self._address, self._secret, self._host = address, secret, host
+        self.generation = -1  # of the processes that were started last
+        self._announced = self._ended = -1
+        self._news = asyncio.Event()
+
+    def announce(self, generation: int) -> bool:
+        """Returns whether replicas of another generation have to end first."""
+        is_new, self._announced = generation != self._announced, generation
+        self._news.set()
+        return is_new and self.generation not in (-1, self._ended)
+
+    def place(self, replica: int) -> tuple[MeetingPlace, None]:
+        self.generation = self._announced
+        return MeetingPlace(replica, self._address, self._host, self._secret, self.generation, is_head=True), None
+
+    def end(self) -> None:
+        self._ended = self.generation
+
+    async def begin(self) -> None:
+        while self._announced == self._ended:
+            self._news.clear()
+            await self._news.wait()
+
+
+class HeadlessCores:
+    """The cores of this machine, for the server on another one. They run on when the session with it has ended, without
+    requests: the server sends them elsewhere. Replicas that share experts start when the server says so."""
+
+    def __init__(self, config: EngineConfig, directory: Path, secret: ClusterSecret) -> None:
+        """Raises ConfigError if the server cannot be reached, or a core not be started."""
+        options, here = config.cluster, config.layout.here
+        host = own_address(options.head_address)
+        join = Join(first=here.start, count=len(here), node=secrets.randbits(62), host=host,
+                    facts=facts(config, directory), versions=versions())  # fmt: skip
+        join_address = tcp_address(resolve(options.head_address), options.data_parallel_rpc_port)
+        self._node = Node(secret, join_address, join)
+        self._meetings: AnnouncedMeetings | None = None
+        if config.parallel.shares_experts:
+            self._meetings = AnnouncedMeetings(join_address, secret.secret, host)
+        self._cores = Cores(config, directory, (host, secret.secret), self._meetings)
+        self._up: dict[int, CoreUp] = {}
+        self._loop: asyncio.AbstractEventLoop
+
+    async def run(self) -> int:
+        """Until a signal, or until all cores are given up. Returns the exit status. Raises ConfigError if the server
+        refuses this machine."""
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._node.stop)
+        cores = asyncio.create_task(self._cores.run(self._told))
+        node = asyncio.create_task(asyncio.to_thread(self._node.run, self))
+        try:
+            await asyncio.wait([cores, node], return_when=asyncio.FIRST_COMPLETED)
+            status = int(cores.done())
+            if status:
+                logger.error("All cores of this machine have failed for good")
+            self._node.stop()
+            await node
+            return status
+        finally:
+            cores.cancel()
+            await asyncio.gather(cores, return_exceptions=True)
+            self._cores.kill()
+
+    def _told(self, event: CoreEvent) -> None:
+        if isinstance(event, CoreUp):
+            self._up[event.rank] = event
+        else:
+            self._up.pop(event.rank, None)
+        if self._meetings is not None:
+            event.generation = self._meetings.generation
+        self._node.send(msgspec.msgpack.encode(event))
+
+    # ---- in a session with the server, on the node's thread
+
+    def begin(self, body: bytes) -> None:
+        for event in list(self._up.values()):
+            self._node.send(msgspec.msgpack.encode(event))
+
+    def received(self, body: bytes) -> None:
+        """Cores get their orders from the server's clients. Only replicas that share experts get one here."""
+        try:
+            generation = _orders.decode(body).generation
+        except msgspec.DecodeError as error:
+            logger.warning("The server sent an order of %d bytes that has no meaning: %s", len(body), error)
+            return
+        self._loop.call_soon_threadsafe(self._begin, generation)
+
+    def _begin(self, generation: int) -> None:
+        fellows = self._cores.fellows
+        if self._meetings is None or fellows is None or not self._meetings.announce(generation):
+            return
+        fellows.lose(fellows.here.start, CoreDied("the replicas begin again", silent=True), False, self._told)
+
+    def end(self) -> None:
+        """Requests end when the cores find that their clients have gone."""

@@ -1,0 +1,126 @@
+"""Replicas on a Ray cluster: an actor for each, which runs what `quire serve --headless` runs.
+
+A process of its own talks to Ray, since Ray ends processes that lose their cluster, and takes their signal handlers.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from quire.cluster.secret import ClusterSecret
+from quire.config import ConfigError, EngineConfig
+from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
+from quire.messages.errors import error_text
+from quire.metrics.logging import configure_logging, logger, logging_level
+
+_ALONE: dict[str, float] = {"memory": 1 << 20}  # what a core needs whose ranks are actors themselves: bytes
+_AGAIN_SECONDS = 2.0  # between the end of an actor and the next one of its replica
+
+
+class RayReplicas:
+    """Keeps an actor with each replica running. host: the address of this machine at which they can join."""
+
+    def __init__(self, config: EngineConfig, replicas: range, secret: ClusterSecret) -> None:
+        """Raises ConfigError if Ray is missing or cannot be reached."""
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_launch, args=(theirs, portable(config), replicas, secret.secret, logging_level()), name="quire-ray"
+        )
+        self._process.start()
+        theirs.close()
+        try:
+            found = self._connection.recv()
+        except EOFError:
+            found = ConfigError("the process that talks to Ray has ended")
+        if isinstance(found, ConfigError):
+            self.close()
+            raise found
+        self.host: str = found
+
+    def start(self, port: int) -> None:
+        """Start the actors. port: at which they join on this machine."""
+        self._connection.send(port)
+
+    def refused(self) -> Iterator[tuple[int, str]]:
+        """The replicas that cannot run since the last call, and why. Others are placed again."""
+        try:
+            while self._connection.poll():
+                yield self._connection.recv()
+        except (EOFError, OSError):
+            return
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(2)
+        self._process.kill()
+        self._process.join()
+
+
+def _launch(parent: Connection, config: bytes, replicas: range, secret: bytes, log: str) -> None:
+    """The main function of the process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging(log)
+    try:
+        cluster = RayCluster()
+        bundle = _needs(unpacked(config)[0], cluster)
+    except ValueError as error:
+        parent.send(ConfigError(error_text(error)))
+        return
+    parent.send(cluster.host)
+    try:
+        address = cluster.host, parent.recv()
+        for rank in replicas:
+            keep = (cluster, bundle, rank, (config, rank, secret, *address), parent)
+            threading.Thread(target=_keep, args=keep, daemon=True).start()
+        parent.recv()  # until the parent closes the connection or ends
+    except (EOFError, OSError):
+        cluster.ray.shutdown()  # ends the actors
+        os._exit(0)
+
+
+def _needs(config: EngineConfig, cluster: RayCluster) -> dict[str, float]:
+    if config.cluster.distributed_executor_backend == "ray":
+        return _ALONE
+    return resources(uses_gpus(config, cluster), config.parallel.ranks)
+
+
+def _keep(
+    cluster: RayCluster, bundle: dict[str, float], rank: int, arguments: tuple[object, ...], parent: Connection
+) -> None:
+    """Run the actor of a replica, and another one when it has ended."""
+    while True:
+        try:
+            actors = Actors(cluster, [bundle], "PACK")
+            actors.run(0, run_replica, *arguments)
+            problem = actors.result(0)
+            actors.close()
+        except RuntimeError as error:
+            problem = error
+        if isinstance(problem, ValueError):
+            parent.send((rank, str(problem)))
+            return
+        logger.error("The actor of replica %d has ended: %s; placing another", rank, problem)
+        time.sleep(_AGAIN_SECONDS)
+
+
+def run_replica(config: bytes, rank: int, secret: bytes, host: str, port: int) -> None:
+    """What an actor runs: the core of a replica, for the server at host:port."""
+    import ray
+
+    from quire.engine.headless import HeadlessCores
+
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # for a core whose ranks are actors
+    own, directory = unpacked(config)
+    options = replace(
+        own.cluster, headless=True, data_parallel_backend="mp", data_parallel_start_rank=rank,
+        data_parallel_size_local=1, data_parallel_address=host, data_parallel_rpc_port=port,
+    )  # fmt: skip
+    asyncio.run(HeadlessCores(replace(own, cluster=options), directory, ClusterSecret(secret)).run())

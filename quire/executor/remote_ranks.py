@@ -1,0 +1,88 @@
+"""Ranks on other machines, each of which has an agent that starts them (executor/agent.py)."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from quire.cluster.head import Head, span
+from quire.cluster.secret import ClusterSecret
+from quire.executor import messages
+from quire.executor.agreement import versions
+from quire.executor.ranks import Observer, Ranks
+from quire.messages.errors import error_text
+from quire.metrics.logging import logger
+
+JOIN_SECONDS = 600.0  # within which all agents must have joined
+_reports = msgspec.msgpack.Decoder(messages.AgentReport)
+
+
+class RemoteRanks(Ranks):
+    """The ranks of one agent."""
+
+    def __init__(self, numbers: range, agents: "Agents") -> None:
+        self.numbers, self._agents = numbers, agents
+
+    def order(self, order: bytes, ranks: range) -> None:
+        first, stop = max(ranks.start, self.numbers.start), min(ranks.stop, self.numbers.stop)
+        if first < stop:
+            self._agents.send(self.numbers, messages.encode(messages.ForRanks(first, stop, order)))
+
+    def end(self, patience: float) -> None:
+        """The agents end them when the head ends."""
+
+
+class Agents:
+    """The agents of an executor's machines. They join here, begin with their ranks at once, and pass on what those say.
+
+    The executor has failed when one of them is lost.
+    """
+
+    def __init__(
+        self, secret: ClusterSecret, host: str, port: int, members: range,
+        facts: dict[str, str], begin: messages.Begin, observer: Observer,
+    ) -> None:  # fmt: skip
+        """members: the numbers of all ranks on other machines. facts: see `agreement.facts`. Raises ConfigError if it
+        cannot listen on host:port."""
+        self._begin, self._observer = messages.encode(begin), observer
+        self._head = Head(secret, host, port, members, "rank", facts, versions())
+        self.address, self.send, self.close = self._head.address, self._head.send, self._head.close
+
+    def start(self) -> None:
+        self._head.start(self)
+
+    def wait(self, machines: Sequence[range], check: Callable[[], None]) -> None:
+        """Wait until all agents have joined. machines: the ranks of each. check: is called again and again, and may
+        raise. Raises RuntimeError if one has not joined in time."""
+        deadline, waiting_for = time.monotonic() + JOIN_SECONDS, None
+        while missing := self._head.missing():
+            check()
+            number = next(i for i, ranks in enumerate(machines) if missing[0] in ranks)
+            name = f"node {number} of {len(machines)} with rank {span(machines[number])}"
+            if number != waiting_for:
+                logger.info("Waiting for %s to join at %s", name, self.address)
+                waiting_for = number
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{name} has not joined at {self.address} for {JOIN_SECONDS:.0f} s")
+            time.sleep(0.1)
+
+    # ---- on the head's thread
+
+    def joined(self, members: range, host: str) -> bytes:
+        return self._begin
+
+    def received(self, members: range, body: bytes) -> None:
+        try:
+            report = _reports.decode(body)
+        except msgspec.DecodeError as error:
+            logger.warning("The agent of rank %s sent a message of %d bytes that has no meaning: %s", span(members),
+                           len(body), error_text(error))  # fmt: skip
+            return
+        if isinstance(report, messages.FromRank):
+            if report.rank in members:
+                self._observer.replied(report.rank, report.reply)
+        else:
+            self._observer.failed(ValueError(report.reason) if report.by_user else RuntimeError(report.reason))
+
+    def lost(self, members: range, reason: str) -> None:
+        self._observer.failed(RuntimeError(f"rank {span(members)}: {reason}"))
