@@ -71,7 +71,7 @@ class Head:
 
     It also has the store at which the members meet, see parallel/meeting.py.
 
-    facts: what a node must agree with, by name, see `executor/agreement.py`. noun: what the members are, in the plural.
+    facts: what a node must agree with, by name, see `executor/agreement.py`. noun: what the members are.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Head:
         if identity in self._sessions:
             return  # it asked twice
         members = range(join.first, join.first + join.count)
-        name = f"the node at {join.host} with {self._noun} {span(members)}"
+        name = f"the node at {join.host} with {named(self._noun, members)}"
         for session in list(self._sessions.values()):
             again = session.node == join.node
             if (again or set(session.members) & set(members)) and (again or not self._tell(session.identity, Beat())):
@@ -222,7 +222,7 @@ class Head:
             if both := set(session.members) & set(members):
                 return f"{self._noun} {min(both)} has joined already, from {session.host}"
         if not members or not set(members) <= set(self._members):
-            return f"the head expects {self._noun} {span(self._members)} from other machines"
+            return f"the head expects {named(self._noun, self._members)} from other machines"
         return None
 
     def _lose(self, session: _Session, reason: str) -> None:
@@ -261,6 +261,6 @@ class Head:
                 self._tell(waiting, Answer(store[request.key]))
 
 
-def span(members: range) -> str:
-    """The numbers of a range, as people write them: 2, or 2 to 5."""
-    return str(members.start) if len(members) == 1 else f"{members.start} to {members.stop - 1}"
+def named(noun: str, members: range) -> str:
+    """What a range of numbers stands for, as people write it: rank 2, or ranks 2 to 5."""
+    return f"{noun} {members.start}" if len(members) == 1 else f"{noun}s {members.start} to {members.stop - 1}"

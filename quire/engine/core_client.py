@@ -34,6 +34,8 @@ from quire.messages.engine import (
 from quire.metrics.logging import logger
 
 _DRAIN_MILLISECONDS = 50  # within which the last outputs of a lost core arrive
+_MOST_DRAIN_SECONDS = 1.0
+_ANSWER_SECONDS = 10  # after which a warning says that a core on another machine does not answer
 _MOST_REQUESTS = 32  # of a message, which must not become too long for a connection between machines
 _outputs = msgspec.msgpack.Decoder(messages.StepOutputs)
 
@@ -269,6 +271,10 @@ class CoreClient:
 
     async def _reconnect(self, up: CoreUp, breaks: zmq.asyncio.Socket) -> None:
         """Connect anew when the connection to a core on another machine breaks: no message is sent twice on it."""
+        core = self._cores[up.rank - self.first]
+        if not await breaks.poll(_ANSWER_SECONDS * 1000) and core.state is not CoreState.READY:
+            logger.warning("Engine core %d has not answered at %s for %d s; can this machine connect to it?", up.rank,
+                           up.address, _ANSWER_SECONDS)  # fmt: skip
         await breaks.recv_multipart()
         self._lose(CoreLost(up.rank, CoreDied("the connection to it broke"), given_up=False))
         self._connect(up)
@@ -295,7 +301,8 @@ class CoreClient:
         number = event.rank - self.first
         core = self._cores[number]
         if connection is not None:
-            while await connection.socket.poll(_DRAIN_MILLISECONDS):
+            end = time.monotonic() + _MOST_DRAIN_SECONDS  # it may be there and go on, if only its machine was lost
+            while time.monotonic() < end and await connection.socket.poll(_DRAIN_MILLISECONDS):
                 report = _outputs.decode(await connection.socket.recv())
                 if core.connection is None:
                     core.stats = report.stats

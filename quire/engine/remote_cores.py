@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from quire.cluster.addresses import own_address, resolve
-from quire.cluster.head import Head, span
+from quire.cluster.head import Head, named
 from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError, EngineConfig
 from quire.engine.fellows import Fellows, Meetings
@@ -62,7 +62,7 @@ class RemoteCores(Meetings):
         """Until it is cancelled. tell: is called with each event."""
         self._loop, self._tell = asyncio.get_running_loop(), tell
         self._head.start(self)
-        logger.info("Waiting for replica %s to join at %s", span(self._ranks), self._head.address)
+        logger.info("Waiting for %s to join at %s", named("replica", self._ranks), self._head.address)
         if self._ray is not None:
             self._ray.start(int(self._head.address.rsplit(":", 1)[1]))
         try:
@@ -96,8 +96,8 @@ class RemoteCores(Meetings):
         try:
             event = _events.decode(body)
         except msgspec.DecodeError as error:
-            logger.warning("The machine with replica %s sent a message of %d bytes that has no meaning: %s",
-                           span(members), len(body), error)  # fmt: skip
+            logger.warning("The machine with %s sent a message of %d bytes that has no meaning: %s",
+                           named("replica", members), len(body), error)  # fmt: skip
             return
         if event.rank in members:
             self._loop.call_soon_threadsafe(self._received, event)
@@ -129,7 +129,7 @@ class RemoteCores(Meetings):
             self._tell(CoreUp(event.rank, event.address, event.size, self._secret.secret))
 
     def _lost(self, members: range, reason: str) -> None:
-        logger.error("Replica %s: %s", span(members), reason)
+        logger.error("The server has lost %s: %s", named("replica", members), reason)
         self._joined_members.discard(members)
         for rank in members:
             self._absent_since[rank] = time.monotonic()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire.cluster.head import Head, span
+from quire.cluster.head import Head, named
 from quire.cluster.secret import ClusterSecret
 from quire.executor import messages
 from quire.executor.agreement import versions
@@ -58,7 +58,7 @@ class Agents:
         while missing := self._head.missing():
             check()
             number = next(i for i, ranks in enumerate(machines) if missing[0] in ranks)
-            name = f"node {number} of {len(machines)} with rank {span(machines[number])}"
+            name = f"node {number} of {len(machines)} with {named('rank', machines[number])}"
             if number != waiting_for:
                 logger.info("Waiting for %s to join at %s", name, self.address)
                 waiting_for = number
@@ -75,7 +75,7 @@ class Agents:
         try:
             report = _reports.decode(body)
         except msgspec.DecodeError as error:
-            logger.warning("The agent of rank %s sent a message of %d bytes that has no meaning: %s", span(members),
+            logger.warning("The agent of %s sent a message of %d bytes that has no meaning: %s", named("rank", members),
                            len(body), error_text(error))  # fmt: skip
             return
         if isinstance(report, messages.FromRank):
@@ -85,4 +85,4 @@ class Agents:
             self._observer.failed(ValueError(report.reason) if report.by_user else RuntimeError(report.reason))
 
     def lost(self, members: range, reason: str) -> None:
-        self._observer.failed(RuntimeError(f"rank {span(members)}: {reason}"))
+        self._observer.failed(RuntimeError(f"{named('rank', members)}: {reason}"))

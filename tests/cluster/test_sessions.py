@@ -61,8 +61,8 @@ def test_a_node_waits_for_its_head_and_joins_the_next_one():
          "max_model_len differs: it is 512 at the head, and 4096 at the node"),
         (range(2, 4), {**FACTS, "new_option": "1"}, "new_option differs: it is None at the head, and 1 at the node"),
         (range(2, 4), {"max_model_len": "512"}, "Quire's version differs: it is 1.0 at the head, and None at the node"),
-        (range(5, 7), FACTS, "the head expects rank 2 to 5 from other machines"),
-        (range(2, 2), FACTS, "the head expects rank 2 to 5 from other machines"),
+        (range(5, 7), FACTS, "the head expects ranks 2 to 5 from other machines"),
+        (range(2, 2), FACTS, "the head expects ranks 2 to 5 from other machines"),
     ],
 )  # fmt: skip
 def test_a_node_that_does_not_fit_is_an_error_at_both_ends(caplog, members, facts, problem):
