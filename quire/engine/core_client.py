@@ -335,8 +335,9 @@ class CoreClient:
 
     def _send(self, requests: Iterable[_Unfinished], core: int | None = None) -> None:
         """Send requests to a core each, with their output so far. core: the one to take, if it is ready."""
-        if not self.ready:
-            return  # `_told` sends them
+        least = len(self._cores) if self.config.parallel.shares_experts else 1  # none of these runs alone
+        if len(self.ready) < least:
+            return  # `_is_ready` sends them
         batches: defaultdict[int, list[EngineCoreRequest]] = defaultdict(list)
         for unfinished in requests:
             request, output = unfinished.request, unfinished.token_ids

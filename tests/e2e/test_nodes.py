@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import psutil
 import pytest
 
+from support.checkpoints import Checkpoints
 from support.nodes import ADDRESSES, Headless, Machines, OnMachine, two_machines
 from support.server import eventually
 from support.streams import MODEL, STREAMS, all_streams, expected_streams
@@ -19,34 +21,50 @@ from support.streams import MODEL, STREAMS, all_streams, expected_streams
 pytestmark = pytest.mark.slow
 
 COMBINES = [
-    "several machines × tensor parallelism, pipeline parallelism, data parallelism, seeded sampling, replay after a "
-    "crash"
+    "several machines × tensor parallelism, pipeline parallelism, data parallelism, expert parallelism, seeded "
+    "sampling, replay after a crash"
 ]
 
-OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M"]
+OPTIONS = ["--dtype", "float32", "--max-model-len", "192", "--kv-cache-memory-bytes", "64M"]
 # The options of both machines, with those of machine 0, and those of machine 1.
 LAYOUTS = {
     "tp": (["-tp", "2", "--nnodes", "2", "--master-addr", ADDRESSES[0]], [], ["--node-rank", "1"]),
     "pp": (["-pp", "2", "--nnodes", "2", "--master-addr", ADDRESSES[0]], [], ["--node-rank", "1"]),
     "dp": (["-dp", "2", "-dpl", "1", "--data-parallel-address", ADDRESSES[0]], [], ["--data-parallel-start-rank", "1"]),
 }
+LAYOUTS["experts"] = ([*LAYOUTS["dp"][0], "--enable-expert-parallel"], [], LAYOUTS["dp"][2])
+MODELS = {"experts": "mixture"}  # others have the bundled model
 CUT_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[tuple[str, str]]:
-    return expected_streams(max_model_len=512)
+def said(checkpoints: Checkpoints) -> Callable[[str], list[tuple[str, str]]]:
+    """What one process says to the streams of a layout."""
+
+    @functools.cache
+    def by_model(path: str | None) -> list[tuple[str, str]]:
+        return expected_streams(max_model_len=192, model=path)
+
+    return lambda layout: by_model(str(checkpoints.path("qwen3_moe")) if layout in MODELS else None)
+
+
+@pytest.fixture
+def expected(request: pytest.FixtureRequest, said: Callable[[str], list[tuple[str, str]]]) -> list[tuple[str, str]]:
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    return said(parameters.get("layout", "dp"))
 
 
 @pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+def machines(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[Machines]:
     with two_machines(tmp_path_factory.mktemp("machines")) as machines:
+        for machine in machines.both:
+            machine.add_model("mixture", checkpoints.path("qwen3_moe"))
         yield machines
 
 
 def headless(machines: Machines, layout: str) -> Headless:
     both, _, second = LAYOUTS[layout]
-    return Headless(machines[1], *OPTIONS, *both, *second)
+    return Headless(machines[1], *OPTIONS, *both, *second, model=MODELS.get(layout, "demo"))
 
 
 @contextmanager
@@ -56,7 +74,7 @@ def engine(machines: Machines, layout: str, *options: str) -> Iterator[tuple[OnM
     names = ["--host", machines.host, "--served-model-name", MODEL]
     with (
         headless(machines, layout) as other,
-        OnMachine(machines[0], *OPTIONS, *names, *both, *first, *options) as server,
+        OnMachine(machines[0], *OPTIONS, *names, *both, *first, *options, model=MODELS.get(layout, "demo")) as server,
     ):
         yield server, other
         machines.mend()
@@ -84,18 +102,20 @@ def delay(machines: Machines) -> None:
 
 def worker(machines: Machines, other: Headless, layout: str) -> psutil.Process:
     """The process on machine 1 that runs the model."""
-    if layout != "dp":
+    if layout not in ("dp", "experts"):
         return machines[1].rank(1)
     (core,) = (p for p in other.main.children() if "resource_tracker" not in " ".join(p.cmdline()))
     return core
 
 
 def runs_again(server: OnMachine, layout: str) -> None:
-    core = int(layout == "dp")
+    core = int(layout in ("dp", "experts"))
     eventually(lambda: f"Engine core {core} runs again" in server.log)
 
 
-@pytest.mark.parametrize("layout", ["tp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pp", "dp"))])
+@pytest.mark.parametrize(
+    "layout", ["tp", "experts", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pp", "dp"))]
+)
 def test_two_machines_say_what_one_process_says_and_go_on_after_the_link_was_cut(machines, expected, layout):
     with engine(machines, layout) as (server, _):
         check(server, expected)

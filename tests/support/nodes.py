@@ -80,6 +80,9 @@ class Machine:
         self.prefix = ["nsenter", "--target", str(self._init.pid), "--net", "--pid", "--mount", "--time",
                        f"--wd={folder / 'work'}", "--"]  # fmt: skip
 
+    def add_model(self, name: str, path: Path) -> None:
+        shutil.copytree(path, self.model.with_name(name), dirs_exist_ok=True)
+
     def _first_process(self) -> psutil.Process:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -189,11 +192,12 @@ class OnMachine(Server):
     """`quire serve` on a machine."""
 
     def __init__(
-        self, machine: Machine, *arguments: str, start_timeout: float = 90.0, own_files: bool = True, **options: str
-    ) -> None:
-        """own_files: give it the machine's model and secret."""
+        self, machine: Machine, *arguments: str, start_timeout: float = 90.0, own_files: bool = True,
+        model: str = "demo", **options: str,
+    ) -> None:  # fmt: skip
+        """own_files: give it the machine's secret, and its model with the given name."""
         self.machine = machine
-        files = [str(machine.model), "--cluster-secret-file", str(machine.secret)] if own_files else []
+        files = [str(machine.model.with_name(model)), "--cluster-secret-file", str(machine.secret)] if own_files else []
         super().__init__(
             *files, *arguments, wrapper=machine.prefix, start_timeout=start_timeout,
             **{**machine.environment, **options},
@@ -234,8 +238,8 @@ class Headless(OnMachine):
 
     ready_line = r"Joined the head at (\S+)"
 
-    def __init__(self, machine: Machine, *arguments: str) -> None:
-        super().__init__(machine, "--headless", *arguments, start_timeout=0)
+    def __init__(self, machine: Machine, *arguments: str, model: str = "demo") -> None:
+        super().__init__(machine, "--headless", *arguments, start_timeout=0, model=model)
 
     def _await_start(self, seconds: float) -> None:
         """The head is started next."""
