@@ -11,7 +11,6 @@ from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.frontend import generation_config
-from quire.engine.lockstep import Waves
 from quire.engine.processor import end_of_sequence
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import limit_threads
@@ -129,7 +128,11 @@ def make_core(
     except ValueError:
         executor.shutdown()
         raise
-    lockstep = None if place is None else Waves(place, config.parallel.data_parallel_size)
+    lockstep = None
+    if place is not None:
+        from quire.engine.lockstep import Waves  # zmq need not be there for one replica
+
+        lockstep = Waves(place, config.parallel.data_parallel_size)
     if not kv.specs:
         return EngineCore(scheduler, executor, lockstep)
     room = scheduler.kv.room(max_model_len)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.dispatch import Exchanged, OwnTokens, Routed, Sent
+from quire.messages.errors import error_text
 from quire.options.declaration import ConfigError
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.mesh import Communicator
@@ -21,7 +22,9 @@ def open_buffer(group: Communicator, dtype: torch.dtype, device: torch.device, h
     try:
         from deep_ep import Buffer
     except ImportError as error:
-        raise ConfigError(f"all2all_backend: DeepEP's package deep_ep cannot be imported ({error})") from None
+        raise ConfigError(
+            f"all2all_backend: DeepEP's package deep_ep cannot be imported ({error_text(error)})"
+        ) from None
     size, configs = hidden_size * dtype.itemsize, (Buffer.get_dispatch_config, Buffer.get_combine_config)
     hints = [
         (config.get_nvl_buffer_size_hint(size, group.size), config.get_rdma_buffer_size_hint(size, group.size))

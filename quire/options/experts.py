@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from quire.messages.errors import error_text
 from quire.options.declaration import ConfigError, at_least
 
 
@@ -36,4 +37,5 @@ class BalanceOptions:
         try:
             return cls(**given)
         except ConfigError as error:
-            raise ConfigError(str(error) if str(error).startswith("eplb") else f"eplb_config: {error}") from None
+            text = error_text(error)
+            raise ConfigError(text if text.startswith("eplb_config") else f"eplb_config: {text}") from None

@@ -33,7 +33,7 @@ def test_an_option_like_nothing_is_just_unknown(path):
         make_llm(path, xyzzy=1)
 
 
-@pytest.mark.parametrize("option", ["max_num_partial_prefills", "enable_dbo", "cpu_offload_gb"])
+@pytest.mark.parametrize("option", ["max_num_partial_prefills", "enable_elastic_ep", "cpu_offload_gb"])
 def test_an_option_of_vllm_that_is_not_there_yet_says_so(path, option):
     with pytest.raises(ConfigError, match=f"{option}.* is not supported by Quire yet"):
         make_llm(path, **{option: 0.5})

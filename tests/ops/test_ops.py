@@ -372,7 +372,9 @@ def test_products_with_packed_weights(implementation, two_threads):
 
 def test_every_op_has_cases():
     of_batches = {"flat_batch", "append_tokens", "count_kept"}
-    elsewhere = {"quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", *of_batches}
+    elsewhere = {
+        "quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", "merge_partials", *of_batches
+    }  # fmt: skip
     assert {*CASES, *elsewhere} == set(OPS)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.attention.base import AttentionBackend
 from quire.config import ConfigError, EngineConfig
 from quire.loading.metadata import hf_config
+from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
 from quire.models.heads.load import load_draft_model, load_head
 from quire.models.model import Model
@@ -50,7 +51,7 @@ class DrafterParts:
         try:
             self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
         except ConfigError as error:
-            raise ConfigError(f"speculative_config: the drafter cannot be used; {error}") from None
+            raise ConfigError(f"speculative_config: the drafter cannot be used; {error_text(error)}") from None
         if self.cached is not None and not target.kv_specs:
             raise ConfigError(f"speculative_config: {options.method} needs a model with a KV cache")
 
