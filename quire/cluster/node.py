@@ -11,6 +11,7 @@ from quire.cluster.monitor import FailedHandshakes
 from quire.cluster.outbox import Outbox
 from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 SILENCE_SECONDS = 10.0  # a session has ended if the head sends nothing for this long
@@ -119,5 +120,5 @@ class Node:
             return message
         except msgspec.DecodeError as error:
             logger.warning("The head at %s sent a message of %d bytes that has no meaning: %s", self._address,
-                           len(data), error)  # fmt: skip
+                           len(data), error_text(error))  # fmt: skip
             return None

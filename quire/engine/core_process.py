@@ -143,7 +143,9 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
             try:
                 order = _orders.decode(data)
             except msgspec.DecodeError as error:
-                logger.warning("A client sent an order of %d bytes that has no meaning: %s", len(data), error)
+                logger.warning(
+                    "A client sent an order of %d bytes that has no meaning: %s", len(data), error_text(error)
+                )
                 continue
             if isinstance(order, messages.Shutdown):
                 return

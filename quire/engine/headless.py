@@ -16,6 +16,7 @@ from quire.engine.cores import Cores
 from quire.engine.fellows import Meetings
 from quire.executor.agreement import facts, versions
 from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreUp, MeetingPlace
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 _orders = msgspec.msgpack.Decoder(Begin)
@@ -124,7 +125,7 @@ class HeadlessCores:
         try:
             generation = _orders.decode(body).generation
         except msgspec.DecodeError as error:
-            logger.warning("The server sent an order of %d bytes that has no meaning: %s", len(body), error)
+            logger.warning("The server sent an order of %d bytes that has no meaning: %s", len(body), error_text(error))
             return
         self._loop.call_soon_threadsafe(self._begin, generation)
 

@@ -16,6 +16,7 @@ from quire.engine.fellows import Fellows, Meetings
 from quire.engine.ray_cores import RayReplicas
 from quire.executor.agreement import facts, versions
 from quire.messages.engine import Begin, CoreDied, CoreEvent, CoreLost, CoreUp, MeetingPlace
+from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 
 JOIN_SECONDS = 600.0  # a core whose machine has not been there for so long is given up, until the machine comes
@@ -97,7 +98,7 @@ class RemoteCores(Meetings):
             event = _events.decode(body)
         except msgspec.DecodeError as error:
             logger.warning("The machine with %s sent a message of %d bytes that has no meaning: %s",
-                           named("replica", members), len(body), error)  # fmt: skip
+                           named("replica", members), len(body), error_text(error))  # fmt: skip
             return
         if event.rank in members:
             self._loop.call_soon_threadsafe(self._received, event)

@@ -11,6 +11,7 @@ from quire.executor.agreement import facts
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.executor.remote_ranks import Agents, RemoteRanks
+from quire.messages.errors import error_text
 from quire.metrics.logging import logging_level
 from quire.parallel.sizes import MeshSizes
 
@@ -46,7 +47,7 @@ class RayExecutor(MultiprocExecutor):
 
 
 def _named(rank: int, problem: Exception) -> Exception:
-    return problem if isinstance(problem, ValueError) else RuntimeError(f"rank {rank}: {problem}")
+    return problem if isinstance(problem, ValueError) else RuntimeError(f"rank {rank}: {error_text(problem)}")
 
 
 def run_rank(config: bytes, rank: int, secret: bytes, address: str, host: str) -> None:
