@@ -43,6 +43,7 @@ if HAS_TRITON:
     import quire.ops.triton.linear
     import quire.ops.triton.lora
     import quire.ops.triton.masks
+    import quire.ops.triton.partials
     import quire.ops.triton.sampling
     import quire.ops.triton.sums  # noqa: F401
 

@@ -92,7 +92,7 @@ TRIED = [division for division in DIVISIONS if division != "pcp-2"]
 def divided(path: Any, division: str, **options: Any) -> LLM:
     """An engine whose ranks are threads."""
     chosen, kind = DIVISIONS[division], DIVISIONS[division].kind
-    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+    with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         if kind is None:
             return make_llm(path, **chosen.options, **options)
         with mock.patch("quire.worker.worker.choose_context", return_value=kind):
@@ -339,7 +339,7 @@ def test_decoders_embed_texts_that_ranks_divide():
         return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
     expected = embeddings()
-    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+    with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         for made, wanted in zip(embeddings(prefill_context_parallel_size=2), expected, strict=True):
             assert made == pytest.approx(wanted, abs=1e-5)
 
@@ -361,7 +361,7 @@ def test_decoders_embed_texts_that_ranks_divide():
     ],
 )
 def test_heads_are_divided_where_there_are_enough(checkpoints, variant, options, kind):
-    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+    with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         llm = make_llm(checkpoints.path(variant), **options.options)
     assert {type(backend) for worker in llm.core.executor.workers for backend in worker.backends} == {kind}
 
@@ -409,7 +409,7 @@ def test_blocks_of_other_divisions_are_not_found(checkpoints):
 )  # fmt: skip
 def test_what_cannot_work_is_refused_before_anything_is_started(checkpoints, variant, options, message):
     with (
-        mock.patch("quire.engine.client.MultiprocExecutor", side_effect=AssertionError),
+        mock.patch("quire.executor.choice.MultiprocExecutor", side_effect=AssertionError),
         pytest.raises(ConfigError, match=message),
     ):
         make_llm(checkpoints.path(variant), **options)

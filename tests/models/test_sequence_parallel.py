@@ -59,7 +59,7 @@ def test_divided_tokens_give_the_same_logits(checkpoints, number, variant):
 def divided(path: Any, ranks: int, stages: int = 1, **options: Any) -> LLM:
     """An engine whose ranks are threads."""
     options |= {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "enable_sequence_parallel": True}
-    with mock.patch("quire.engine.client.MultiprocExecutor", StagedExecutor):
+    with mock.patch("quire.executor.choice.MultiprocExecutor", StagedExecutor):
         return make_llm(path, **options)
 
 

@@ -20,9 +20,9 @@ def merge(request: pytest.FixtureRequest) -> Function:
         return merge_partials.reference
     pytest.importorskip("triton")
     request.getfixturevalue("interpreter")
-    from quire.ops.triton import elementwise
+    from quire.ops.triton import partials
 
-    return elementwise.merge_partials
+    return partials.merge_partials
 
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

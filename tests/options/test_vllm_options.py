@@ -76,7 +76,7 @@ def test_other_values_and_names_are_errors_that_say_why(name, value, message):
     ("line", "status", "message"),
     [
         ("--enable-elastic-ep", 1, "--enable-elastic-ep is not supported by Quire yet"),
-        ("-dpl 2", 1, "-dpl 2 is not supported by Quire yet"),
+        ("-dpl 2", 1, "--data-parallel-size 1: there is no replica 1, which this machine would have"),
         ("--tool-parser-plugin file.py", 1, "--tool-parser-plugin file.py is not supported by Quire yet"),
         ("--max-modle-len 5", 2, "unknown option --max-modle-len; did you mean --max-model-len?"),
         ("--enable_chunked_prefil", 2, "did you mean --enable-chunked-prefill?"),

@@ -71,7 +71,7 @@ def test_others_are_served_while_large_requests_are_worked_on(server: Service):
             while not long.done():
                 served += server.get("/health").status == 200
             assert long.result().status == (200 if path == "/detokenize" else 400)
-        assert served > 20
+        assert served > 5  # it would be one or two if the event loop did the work
 
 
 def test_a_client_that_sends_half_a_request_holds_nothing(server: Service, host: Host):

@@ -28,6 +28,7 @@ if INSTALLED:
     import quire.ops.triton.linear
     import quire.ops.triton.lora
     import quire.ops.triton.masks
+    import quire.ops.triton.partials
     import quire.ops.triton.sampling
     import quire.ops.triton.sums  # noqa: F401
 
