@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -30,6 +31,10 @@ def start(case: Case, folder: Path) -> LLM:
     options |= {name: case.option(name) for name in ("dtype", "kv_cache_dtype")}
     options |= {name: value == "True" for name, value in case.options if name in _SWITCHES}
     mesh = Mesh(tp=Communicator(0, case.model.ranks)) if case.model.ranks > 1 else Mesh()
+    if (dcp := int(case.option("decode_context_parallel_size") or 1)) > 1:
+        mesh = replace(mesh, dcp=Communicator(0, dcp))
+    if (cp := int(case.option("prefill_context_parallel_size") or 1)) > 1:
+        mesh = replace(mesh, cp=Communicator(0, cp))
     longest = min(MAX_MODEL_LEN, config["max_position_embeddings"])
     path = write_config(folder / "model", config)
     with mock.patch("quire.executor.uniproc.Mesh", return_value=mesh):
