@@ -46,8 +46,8 @@ class Case:
 
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
-    """In order of value: every model on every card with default options, then encoders, adapters and divided contexts on
-    every card, then pairs of options.
+    """In order of value: every model on every card with default options, then encoders, adapters and divided contexts
+    on every card, then pairs of options.
 
     On each card, every pair of values of two options occurs; every value of every option occurs with every model on
     some card.

@@ -224,8 +224,9 @@ class _OnTheWay(Sent):
         to_rank, of_token = to[:, None], targets[token]
         there = torch.where(of_token == to_rank, slots[token] - to_rank * dispatch.count, -1)
         rows = torch.cat([x[token], there.to(self.integers).view(x.dtype)], dim=1)
-        # [ranks, 2]: rows that are sent to each rank, and results that come back from it
-        counts = torch.stack([is_sent.sum(0), targets.flatten().bincount(minlength=size)], dim=1)
+        # [ranks, 2]: rows that are sent to each rank, and results that come back from it. They go from host to host, so
+        # they do not wait behind the tokens of another half.
+        counts = torch.stack([is_sent.sum(0), targets.flatten().bincount(minlength=size)], dim=1).cpu()
         self.sent = counts.tolist()
         self.received: list[list[int]] = group.all_to_all(counts, [1] * size, [1] * size).wait().tolist()
         self.order = targets.flatten().sort(stable=True).indices  # of the results that come back
