@@ -97,10 +97,12 @@ def work(rank: int, port: int, directory: Path, tokens: list[int], rounds: int) 
         for way, more in (("whole", {}), ("halves", halves))
     }
     times: dict[str, list[float]] = {}
+    ids = torch.randint(MODEL["vocab_size"], (max(tokens),), generator=torch.Generator().manual_seed(rank))
 
     def step(way: str, count: int, rate: float) -> tuple[float, int]:
         runner = runners[way]
         inputs = runner.staging.stage_dummy(StepSize(count, 256))
+        inputs.input_ids.copy_(ids[:count])  # different tokens, so that all experts have work
         link.rate, link.bytes = rate, 0
         mesh.dp.minimum(0)
         started = link.is_free_at = time.perf_counter()
