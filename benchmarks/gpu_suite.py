@@ -267,10 +267,10 @@ def _stand_in(target: str | None) -> Any:
 
     warnings.simplefilter("ignore")
     with stand_in(CARDS[target]) as device, stand_in_profiler(device):
-        from quire.executor import multiproc
+        from quire.executor import local_ranks
 
         program = (str(HERE / "gpu" / "rank_on_stand_in.py"), target, "1")
-        with mock.patch.object(multiproc, "RANK_PROGRAM", program):
+        with mock.patch.object(local_ranks, "RANK_PROGRAM", program):
             yield
 
 
