@@ -36,7 +36,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.scheduler_cost import BLOCK_SIZE, FULL, Sampler, make_request
-from quire.engine.router import Router
+from quire.engine.router import Router, token_pieces
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest
 from quire.messages.step import ModelRunnerOutput
 from quire.scheduler.limits import SchedulerLimits
@@ -127,7 +127,7 @@ class Result:
 class Simulation:
     def __init__(self, ranks: int, costs: tuple[float, float], by_prefix: bool) -> None:
         self.ranks = [Rank() for _ in range(ranks)]
-        self.apis = [Api(Router(ranks, by_prefix)) for _ in range(max(1, ranks // 2))]
+        self.apis = [Api(Router(ranks, token_pieces if by_prefix else None)) for _ in range(max(1, ranks // 2))]
         self.per_request, self.per_token = costs
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.order = count()

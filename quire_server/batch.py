@@ -17,8 +17,9 @@ from quire.engine.core_client import CoreClient
 from quire.metrics.logging import logger
 from quire_server.app import create_app
 from quire_server.batch_files import BatchFiles, BatchLine, custom_id, parse
+from quire_server.draining import loop_factory
 from quire_server.errors import ApiError
-from quire_server.http_server import create_llm, loop_factory
+from quire_server.http_server import create_llm
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _QUEUE = 4  # requests in hand for each that can run at once

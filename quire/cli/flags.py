@@ -3,6 +3,7 @@
 import argparse
 import functools
 import tomllib
+from collections.abc import Collection
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
@@ -34,11 +35,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         add_flags(parser, config)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: Any) -> None:
-    """Add a flag for every option of a class of config.py."""
+def add_flags(parser: argparse.ArgumentParser, config: Any, names: Collection[str] = ()) -> None:
+    """Add a flag for every option of a class of config.py, or for those with the given names."""
     groups: dict[str, Any] = {}
     for name, option in OPTIONS[config].items():
-        if name != "model":
+        if name != "model" and (not names or name in names):
             title = _HEADINGS[name]
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)

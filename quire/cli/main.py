@@ -7,7 +7,7 @@ import os
 import sys
 
 from quire._version import __version__
-from quire.cli import bench, chat, compile, generate, run_batch, serve
+from quire.cli import bench, chat, compile, generate, route, run_batch, serve
 from quire.cli.errors import with_flags
 from quire.cli.parser import Parser
 from quire.messages.errors import error_text
@@ -19,7 +19,7 @@ from quire.system.garbage import skip_last_collection
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
-_COMMANDS = (serve, generate, chat, run_batch, bench, compile)
+_COMMANDS = (serve, route, generate, chat, run_batch, bench, compile)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
-    config = ServerConfig.create(**_with_api_key(server_options(arguments)))
+    config = ServerConfig.create(**with_api_key(server_options(arguments)))
     from quire_server.serve import serve
 
     return serve(arguments.model, config, options)
 
 
-def _with_api_key(options: dict[str, Any]) -> dict[str, Any]:
+def with_api_key(options: dict[str, Any]) -> dict[str, Any]:
     """The server's options, with the API key from the environment if they contain none.
 
     The API key is the only option that the environment can set: on a command line, every user of the machine can read

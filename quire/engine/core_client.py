@@ -18,7 +18,7 @@ from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core import EngineDeadError
 from quire.engine.cores import Cores
-from quire.engine.router import Router
+from quire.engine.router import Router, token_pieces
 from quire.messages import engine as messages
 from quire.messages.engine import (
     CoreDied,
@@ -131,7 +131,8 @@ class CoreClient:
         served = config.layout.served
         self.first = served.start
         self._cores = [_Core() for _ in served]
-        self._router = Router(len(self._cores), config.parallel.data_parallel_routing == "prefix", index)
+        by_prefix = config.parallel.data_parallel_routing == "prefix"
+        self._router = Router(len(self._cores), token_pieces if by_prefix else None, index)
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.ready: list[int] = []  # the numbers of the cores that take orders

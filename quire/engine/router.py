@@ -1,8 +1,9 @@
-"""Decides which of several cores gets a request."""
+"""Decides which of several cores, or of several servers (quire_route), gets a request."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from quire.messages.engine import EngineCoreRequest
 
@@ -11,6 +12,8 @@ WEIGHT_OF_WAITING = 4  # a request that waits counts as much as four that run
 LEEWAY = (1.25, 2 * WEIGHT_OF_WAITING)
 PIECE = 64  # tokens; prefixes are compared in pieces of so many
 MAX_PIECES = 1 << 18
+
+Request = TypeVar("Request")
 
 
 @dataclass
@@ -27,23 +30,27 @@ class _Core:
         return WEIGHT_OF_WAITING * (self.waiting + self.sent - self.received) + self.running
 
 
-class Router:
+class Router(Generic[Request]):
     """Sends each request to the core with the lowest load, `4 * waiting + running`. Requests that are on their way to a
     core count as waiting there. Cores with equal loads take turns.
 
-    by_prefix: prefer the cores that got the longest prefix of the prompt before, among those whose loads are not far
-    above the mean. first: the core whose turn is first.
+    pieces: returns a hash for each piece of a request's prompt and all that is before it. With it, the cores are
+    preferred that got the longest prefix of the prompt before, among those whose loads are not far above the mean.
+    first: the core whose turn is first.
     """
 
-    def __init__(self, num_cores: int, by_prefix: bool = False, first: int = 0) -> None:
+    def __init__(
+        self, num_cores: int, pieces: Callable[[Request], Sequence[int]] | None = None, first: int = 0
+    ) -> None:
         self._cores = [_Core() for _ in range(num_cores)]
         self._next = first % num_cores
-        self._prefixes = _Prefixes() if by_prefix else None
+        self._pieces = pieces
+        self._prefixes = _Prefixes() if pieces is not None else None
 
-    def route(self, request: EngineCoreRequest, ready: Sequence[int], core: int | None = None) -> int:
+    def route(self, request: Request, ready: Sequence[int], core: int | None = None) -> int:
         """The core to which the request is sent now. ready: the numbers of the cores to choose from. core: one of them
         that was chosen already."""
-        pieces = [] if self._prefixes is None else _pieces(request)
+        pieces = [] if self._pieces is None else self._pieces(request)
         loads = [state.load for state in self._cores]
         if core is None:
             count, first = len(loads), self._next
@@ -76,7 +83,7 @@ class _Prefixes:
     def __init__(self) -> None:
         self._cores: OrderedDict[int, int] = OrderedDict()  # a piece's hash -> a bit for each core
 
-    def longest(self, pieces: list[int], ready: list[int]) -> list[int]:
+    def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
         """Those of the ready cores that got the longest part of a prompt; all of them if none got any."""
         found = sum(1 << rank for rank in ready)
         for piece in pieces:
@@ -86,7 +93,7 @@ class _Prefixes:
             found = here
         return [rank for rank in ready if found >> rank & 1]
 
-    def add(self, pieces: list[int], core: int) -> None:
+    def add(self, pieces: Sequence[int], core: int) -> None:
         for piece in reversed(pieces):  # the first ones are kept longest, since the others are of no use without them
             self._cores[piece] = self._cores.get(piece, 0) | 1 << core
             self._cores.move_to_end(piece)
@@ -98,7 +105,7 @@ class _Prefixes:
             self._cores[piece] &= ~(1 << core)
 
 
-def _pieces(request: EngineCoreRequest) -> list[int]:
+def token_pieces(request: EngineCoreRequest) -> list[int]:
     """The hash of each full piece of the prompt and of all that is before it."""
     tokens = request.prompt_token_ids
     piece = hash((request.cache_salt, request.adapter and request.adapter.key))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from quire.engine import router as module
-from quire.engine.router import PIECE, Router
+from quire.engine.router import PIECE, Router, token_pieces
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 
@@ -71,7 +71,7 @@ def settled(router: Router, cores: int) -> None:
 
 
 def test_a_prompt_goes_where_the_longest_part_of_it_went_before():
-    router = Router(3, by_prefix=True)
+    router = Router(3, pieces=token_pieces)
     head, other = list(range(2 * PIECE)), list(range(1000, 1000 + PIECE))
     first = router.route(request(head), [0, 1, 2])
     settled(router, 3)
@@ -85,7 +85,7 @@ def test_a_prompt_goes_where_the_longest_part_of_it_went_before():
 
 
 def test_prompts_that_share_less_than_a_piece_or_have_another_salt_take_turns():
-    router = Router(2, by_prefix=True)
+    router = Router(2, pieces=token_pieces)
     for prompts in (
         [request(range(PIECE - 1))] * 4,
         [request(range(PIECE), salt=str(index)) for index in range(4)],
@@ -99,20 +99,20 @@ def test_prompts_that_share_less_than_a_piece_or_have_another_salt_take_turns():
 
 
 def test_a_prefix_does_not_overload_its_core():
-    router, prompt = Router(4, by_prefix=True), request(range(4 * PIECE))
+    router, prompt = Router(4, pieces=token_pieces), request(range(4 * PIECE))
     chosen = Counter(router.route(prompt, [0, 1, 2, 3]) for _ in range(400))
     assert len(chosen) == 4
     assert max(chosen.values()) < 1.5 * 100
 
 
 def test_a_lost_core_has_no_prefixes_and_old_ones_are_forgotten(monkeypatch):
-    router, prompt = Router(2, by_prefix=True), request(range(4 * PIECE))
+    router, prompt = Router(2, pieces=token_pieces), request(range(4 * PIECE))
     core = router.route(prompt, [0, 1])
     settled(router, 2)
     router.forget(core)
-    assert router._prefixes.longest(module._pieces(prompt), [0, 1]) == [0, 1]
+    assert router._prefixes.longest(token_pieces(prompt), [0, 1]) == [0, 1]
     monkeypatch.setattr(module, "MAX_PIECES", 4)
     router.route(prompt, [0, 1], core=1)
     router.route(request(range(PIECE, 3 * PIECE)), [0, 1], core=0)
     assert len(router._prefixes._cores) == 4
-    assert router._prefixes.longest(module._pieces(prompt), [0, 1]) == [1]  # its head is still known
+    assert router._prefixes.longest(token_pieces(prompt), [0, 1]) == [1]  # its head is still known

@@ -26,7 +26,7 @@ class Server:
     url: of the server, as the line says that tells when it is ready. log: its output so far.
     """
 
-    ready_line = r"Serving at (\S+): "
+    command, ready_line = "serve", r"Serving at (\S+): "
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Server:
         """files: soft and hard limit of open files. wrapper: a prefix of the command."""
         tests = Path(__file__).parents[1]
         self.process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE,
+            [*wrapper, sys.executable, "-m", "quire", self.command, "--port", "0", *arguments], stderr=subprocess.PIPE,
             text=True, env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1", **environment},
             preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, files),
         )  # fmt: skip

@@ -1,0 +1,35 @@
+"""`quire route`: a proxy in front of several servers."""
+
+import argparse
+
+from quire.cli.flags import add_flags, add_log_level, server_options
+from quire.cli.serve import with_api_key
+from quire.config import ServerConfig
+
+HELP = "send the requests of clients to several servers of the same model"
+_SHARED = (
+    "host port uds api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
+    "drain_timeout max_body_bytes max_total_body_bytes"
+).split()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from quire_route.flags import add_route_flags
+
+    add_route_flags(parser)
+    add_log_level(parser, "INFO")
+    add_flags(parser, ServerConfig, _SHARED)
+    parser.set_defaults(config=None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from quire_route.config import RouteConfig
+    from quire_route.flags import route_options
+
+    config = RouteConfig(**route_options(arguments))
+    server_config = ServerConfig.create(**with_api_key(server_options(arguments)))
+    try:
+        from quire_route.serve import serve
+    except ModuleNotFoundError as error:
+        raise RuntimeError(f'quire route needs {error.name}: pip install "quire[route]"') from error
+    return serve(config, server_config)

@@ -1,0 +1,26 @@
+"""Errors of the proxy itself, in OpenAI's format. Those of the servers are passed on as they are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+_TYPES = {401: "authentication_error"}
+
+
+class RouteError(Exception):
+    """A request that no server answers: the status, message and code of its error response."""
+
+    def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, dict(headers or {})
+
+    @property
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error: dict[str, Any] = {"message": self.message, "type": kind, "param": None, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def overloaded(message: str) -> RouteError:
+    return RouteError(503, message, "server_overloaded", {"Retry-After": "1"})

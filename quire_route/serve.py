@@ -1,0 +1,57 @@
+"""`quire route`: the proxy from its start to the end of the last answer."""
+
+import asyncio
+import contextlib
+import socket
+
+from quire.config import ServerConfig
+from quire.metrics.logging import logger
+from quire_route.bodies import Bodies
+from quire_route.config import RouteConfig
+from quire_route.fleet import Fleet
+from quire_route.health import HealthChecks
+from quire_route.metrics import RouteMetrics
+from quire_route.proxy import Proxy, connect
+from quire_server.draining import DrainingServer, loop_factory
+from quire_server.listening import listening_socket, raise_descriptor_limit
+
+
+def serve(config: RouteConfig, server_config: ServerConfig) -> int:
+    """Pass requests on until a signal. Returns the exit status. Raises ConfigError or OSError if it cannot start."""
+    with contextlib.closing(listening_socket(server_config)) as listening:
+        raise_descriptor_limit(2 * config.max_connections * len(config.backend))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_serve(config, server_config, listening))
+    return 0
+
+
+async def _serve(config: RouteConfig, server_config: ServerConfig, listening: socket.socket) -> None:
+    metrics = RouteMetrics()
+    fleet = Fleet(config, metrics)
+    bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes)
+    keys = server_config.api_key
+    async with connect(config) as client:
+        checks = HealthChecks(config, fleet, client, keys[0] if keys else None)
+        await checks.start()
+        try:
+            proxy = Proxy(config, keys, client, bodies, fleet, metrics)
+            await _Server(proxy, server_config).serve(sockets=[listening])
+        finally:
+            checks.stop()
+
+
+class _Server(DrainingServer):
+    def __init__(self, proxy: Proxy, config: ServerConfig) -> None:
+        self._proxy = proxy
+        servers = f"{len(proxy.fleet.backends)} server{'' if len(proxy.fleet.backends) == 1 else 's'}"
+        # The proxy logs each problem itself, with the request's id. The servers' answers have a date.
+        super().__init__(
+            proxy, config, lambda url: logger.info("Routing at %s: to %s, by %s", url, servers, proxy.config.policy),
+            log_level="critical", date_header=False, proxy_headers=False, ws="none",
+        )  # fmt: skip
+
+    def count_running(self) -> int:
+        return len(self._proxy.running)
+
+    def end_running(self) -> None:
+        self._proxy.end_running()
