@@ -81,13 +81,33 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_pretouch: bool = False
+    kv_offloading_size: float | None = None
+    kv_offloading_path: str | None = None
+    kv_offloading_disk_size: int | None = option(None, size=True)
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "block_size", "kv_cache_memory_bytes")
+        at_least(self, 1, "block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
+        if self.kv_offloading_size is not None and not 0 <= self.kv_offloading_size < 2**20:
+            raise ConfigError(f"kv_offloading_size is a number of GiB, got {self.kv_offloading_size!r}")
+        if self.has_tiers and not self.enable_prefix_caching:
+            raise ConfigError("kv_offloading_size and kv_offloading_path need enable_prefix_caching: what they keep is "
+                              "found as cached prefixes; leave no_enable_prefix_caching out")  # fmt: skip
+        if self.kv_offloading_disk_size is not None and self.kv_offloading_path is None:
+            raise ConfigError("kv_offloading_disk_size bounds the folder of kv_offloading_path; give that, too")
         at_least(self, 2, "num_gpu_blocks_override")
         if not 0 < self.gpu_memory_utilization <= 1:
             message = f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             raise ConfigError(message)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether blocks are kept beyond the pool."""
+        return bool(self.kv_offloading_size) or self.kv_offloading_path is not None
+
+    @property
+    def kv_offloading_bytes(self) -> int:
+        """CPU memory for the blocks of a replica."""
+        return int((self.kv_offloading_size or 0) * 2**30)
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,9 @@ async def metrics(request: Request) -> Response:
 
 
 @router.post("/reset_prefix_cache", response_class=Response)
-async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes."""
-    await _server(request).llm.reset_prefix_cache()
+async def reset_prefix_cache(request: Request, reset_external: bool = False) -> Response:
+    """Forget all cached prefixes. reset_external: also those beyond the pool, in CPU memory and on disk."""
+    await _server(request).llm.reset_prefix_cache(reset_external)
     return Response()
 
 

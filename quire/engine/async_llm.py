@@ -167,8 +167,8 @@ class AsyncLLM:
         self._post([running.output])
         return True
 
-    async def reset_prefix_cache(self) -> None:
-        self.client.reset_prefix_cache()
+    async def reset_prefix_cache(self, reset_external: bool = False) -> None:
+        self.client.reset_prefix_cache(reset_external)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has failed for good."""

@@ -12,8 +12,10 @@ from quire.engine.core import EngineCore
 from quire.engine.fingerprint import cache_fingerprint
 from quire.engine.frontend import generation_config
 from quire.engine.processor import end_of_sequence
+from quire.engine.tiers import make_tiers
 from quire.executor.choice import make_executor, uses_gpu
 from quire.executor.threads import limit_threads
+from quire.kvcache.hashing import hash_root
 from quire.kvcache.specs import KVCacheSize
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_tokenizer
@@ -119,11 +121,13 @@ def make_core(
             stay = limits.depth > 1 and limits.stages == 1
             longest = options.max_model_len or limits.max_model_len
             speculation = Speculation(proposer, lengths, stay, longest)
+        fingerprint = cache_fingerprint(config, directory, kv.layout)
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), kv.block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
-            cache_fingerprint(config, directory, kv.layout), grammars=GrammarGate(load_grammars),
+            fingerprint, grammars=GrammarGate(load_grammars),
             vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
+            tiers=make_tiers(config, kv, hash_root(fingerprint)), mover=executor,
         )  # fmt: skip
     except ValueError:
         executor.shutdown()

@@ -91,12 +91,18 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._flights) or is_needed
 
     def check(self) -> None:
-        """Raises EngineDeadError if the executor has failed while there was nothing to do."""
+        """Called while there is nothing to do, now and then. Raises EngineDeadError if the executor has failed."""
+        self._check_transfers()
         try:
             self.executor.check()
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
+
+    def _check_transfers(self) -> None:
+        """Let requests pass that wait for late transfers."""
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.check_time()
 
     def _wake(self) -> None:
         self.scheduler.wake()
@@ -130,12 +136,14 @@ class EngineCore:
     @property
     def stats(self) -> CoreStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        counts = scheduler.stats
+        counts, transfers = scheduler.stats, scheduler.transfers
         return CoreStats(
             num_running=len(scheduler.running), num_waiting=len(scheduler.requests) - len(scheduler.running),
             kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable), preemptions=counts.preemptions,
             prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens,
+            external_queries=0 if transfers is None else transfers.num_queries,
+            external_hits=0 if transfers is None else transfers.num_hits,
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
         )  # fmt: skip
 
@@ -209,18 +217,21 @@ class EngineCore:
     def _open_gates(self) -> list[EngineCoreOutput]:
         """Let requests pass the gates, waiting for one if nothing else can be run. Returns the requests that failed."""
         if self.wake_up is not None:
-            if self.has_unfinished and not self.has_work:
-                self.wake_up.wait()
+            while self.has_unfinished and not self.has_work and not self.wake_up.wait(1.0):
+                self._check_transfers()
             self.wake_up.clear()
         failed = self.scheduler.open_gates()
         _log_failures(failed)
         return failed
 
-    def reset_prefix_cache(self) -> None:
-        self.scheduler.kv.reset_prefix_cache()
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Forget all cached prefixes. external: also what the tiers beyond the pool have."""
+        self.scheduler.kv.reset_prefix_cache(external)
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.close()
         if self._lockstep is not None:
             self._lockstep.close()
         if self.wake_up is not None:

@@ -163,9 +163,9 @@ class CoreClient:
         for core, batch in batches.items():
             self._order(core, messages.AbortRequests(batch))
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, external: bool = False) -> None:
         for core in self.ready:  # a new core's cache is empty
-            self._order(core, messages.ResetPrefixCache())
+            self._order(core, messages.ResetPrefixCache(external))
 
     def check(self) -> None:
         if self.state is CoreState.DEAD:

@@ -20,6 +20,7 @@ from quire.cluster.addresses import interface_variables
 from quire.cluster.secret import MOST_MESSAGE_BYTES, Admission, ClusterSecret
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
+from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
@@ -41,7 +42,7 @@ def core_address(folder: Path) -> str:
 
 def run_core(
     folder: Path, rank: int, config: EngineConfig, directory: Path, log: str, remote: tuple[str, bytes] | None = None,
-    place: MeetingPlace | None = None, listener: socket.socket | None = None,
+    place: MeetingPlace | None = None, listener: socket.socket | None = None, memory: str = "",
 ) -> None:  # fmt: skip
     """The main function of the process.
 
@@ -49,7 +50,10 @@ def run_core(
     directory: the model's directory or GGUF file. log: the level of the log. remote: the address of this machine at
     which clients on other machines reach the core, and the secret that they know. place: where the replicas meet that
     share experts, None for a replica that shares none. listener: the socket of that place, if this core provides it.
+    memory: a file of the parent for blocks in CPU memory, which a core that replaces this one finds there.
     """
+    if memory:
+        os.environ[MEMORY_VARIABLE] = memory  # for this process and those of its ranks
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
     configure_logging(log)
@@ -195,8 +199,8 @@ class _Clients:
                     refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
         elif isinstance(order, messages.AbortRequests):
             self._abort(order.request_ids)
-        else:
-            self._core.reset_prefix_cache()
+        elif isinstance(order, messages.ResetPrefixCache):
+            self._core.reset_prefix_cache(order.external)
         if refused or not self._core.has_unfinished:
             self.report(refused)
 

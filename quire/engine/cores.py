@@ -17,6 +17,7 @@ import zmq.asyncio
 from quire.config import ConfigError, EngineConfig
 from quire.engine.core_process import PATIENCE_SECONDS, core_address, run_core
 from quire.engine.fellows import Fellows, LocalMeetings, Meetings
+from quire.kvcache.kept_memory import KeptMemory
 from quire.messages import engine as messages
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
 from quire.messages.errors import error_text
@@ -46,7 +47,7 @@ class _Process:
 
     def __init__(
         self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, remote: _Remote,
-        fellows: Fellows | None,
+        fellows: Fellows | None, memory: str,
     ) -> None:  # fmt: skip
         folder = private_folder("quire-", longest=_SOCKET_PATH - len("/reports"))
         processes: list[BaseProcess] = []
@@ -60,6 +61,7 @@ class _Process:
             target=run_core, name="quire-core",
             args=(folder, rank, config, directory, logging_level(), remote,
                   *(() if fellows is None else fellows.meetings.place(rank))),
+            kwargs={"memory": memory},
         )  # fmt: skip
         self.process.start()
         processes.append(self.process)
@@ -89,7 +91,8 @@ class _Replica:
         self, context: zmq.asyncio.Context, rank: int, config: EngineConfig, directory: Path, remote: _Remote,
         fellows: Fellows | None,
     ) -> None:  # fmt: skip
-        self._context, self._arguments = context, (context, rank, config, directory, remote, fellows)
+        self._memory = KeptMemory(config)
+        self._context, self._arguments = context, (context, rank, config, directory, remote, fellows, self._memory.path)
         self.rank, self._fellows = rank, fellows
         self.process: _Process | None = None
         self._is_ready = self._was_ready = False

@@ -252,9 +252,12 @@ class LLM:
         """What the model's generation_config.json recommends; a fresh copy."""
         return self.processor.default_sampling_params()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Returns True, since it cannot fail."""
-        self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_external: bool = False) -> bool:
+        """Forget all cached prefixes. Returns True, since it cannot fail.
+
+        reset_external: also those beyond the pool, in CPU memory and on disk.
+        """
+        self.core.reset_prefix_cache(reset_external)
         return True
 
     def shutdown(self) -> None:

@@ -27,8 +27,9 @@ class WakeUp:
             while self._reader.recv(4096):
                 pass
 
-    def wait(self) -> None:
-        select.select([self._reader], [], [])
+    def wait(self, seconds: float) -> bool:
+        """Wait until the flag is set, for so long at most. Returns whether it is."""
+        return bool(select.select([self._reader], [], [], seconds)[0])
 
     def fileno(self) -> int:
         """The descriptor of a file that is readable while the flag is set."""

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 from quire.kvcache.specs import KVCacheSize
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
+from quire.messages.transfers import Transfer
 
 
 class Executor(ABC):
@@ -36,6 +37,11 @@ class Executor(ABC):
     @abstractmethod
     def drop_adapter(self, key: str) -> None:
         """Free an adapter in CPU memory. No later step will put it into a slot, unless it is loaded again."""
+
+    @abstractmethod
+    def transfer(self, order: Transfer) -> Future[list[int]]:
+        """Copy blocks between the KV cache and a tier on all ranks, while steps run. The result has the indices of the
+        blocks that some rank could not copy."""
 
     @abstractmethod
     def check(self) -> None:

@@ -7,6 +7,7 @@ import msgspec
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
+from quire.messages.transfers import Transfer
 from quire.parallel.sizes import MeshSizes
 
 BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions
@@ -66,7 +67,7 @@ class DropAdapter(msgspec.Struct, array_like=True, tag=True):
     key: str
 
 
-Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Heartbeat
+Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Transfer | Heartbeat
 
 
 # ---- from a rank to the executor
@@ -99,6 +100,13 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag=True):
     problem: str | None = None
 
 
+class Transferred(msgspec.Struct, array_like=True, tag=True):
+    """A transfer has ended on this rank. failed: the indices of the blocks that it could not copy."""
+
+    number: int
+    failed: list[int]
+
+
 class Broken(msgspec.Struct, array_like=True, tag=True):
     """The last message of a rank that fails. by_user: whether an option or the model is wrong; `reason` says which."""
 
@@ -106,7 +114,7 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
     by_user: bool = False
 
 
-Reply = Hello | Ready | Result | AdapterLoaded | Broken | Heartbeat
+Reply = Hello | Ready | Result | AdapterLoaded | Transferred | Broken | Heartbeat
 
 
 # ---- between the executor and the agent of another machine, which passes orders on to its ranks, and replies back

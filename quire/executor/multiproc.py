@@ -19,6 +19,7 @@ from quire.executor.local_ranks import END_SECONDS, HOST, LocalRanks
 from quire.executor.ranks import Ranks
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.transfers import Transfer
 from quire.metrics.logging import logging_level
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
@@ -80,6 +81,9 @@ class MultiprocExecutor(Executor):
     def drop_adapter(self, key: str) -> None:
         self._ranks.order(messages.DropAdapter(key))
 
+    def transfer(self, order: Transfer) -> Future[list[int]]:
+        return self._ranks.transfer(order)
+
     def check(self) -> None:
         self._ranks.check()
 
@@ -103,6 +107,7 @@ class _Ranks:
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
         # Adapters by key, with the ranks' replies.
         self._loading: dict[str, tuple[Future[None], list[messages.AdapterLoaded]]] = {}
+        self._moving: dict[int, tuple[Future[list[int]], list[list[int]]]] = {}  # transfers, with the ranks' failures
         self._problem: Exception | None = None
         self._lock = threading.Lock()  # guards the results and the problem
 
@@ -126,6 +131,16 @@ class _Ranks:
         self._loading[order.key] = loaded, []
         self.order(order)
         return loaded
+
+    def transfer(self, order: Transfer) -> Future[list[int]]:
+        moved: Future[list[int]] = Future()
+        with self._lock:
+            if self._problem is not None:
+                moved.set_exception(self._problem)
+                return moved
+            self._moving[order.number] = moved, []
+        self.order(order)
+        return moved
 
     def check(self) -> None:
         """Raises what has made a rank fail."""
@@ -153,6 +168,8 @@ class _Ranks:
             self._take(reply.output)
         elif isinstance(reply, messages.AdapterLoaded):
             self._note_loaded(reply)
+        elif isinstance(reply, messages.Transferred):
+            self._note_transferred(reply)
         elif isinstance(reply, messages.Ready):
             with self._lock:
                 if self._problem is None:
@@ -168,12 +185,24 @@ class _Ranks:
                         ready.set_exception(problem)
                 for result in self._results.values():
                     result.set_exception(problem)
+                moving, self._moving = self._moving, {}
+                for moved, _ in moving.values():
+                    moved.set_exception(problem)
 
     def _take(self, output: ModelRunnerOutput) -> None:
         with self._lock:
             result = self._results.pop(output.step_id, None)
             if result is not None:  # None if `expect` did not keep it: Ctrl-C came, or the executor had failed
                 result.set_result(output)
+
+    def _note_transferred(self, reply: messages.Transferred) -> None:
+        with self._lock:
+            moved, failures = self._moving.get(reply.number, (None, []))
+            failures.append(reply.failed)
+            if moved is None or len(failures) < len(self.all):
+                return
+            del self._moving[reply.number]
+        moved.set_result(sorted(set().union(*failures)))
 
     def _note_loaded(self, reply: messages.AdapterLoaded) -> None:
         with self._lock:

@@ -11,7 +11,9 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ import msgspec
 from quire.executor import messages
 from quire.executor.link import Link
 from quire.messages.errors import error_text
+from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
 
@@ -99,6 +102,9 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
             worker.runner.take(order.step_id, order.sampled_token_ids)
         elif isinstance(order, messages.LoadAdapter):
             threading.Thread(target=_load_adapter, args=(link, worker.runner.adapters, order), daemon=True).start()
+        elif isinstance(order, Transfer):
+            assert worker.transfers is not None
+            worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))
         elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:
             worker.runner.adapters.drop(order.key)
 
@@ -113,6 +119,11 @@ def _load_adapter(link: Link, adapters: "AdapterStore | None", order: messages.L
         problem = error_text(error)
     with contextlib.suppress(OSError):
         link.send(messages.encode(messages.AdapterLoaded(order.key, problem)))
+
+
+def _report_transfer(link: Link, number: int, transfer: Future[list[int]]) -> None:
+    with contextlib.suppress(OSError):
+        link.send(messages.encode(messages.Transferred(number, transfer.result())))
 
 
 def _beat(link: Link) -> None:

@@ -8,6 +8,7 @@ from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.transfers import Transfer
 from quire.parallel.mesh import Mesh, connect_store, join
 from quire.parallel.sizes import MeshSizes
 from quire.worker.device import on_gpu
@@ -41,6 +42,7 @@ class UniprocExecutor(Executor):
             mesh = join(MeshSizes.of(config.parallel), place.replica, "", 0, kind, store, alone, frozenset(alone))
         worker = Worker(config, directory, max_model_len, mesh)
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
+        self._transfers = worker.transfers
         self._loader = ThreadPoolExecutor(1, "quire-adapters")  # starts a thread when it is used
 
     def submit(self, step: SchedulerOutput) -> None:
@@ -57,8 +59,14 @@ class UniprocExecutor(Executor):
         assert self.runner.adapters is not None
         self.runner.adapters.drop(key)
 
+    def transfer(self, order: Transfer) -> Future[list[int]]:
+        assert self._transfers is not None
+        return self._transfers.submit(order)
+
     def check(self) -> None:
         """Faults are raised by the other methods."""
 
     def shutdown(self) -> None:
         self._loader.shutdown(wait=False, cancel_futures=True)
+        if self._transfers is not None:
+            self._transfers.close()

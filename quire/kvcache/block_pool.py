@@ -99,6 +99,10 @@ class BlockPool:
     def num_usable(self) -> int:
         return len(self.blocks) - 1
 
+    def lookup(self, group: int, block_hash: bytes) -> Block | None:
+        """The block with this hash."""
+        return self._cached.get((group, block_hash))
+
     def lookup_all(self, group: int, block_hashes: Iterable[bytes]) -> list[Block]:
         """The blocks with these hashes, up to the first hash that has none."""
         cached, found = self._cached, []

@@ -1,7 +1,9 @@
 """Manages the blocks of each request: prefix matching, allocation, and hashing of full blocks."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 from quire.kvcache.block_pool import Block, BlockPool
 from quire.kvcache.hashing import extend_hashes, hash_root
@@ -12,6 +14,7 @@ from quire.messages.step import BlockTableEdits
 class Holder(Protocol):
     """The attributes of a request that the manager reads and writes (see scheduler/request.py)."""
 
+    request_id: str
     row: int
     token_ids: list[int]
     num_computed_tokens: int
@@ -79,12 +82,9 @@ class KVCacheManager:
         """
         num_blocks = 0
         tables: list[list[Block]] = [[] for _ in self.specs]
-        if self.enable_prefix_caching:
-            extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         if self.enable_prefix_caching and read_cache:
-            num_blocks, tables = self._match(request)
-        in_use = sum(block.ref_cnt > 0 for table in tables for block in table)  # to share these takes no free block
-        if self.max_blocks(len(request.token_ids)) - in_use > self.pool.num_free:
+            num_blocks, tables = self.find(request, self.pool.lookup_all)
+        if not self.has_room(request, chain(*tables)):
             return None
         for table in tables:
             for block in table:
@@ -96,22 +96,31 @@ class KVCacheManager:
         request.next_hash_at = (num_blocks + 1) * self.block_size
         return request.capacity
 
-    def _match(self, request: Holder) -> tuple[int, list[list[Block]]]:
+    def has_room(self, request: Holder, found: Iterable[Block]) -> bool:
+        """Whether there are free blocks for all known tokens of the request. found: cached blocks of its prefix."""
+        in_use = sum(block.ref_cnt > 0 for block in found)  # to share these takes no free block
+        return self.max_blocks(len(request.token_ids)) - in_use <= self.pool.num_free
+
+    def find(self, request: Holder, lookup_all: Callable[[int, Iterable[bytes]], list[Any]]) -> tuple[int, list[Any]]:
         """The longest cached prefix, in blocks, and its block table for each group. Every group still has the blocks
-        that the query after the prefix reads."""
+        that the query after the prefix reads.
+
+        lookup_all: what a group's blocks with these hashes are, up to the first hash that has none.
+        """
+        extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         null, size = self.pool.null_block, self.block_size
         hashes = request.block_hashes[: (len(request.token_ids) - 1) // size]
         length = len(hashes)
         # For each group, the first block that it found; past the end while it has found none.
         starts = [length + 1 for _ in self.specs]
-        prefixes: list[list[Block]] = [[] for _ in self.specs]
+        prefixes: list[list[Any]] = [[] for _ in self.specs]
         settled = False
         while not settled:
             settled = True
             for group, spec in enumerate(self.specs):
                 if spec.first_needed_token(length * size) // size == starts[group]:
                     continue  # the blocks found for a longer prefix include all that this prefix needs
-                lookup = partial(self.pool.lookup_all, group)
+                lookup = partial(lookup_all, group)
                 starts[group], prefixes[group] = spec.cached_prefix(hashes[:length], size, lookup)
                 if starts[group] + len(prefixes[group]) < length:
                     length = starts[group] + len(prefixes[group])
@@ -222,7 +231,10 @@ class KVCacheManager:
         request.block_tables = []
         request.capacity = 0
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all hashes. Running requests keep their blocks."""
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Forget all hashes. Running requests keep their blocks. external: later hashes are others, so that nothing is
+        found that was stored outside of the pool before."""
+        if external:
+            self.root = hash_root(self.root.hex())
         self._filled.clear()
         self.pool.forget_all()

@@ -92,7 +92,9 @@ class AbortRequests(msgspec.Struct, array_like=True, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
-    pass
+    """external: also what the tiers beyond the pool have."""
+
+    external: bool = False
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=True):
@@ -125,6 +127,8 @@ class CoreStats(msgspec.Struct, array_like=True):
     prefix_queries: int = 0  # tokens that were looked up in the prefix cache
     prefix_hits: int = 0  # tokens of these that were found, and so were not computed
     computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
+    external_queries: int = 0  # tokens that were looked up in tiers beyond the pool
+    external_hits: int = 0  # tokens of these that were loaded
     speculation: SpeculationStats | None = None
 
     @classmethod

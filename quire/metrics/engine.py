@@ -229,6 +229,8 @@ class EngineMetrics:
         metrics["num_preemptions"].inc(stats.preemptions - before.preemptions)
         metrics["prefix_cache_queries"].inc(queries)
         metrics["prefix_cache_hits"].inc(hits)
+        metrics["external_prefix_cache_queries"].inc(stats.external_queries - before.external_queries)
+        metrics["external_prefix_cache_hits"].inc(stats.external_hits - before.external_hits)
         metrics["num_requests_running"].set(stats.num_running)
         metrics["num_requests_waiting"].set(stats.num_waiting)
         metrics["num_requests_waiting_by_reason", "capacity"].set(stats.num_waiting)

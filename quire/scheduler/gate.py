@@ -1,9 +1,11 @@
 """Gates: the interface for things that a request may have to wait for before it can be scheduled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.messages.engine import EngineCoreRequest
+from quire.messages.errors import error_text
+from quire.scheduler.request import Request, Status
 
 
 class Gate(Protocol):
@@ -22,3 +24,38 @@ class Gate(Protocol):
 
     def connect(self, wake: Callable[[], None]) -> None:
         """wake: call it, from any thread, when a request that had to wait may be ready. It does not block."""
+
+
+class WaitingRoom:
+    """The requests that wait at gates. may_open: whether to ask the gates again; set from any thread."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._gates, self.may_open = gates, False
+        self.requests: dict[str, Request] = {}
+
+    def passes(self, request: Request) -> bool:
+        """Whether a request passes all gates. If not, it waits here."""
+        try:
+            if all(gate.ready(request.source) for gate in self._gates):
+                return True
+        except ValueError:
+            self.may_open = True  # `open` asks again, and reports the error
+        self.hold(request)
+        return False
+
+    def hold(self, request: Request) -> None:
+        request.status = Status.GATED
+        self.requests[request.request_id] = request
+
+    def open(self) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """The requests that pass now, which leave, and those that can never run, with the reason."""
+        self.may_open = False  # cleared before the gates are asked, since they may set it meanwhile
+        passed, failed = [], []
+        for request in list(self.requests.values()):
+            try:
+                if all(gate.ready(request.source) for gate in self._gates):
+                    del self.requests[request.request_id]
+                    passed.append(request)
+            except ValueError as error:
+                failed.append((request, error_text(error)))
+        return passed, failed

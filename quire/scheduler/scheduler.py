@@ -9,13 +9,14 @@ from operator import attrgetter
 from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
 from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.tiers import Tier
+from quire.kvcache.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logger
 from quire.scheduler.constraints import ConstrainedRequests
-from quire.scheduler.gate import Gate
+from quire.scheduler.gate import Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
@@ -52,9 +53,12 @@ class Scheduler:
         vocab_size: int = 0,
         speculation: Speculation | None = None,
         adapters: AdapterGate | None = None,
+        tiers: Sequence[Tier] = (),
+        mover: Mover | None = None,
     ) -> None:
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
-        vocab_size: the number of logits, for `grammars`. speculation: what drafts are made of, None for no drafts."""
+        vocab_size: the number of logits, for `grammars`. speculation: what drafts are made of, None for no drafts.
+        tiers: where blocks are kept beyond the pool. mover: copies blocks to them and back."""
         limits.validate()
         self.limits = limits
         self._longest_chunk, self._is_pipelined = limits.longest_chunk, limits.stages > 1
@@ -68,12 +72,12 @@ class Scheduler:
             )
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
-        self.gates = [*gates, *(gate for gate in (grammars, adapters) if gate is not None)]
+        self.transfers = None if mover is None or not tiers else Transfers(self.kv, tiers, mover)
+        self.gates = [*gates, *(gate for gate in (grammars, adapters, self.transfers) if gate is not None)]
         self._adapters = adapters
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
         self.speculation = speculation
-        self._gated: dict[str, Request] = {}  # requests that wait at a gate
-        self._gates_may_open = False  # whether to ask the gates again
+        self._gated = WaitingRoom(self.gates)
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
         self.stats = SchedulerStats()
@@ -123,38 +127,28 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether another step may make progress. If not, all unfinished requests wait at gates."""
         runnable = bool(self.requests) and not self._is_exhausted
-        return runnable or bool(self._submitted) or self._gates_may_open
+        return runnable or bool(self._submitted) or self._gated.may_open
 
     def wake(self) -> None:
         """Make `open_gates` ask the gates again. May be called from any thread."""
-        self._gates_may_open = True
+        self._gated.may_open = True
 
     def open_gates(self) -> list[EngineCoreOutput]:
         """Move the requests that pass all gates into the queue. Returns the outputs of requests that can never run."""
-        if not self._gates_may_open:
+        if self.transfers is not None and self.transfers.settle():
+            self._is_exhausted = False
+        if not self._gated.may_open:
             return []
-        self._gates_may_open = False  # cleared before the gates are asked, since they may call `wake` meanwhile
-        failed = []
-        for request in list(self._gated.values()):
-            try:
-                if all(gate.ready(request.source) for gate in self.gates):
-                    del self._gated[request.request_id]
-                    self._push(request)
-            except ValueError as error:
-                self._finish(request)
-                failed.append(EngineCoreOutput(request.request_id, [], FinishReason.BAD_REQUEST, error_text(error)))
-        return failed
+        passed, failed = self._gated.open()
+        for request in passed:
+            self._push(request)
+        for request, _ in failed:
+            self._finish(request)
+        return [EngineCoreOutput(request.request_id, [], FinishReason.BAD_REQUEST, why) for request, why in failed]
 
     def _enqueue(self, request: Request) -> None:
-        try:
-            passes = all(gate.ready(request.source) for gate in self.gates)
-        except ValueError:
-            passes, self._gates_may_open = False, True  # `open_gates` asks again, and reports the error
-        if passes:
+        if self._gated.passes(request):
             self._push(request)
-        else:
-            request.status = Status.GATED
-            self._gated[request.request_id] = request
 
     def _push(self, request: Request) -> None:
         if self._constrained is not None:
@@ -178,6 +172,8 @@ class Scheduler:
         self._schedule_waiting(step, requests, budget)
         if requests:
             self._submitted.append((step, requests))
+            if self.transfers is not None:
+                self.transfers.scheduled(step.step_id)
         if self._constrained is not None:
             self._constrained.send_known_tokens(step)
         for counts in (step.num_draft_tokens, step.num_next_drafts):
@@ -241,6 +237,10 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None or (self.limits.whole_prompts and len(request.token_ids) > budget):
                 return
+            if self.transfers is not None and self._reads_cache(request) and self.transfers.load(request):
+                self.waiting.pop()
+                self._gated.hold(request)
+                continue
             if not self._admit(request, step):
                 return
             count = self._take(request, budget, step, requests)
@@ -250,9 +250,7 @@ class Scheduler:
     def _admit(self, request: Request, step: SchedulerOutput) -> bool:
         """Give a waiting request a row and its cached blocks. Returns False, without any change, if the KV cache has no
         room for all its tokens."""
-        known, source = len(request.token_ids), request.source
-        # Once the first token is out, prompt logprobs have been reported, so the prefix cache may be used again.
-        read_cache = source.reads_prefix_cache or known > request.num_prompt_tokens
+        known, source, read_cache = len(request.token_ids), request.source, self._reads_cache(request)
         num_cached = self.kv.admit(request, read_cache)
         if num_cached is None:
             return False
@@ -277,6 +275,11 @@ class Scheduler:
         )  # fmt: skip
         self.kv.write_tables(request, step.block_table_edits)
         return True
+
+    def _reads_cache(self, request: Request) -> bool:
+        # Once the first token is out, prompt logprobs have been reported, so the prefix cache may be used again.
+        may_read = request.source.reads_prefix_cache or len(request.token_ids) > request.num_prompt_tokens
+        return may_read and self.kv.enable_prefix_caching
 
     def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
@@ -332,6 +335,8 @@ class Scheduler:
             return self._end_epoch({requests[index]: reason for index, reason in output.refusals.items()})
         self._submitted.popleft()
         self._is_exhausted = False
+        if self.transfers is not None:
+            self.transfers.retired(step.step_id)
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
         drafts = step.num_draft_tokens or repeat(0, len(requests))
@@ -429,6 +434,8 @@ class Scheduler:
         """
         last, requests = self._submitted.pop()
         assert last is step, "only the last step can be withdrawn"
+        if self.transfers is not None:
+            self.transfers.withdrawn(step.step_id)
         drafts = step.num_draft_tokens or repeat(0, len(requests))
         for request, count, num_drafts in zip(requests, step.num_tokens, drafts, strict=True):
             start = request.num_computed_tokens - count
@@ -456,8 +463,9 @@ class Scheduler:
         del self.requests[request.request_id]
         if self.speculation is not None:
             self.speculation.finish(request)
-        if self._adapters is not None:
-            self._adapters.finish(request.source)
+        for gate in (self._adapters, self.transfers):
+            if gate is not None:
+                gate.finish(request.source)
         if request.constraint is not None and self._constrained is not None:
             self._constrained.count -= 1
         self._leave(request, Status.FINISHED)
@@ -470,7 +478,7 @@ class Scheduler:
         if previous is Status.WAITING:
             self.waiting.discard(request)
         elif previous is Status.GATED:
-            del self._gated[request.request_id]
+            del self._gated.requests[request.request_id]
         elif previous is Status.PREEMPTED:  # it is leaving already; now it will not return to the queue
             self._num_preempted -= 1
         elif previous is Status.RUNNING:

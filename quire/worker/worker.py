@@ -43,6 +43,7 @@ from quire.worker.runner import Runner
 from quire.worker.stage_runner import StageRunner
 from quire.worker.staging import Staging
 from quire.worker.step_costs import step_costs
+from quire.worker.tiers import kv_transfers
 from quire.worker.warm_up import warm_up
 
 
@@ -135,6 +136,7 @@ class Worker:
             warm_up(self.runner, tokens)
         else:
             free = memory.free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
+            free -= config.cache.kv_offloading_bytes // replica.size
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         if config.cache.kv_cache_pretouch:
@@ -148,6 +150,7 @@ class Worker:
             chosen += self.drafter.backends
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout, block_size)
+        self.transfers = kv_transfers(config, self.kv_cache, self.kv_memory, mesh)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)

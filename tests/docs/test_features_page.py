@@ -56,6 +56,7 @@ FEATURES = [
     "context parallelism",
     "expert parallelism",
     "several machines",
+    "KV tiers",
     "structured outputs",
     "thinking budgets",
     "speculation",

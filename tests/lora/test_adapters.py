@@ -266,7 +266,7 @@ def refused(llm: LLM, adapter: Path, reason: str) -> None:
     with pytest.raises(ValueError, match=r"adapter 'bad' cannot be used: ") as caught:
         llm.generate([TEXTS[0]], GREEDY, use_tqdm=False, lora_request=LoRARequest("bad", 1, str(adapter)))
     assert reason in str(caught.value)
-    assert not llm.core.scheduler._gated
+    assert not llm.core.scheduler._gated.requests
     llm.core.abort_requests(["good"])
     assert_nothing_is_left(llm.core)
 

@@ -20,6 +20,7 @@ from quire.layers.attention_spec import AttentionSpec, HeadShare
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.transfers import Transfer
 from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import Mesh
 from quire.scheduler.scheduler import Scheduler
@@ -85,6 +86,9 @@ class RankedExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         """There are none."""
+
+    def transfer(self, order: Transfer) -> Any:
+        raise ValueError("there are no tiers here")
 
     def check(self) -> None:
         """Faults are raised by the other methods."""

@@ -35,6 +35,7 @@ from quire.scheduler.speculation import Speculation
 from quire.speculative.lengths import DraftLengths
 from quire.speculative.proposer import Text
 from support.kv_specs import HeadBudgetSpec, StateSpec
+from support.tiers import MoverModel
 
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
@@ -372,6 +373,7 @@ class Setting:
     drafts: int = 0  # the most drafts of a request in a step
     skill: float = 0.5  # the share of drafts that are right
     drafts_stay: bool = False  # a drafter makes them, and only their number is known to the scheduler
+    tiers: str = ""  # memory, disk, or both
 
 
 class Guesses:
@@ -444,15 +446,20 @@ class House:
         if setting.drafts and can_roll_back:
             proposer = None if setting.drafts_stay else Guesses(self, setting.skill)
             speculation = Speculation(proposer, DraftLengths(setting.drafts), setting.drafts_stay)
+        self.histories = Histories()
+        self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
+        self.mover = MoverModel(self.worker.memory, BLOCK_SIZE, setting.seed)
         self.scheduler = Scheduler(
-            limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors], speculation=speculation
-        )
+            limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors], speculation=speculation,
+            tiers=self.mover.tiers(setting.tiers) if setting.caching else [], mover=self.mover,
+        )  # fmt: skip
+        if self.scheduler.transfers is not None:
+            self.mover.attach(self.scheduler.transfers)
+            self.scheduler.transfers.connect(self.scheduler.wake)
         self.doors = doors
         self.pool = self.scheduler.kv.pool
         self.listener = Listener()
         self.pool.listeners.append(self.listener)
-        self.histories = Histories()
-        self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
         self.in_flight: deque[InFlight] = deque()
         self.truths: dict[str, Truth] = {}
         self.owners: dict[tuple[int, bytes], int] = {}
@@ -504,8 +511,9 @@ class House:
         blocks_come_back = bool(flying_ids - {request.request_id for request in before})
         assert scheduler.open_gates() == []
         gated = {id for id, request in scheduler.requests.items() if request.status is Status.GATED}
-        assert gated == set(scheduler._gated)
-        assert gated <= self.doors.closed
+        assert gated == set(scheduler._gated.requests)
+        loading = set() if scheduler.transfers is None else set(scheduler.transfers._loads)
+        assert gated <= self.doors.closed | loading
         step = scheduler.schedule()
         assert not gated & {new.request_id for new in step.new_requests}
         live = [truth.request for truth in self.truths.values()]
@@ -515,7 +523,8 @@ class House:
         assert sum(step.num_tokens) <= limits.max_num_batched_tokens
         assert len(scheduler.running) <= limits.max_num_seqs
         assert [r.key for r in scheduler.running] == sorted(r.key for r in scheduler.running)
-        if not step.rows:
+        gated = {id for id, request in scheduler.requests.items() if request.status is Status.GATED}
+        if not step.rows and not self.mover.pending:
             assert self.flying or len(scheduler.requests) == len(gated), "nothing runs, and nothing will change that"
         for new in step.new_requests:
             truth = self.truths[new.request_id]
@@ -647,6 +656,8 @@ class House:
 
     def advance(self) -> None:
         """A turn of the core's loop."""
+        if self.mover.pending and self.mover.dice.random() < 0.3:
+            self.mover.end_one()
         if len(self.in_flight) < self.scheduler.limits.depth:
             self.step()
         if len(self.in_flight) == self.scheduler.limits.depth or (self.in_flight and not self.scheduler.running):
@@ -664,8 +675,13 @@ class House:
                 self.step()
             if self.in_flight:
                 self.retire()
+            elif self.mover.pending:
+                self.mover.end_one()
         while self.in_flight:
             self.retire()
+        while self.mover.pending:
+            self.mover.end_one()
+            self.scheduler.open_gates()
         assert all(truth.ended for truth in self.truths.values())
         assert not self.scheduler.has_unfinished
         self.scheduler.open_gates()
@@ -684,6 +700,10 @@ class House:
         waiting = sum(request.status is Status.WAITING for request in live)
         assert len(self.scheduler.waiting) == waiting == sum(1 for _ in self.scheduler.waiting)
         named = Counter(b.block_id for request in live for table in request.block_tables for b in table)
+        if self.scheduler.transfers is not None:
+            held = self.mover.held()
+            named.update(held)
+            taken = {*(taken or ()), *held}
         for block in pool.blocks[1:]:
             assert block.ref_cnt == named[block.block_id], f"{block} is named by {named[block.block_id]} tables"
         for request in live:
@@ -737,6 +757,7 @@ SETTINGS = st.builds(
     drafts=st.sampled_from([0, 1, 3, 6]),
     skill=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     drafts_stay=st.booleans(),
+    tiers=st.sampled_from(["", "memory", "disk", "both"]),
 )
 LENGTHS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 20, 27])
 
@@ -836,19 +857,27 @@ def test_a_long_random_walk_loses_and_leaks_nothing(groups: str, depth: int, see
     walk(groups, depth, seed)
 
 
-def walk(groups: str, depth: int, seed: int, moves: int = 300) -> House:
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
+def test_walks_load_what_has_left_the_pool(tiers: str) -> None:
+    walks = [walk(groups, 2, seed, tiers=tiers) for groups in ("full", "mixed") for seed in (10, 11)]
+    assert sum(house.mover.loads for house in walks) > 5
+    assert sum(house.mover.failures for house in walks) > 5
+
+
+def walk(groups: str, depth: int, seed: int, moves: int = 300, tiers: str | None = None) -> House:
     dice = random.Random(f"{groups} {depth} {seed}")
     house = House(
         Setting(
             groups,
             depth,
             policy=dice.choice(["fcfs", "priority"]),
-            caching=dice.random() < 0.8,
+            caching=dice.random() < 0.8 or tiers is not None,
             max_num_seqs=dice.randint(2, 6),
             budget=dice.choice([6, 8, 13, 24]),
             spare_blocks=dice.randint(0, 10),
             drafts=dice.choice([0, 2, 5]),
             drafts_stay=dice.random() < 0.5,
+            tiers=dice.choice(["", "memory", "disk", "both"]) if tiers is None else tiers,
             skill=dice.choice([0.3, 0.9]),
             seed=seed,
         )

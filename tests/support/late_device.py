@@ -31,6 +31,7 @@ from quire.layers.step_inputs import Array
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.transfers import Transfer
 from quire.sampling.sampler import Sampler
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
@@ -393,6 +394,9 @@ class LateExecutor(Executor):
 
     def drop_adapter(self, key: str) -> None:
         self.runner.adapters.drop(key)
+
+    def transfer(self, order: Transfer) -> Future[list[int]]:
+        raise ValueError("there are no tiers here")
 
     def may_be_read(self, step_id: int) -> None:
         depth = self.scheduler.limits.depth

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.config import EngineConfig
 from quire.executor.base import Executor
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from quire.messages.transfers import Transfer
 from quire.parallel.mesh import Communicator, Mesh
 from quire.parallel.sizes import MeshSizes
 from quire.worker.stage_runner import StageRunner
@@ -104,6 +105,9 @@ class StagedExecutor(Executor):
         for runner in self.runners:
             assert runner.adapters is not None
             runner.adapters.drop(key)
+
+    def transfer(self, order: Transfer) -> Future[list[int]]:
+        raise ValueError("there are no tiers here")
 
     def check(self) -> None:
         """Faults are raised by the other methods."""

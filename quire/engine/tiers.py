@@ -1,0 +1,35 @@
+"""Makes the scheduler's half of the tiers from the options."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.kvcache.specs import KVCacheSize
+from quire.kvcache.tiers import MEMORY_VARIABLE, DiskTier, MemoryTier, SlotIndex, Tier, block_path, memory_slots
+from quire.messages.errors import error_text
+from quire.metrics.logging import logger
+
+
+def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]:
+    """In the order in which blocks are looked for. root: of the hashes, see `hash_root`."""
+    options, ranks, tiers = config.cache, config.parallel.ranks, list[Tier]()
+    block_bytes = ranks * kv.block_bytes
+    if options.kv_offloading_bytes:
+        num_slots, index = memory_slots(options.kv_offloading_bytes, kv.block_bytes, ranks), None
+        if kept := os.environ.get(MEMORY_VARIABLE):
+            try:
+                index = SlotIndex(Path(kept), num_slots, root)
+            except OSError as error:
+                logger.warning("Blocks in CPU memory will not survive this process: %s", error_text(error))
+        tier = MemoryTier(len(tiers), num_slots, index)
+        found = f", of which {len(tier):,} are filled" if len(tier) else ""
+        logger.info("KV cache beyond the pool: %s blocks of %.2f MiB in CPU memory%s",
+                    f"{num_slots:,}", block_bytes / 2**20, found)  # fmt: skip
+        tiers.append(tier)
+    if options.kv_offloading_path is not None:
+        folder, limit = Path(options.kv_offloading_path), options.kv_offloading_disk_size
+        tiers.append(DiskTier(len(tiers), partial(block_path, folder, 0, ranks)))
+        logger.info("KV cache beyond the pool: files in %s, %s",
+                    folder, "without a limit" if limit is None else f"at most {limit / 2**30:.2f} GiB")  # fmt: skip
+    return tiers

@@ -1,0 +1,164 @@
+"""The workers' half of the tiers: one rank copies its part of blocks between its KV cache and CPU memory or disk."""
+
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kvcache.tiers import rank_region
+from quire.messages.errors import error_text
+from quire.messages.transfers import Transfer
+from quire.metrics.logging import logger
+
+
+class Rows(ABC):
+    """Copies single blocks between a rank's KV cache and tensors in CPU memory, on any thread.
+
+    The scheduler holds the blocks meanwhile, and names only blocks whose step has been submitted before.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        """blocks: uint8 [num_blocks, block_bytes], see KVMemory."""
+        self.blocks = blocks
+
+    @staticmethod
+    def of(blocks: Tensor) -> "Rows":
+        return DeviceRows(blocks) if blocks.device.type == "cuda" else HostRows(blocks)
+
+    def mark(self) -> Callable[[], None]:
+        """Called on the thread that submits steps. The returned function makes the calling thread see the results of
+        all steps that have been submitted."""
+        return lambda: None
+
+    @abstractmethod
+    def pin(self, memory: Tensor) -> None:
+        """Prepare CPU memory for fast copies."""
+
+    @abstractmethod
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+        """Copy block block_ids[i] to targets[i], uint8 [block_bytes]. Returns when that is done."""
+
+    @abstractmethod
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+        """Copy sources[i] to block block_ids[i]. Returns when that is done."""
+
+
+class HostRows(Rows):
+    """Copies with one thread, since the steps need the others. numpy releases the interpreter's lock meanwhile."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        super().__init__(blocks)
+        self._rows = blocks.numpy()
+
+    def pin(self, memory: Tensor) -> None:
+        """Copies within CPU memory need nothing."""
+
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            np.copyto(target.numpy(), self._rows[block_id])
+
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+        for block_id, source in zip(block_ids, sources, strict=True):
+            np.copyto(self._rows[block_id], source.numpy())
+
+
+class DeviceRows(Rows):
+    """Copies on a stream of its own, beside the steps."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        super().__init__(blocks)
+        self._stream = torch.cuda.Stream(blocks.device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Callable[[], None]:
+        submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        submitted.record(torch.cuda.current_stream(self.blocks.device))
+        return lambda: self._stream.wait_event(submitted)
+
+    def pin(self, memory: Tensor) -> None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # if it fails, copies are slower
+
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+        with torch.cuda.stream(self._stream):
+            for block_id, target in zip(block_ids, targets, strict=True):
+                target.copy_(self.blocks[block_id], non_blocking=True)
+        self._stream.synchronize()
+
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+        with torch.cuda.stream(self._stream):
+            for block_id, source in zip(block_ids, sources, strict=True):
+                self.blocks[block_id].copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+
+class Store(ABC):
+    """One rank's part of a tier. Both methods return the indices of the blocks that they could not copy."""
+
+    @abstractmethod
+    def save(self, rows: Rows, order: Transfer) -> list[int]: ...
+
+    @abstractmethod
+    def load(self, rows: Rows, order: Transfer) -> list[int]: ...
+
+
+class MemoryStore(Store):
+    """Slots in CPU memory: in a file that another process keeps, or in this process."""
+
+    def __init__(self, num_slots: int, block_bytes: int, rank: int, memory: Path | None) -> None:
+        """memory: the file, which also has the slots of other ranks. Raises OSError."""
+        if memory is None:
+            region, start = mmap.mmap(-1, max(1, num_slots * block_bytes)), 0
+        else:
+            start, stop = rank_region(num_slots, block_bytes, rank)
+            handle = os.open(memory, os.O_RDWR)
+            try:
+                region = mmap.mmap(handle, stop)
+            finally:
+                os.close(handle)
+        flat = torch.frombuffer(region, dtype=torch.uint8, count=num_slots * block_bytes, offset=start)
+        self.slots = flat.view(num_slots, block_bytes)
+
+    def save(self, rows: Rows, order: Transfer) -> list[int]:
+        rows.read(order.block_ids, [self.slots[slot] for slot in order.slots])
+        return []
+
+    def load(self, rows: Rows, order: Transfer) -> list[int]:
+        rows.write(order.block_ids, [self.slots[slot] for slot in order.slots])
+        return []
+
+
+class KVTransfers:
+    """Carries out transfers on two threads for each tier, so that nothing waits for another tier, or for what is being
+    saved. What is saved must be there when `submit` is called: see `Rows.mark`."""
+
+    def __init__(self, blocks: Tensor, stores: Sequence[Store]) -> None:
+        self.rows, self._stores = Rows.of(blocks), stores
+        self._threads = {
+            (number, is_load): ThreadPoolExecutor(1, f"quire-kv-{'load' if is_load else 'save'}-{number}")
+            for number in range(len(stores)) for is_load in (False, True)
+        }  # fmt: skip
+
+    def submit(self, order: Transfer) -> Future[list[int]]:
+        """Start a transfer. The result has the indices of the blocks that could not be copied."""
+        return self._threads[order.tier, order.is_load].submit(self._run, order, self.rows.mark())
+
+    def _run(self, order: Transfer, see_steps: Callable[[], None]) -> list[int]:
+        store = self._stores[order.tier]
+        try:
+            if order.is_load:
+                return store.load(self.rows, order)
+            see_steps()
+            return store.save(self.rows, order)
+        except Exception as error:
+            logger.exception("KV blocks could not be copied: %s", error_text(error))
+            return list(range(len(order.keys)))
+
+    def close(self) -> None:
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,44 @@
+"""Builds one rank's half of the tiers."""
+
+import os
+from pathlib import Path
+
+from quire.config import ConfigError, EngineConfig
+from quire.kvcache.specs import KVCacheSize
+from quire.kvcache.tiers import MEMORY_VARIABLE, memory_slots
+from quire.messages.errors import error_text
+from quire.parallel.mesh import Mesh
+from quire.worker.kv_memory import KVMemory
+from quire.worker.kv_transfer import KVTransfers, MemoryStore, Store
+
+
+def kv_transfers(config: EngineConfig, size: KVCacheSize, memory: KVMemory, mesh: Mesh) -> KVTransfers | None:
+    """What copies this rank's blocks to the tiers of the options and back; None if there are none. Raises
+    ConfigError."""
+    options, rank, ranks = config.cache, mesh.replica.rank, mesh.replica.size
+    stores: list[Store] = []
+    if options.kv_offloading_bytes:
+        num_slots = memory_slots(options.kv_offloading_bytes, size.block_bytes, ranks)
+        if not num_slots:
+            raise ConfigError(f"kv_offloading_size={options.kv_offloading_size} GiB has no room for a block of "
+                              f"{ranks * size.block_bytes:,} bytes; raise it")  # fmt: skip
+        kept = os.environ.get(MEMORY_VARIABLE)
+        store = MemoryStore(num_slots, size.block_bytes, rank, Path(kept) if kept else None)
+        stores.append(store)
+    if options.kv_offloading_path is not None:
+        from quire.worker.disk_store import DiskStore, prepare_folder
+
+        folder = Path(options.kv_offloading_path)
+        first = mesh.machine is None or mesh.rank == min(mesh.machine)
+        try:
+            prepare_folder(folder)
+            stores.append(DiskStore(folder, options.kv_offloading_disk_size, size.block_bytes, rank, ranks,
+                                    mesh.ranks_on_machine, deletes=first))  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"kv_offloading_path={options.kv_offloading_path!r}: {error_text(error)}") from error
+    if not stores:
+        return None
+    transfers = KVTransfers(memory.blocks, stores)
+    if isinstance(stores[0], MemoryStore):
+        transfers.rows.pin(stores[0].slots)
+    return transfers
