@@ -164,7 +164,7 @@ def measure_weights(model: str | None, options: dict[str, Any], threads: int, ro
 
 
 def _engine_options(flags: list[str]) -> dict[str, Any]:
-    from quire.cli.flags import add_engine_flags, engine_options
+    from quire_cli.flags import add_engine_flags, engine_options
 
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)

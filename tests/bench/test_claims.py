@@ -5,9 +5,9 @@ import json
 import pytest
 
 from quire import LLM
-from quire.cli.main import main
 from quire.loading.hub import bundled_model
 from quire_bench import claims
+from quire_cli.main import main
 
 TINY = claims.Sizes(rounds=1, mixed=6, questions=3, document=64, streams=2, whale=96, articles=2, copies=2, stories=1)
 

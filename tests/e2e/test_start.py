@@ -66,7 +66,7 @@ def test_the_api_process_never_imports_torch_and_stays_small(tmp_path: Path):
 
 
 def test_what_takes_long_to_import_is_imported_after_the_core_has_started():
-    code = "import sys, quire.cli.main, quire_server.serve; print(*sys.modules)"
+    code = "import sys, quire_cli.main, quire_server.serve; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     slow = {"torch", "numpy", "tokenizers", "fastapi", "pydantic", "uvicorn", "jinja2", "prometheus_client"}
     assert slow.isdisjoint(modules)

@@ -8,10 +8,10 @@ import shlex
 import pytest
 import torch
 
-from quire.cli.flags import engine_options
-from quire.cli.main import build_parser, main
 from quire.config import GROUPS, OPTIONS, ConfigError, EngineConfig
 from quire.options.vllm import FOREIGN, NO_EFFECT, NOT_SUPPORTED, RETIRED, SHORT_FLAGS
+from quire_cli.flags import engine_options
+from quire_cli.main import build_parser, main
 
 
 def from_line(line: str) -> EngineConfig:

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_engine_flags, add_log_level, engine_options
-from quire.cli.model import add_model
 from quire_bench import command as serve
 from quire_bench.flags import add_command, add_vllm_flags, make_requests
+from quire_cli.flags import add_engine_flags, add_log_level, engine_options
+from quire_cli.model import add_model
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

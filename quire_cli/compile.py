@@ -13,13 +13,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
-from quire.cli.model import add_model
 from quire.config import ConfigError, EngineConfig, ServerConfig
 from quire.gpu.cards import CARDS, Card
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
 from quire.system.folders import cache_folder
+from quire_cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
+from quire_cli.model import add_model
 
 HELP = "compile the kernels of a model for GPUs and processors that need not be present"
 

@@ -4,10 +4,10 @@ import argparse
 import os
 from typing import Any
 
-from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
-from quire.cli.model import add_model
 from quire.config import ServerConfig
 from quire.metrics.logging import logger
+from quire_cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
+from quire_cli.model import add_model
 
 HELP = "serve a model with an OpenAI-compatible API"
 

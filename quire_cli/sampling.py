@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from quire.cli.flags import add_engine_flags, add_log_level
+from quire_cli.flags import add_engine_flags, add_log_level
 
 PARAMETERS: dict[str, tuple[type[int] | type[float] | type[str], str]] = {
     "max_tokens": (int, "maximum number of tokens to generate"),

@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from quire.cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
-from quire.cli.model import add_model_flag
 from quire.config import EngineConfig, ServerConfig
 from quire.messages.errors import error_text
 from quire.system.folders import state_folder
+from quire_cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
+from quire_cli.model import add_model_flag
 
 HELP = "answer the requests of an OpenAI batch file"
 

@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 
-from quire.cli.flags import option_of
+from quire_cli.flags import option_of
 
 
 def with_flags(message: str, parser: argparse.ArgumentParser, argv: Sequence[str]) -> str:

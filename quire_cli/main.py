@@ -7,12 +7,12 @@ import os
 import sys
 
 from quire._version import __version__
-from quire.cli import bench, chat, compile, generate, route, run_batch, serve
-from quire.cli.errors import with_flags
-from quire.cli.parser import Parser
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
+from quire_cli import bench, chat, compile, generate, route, run_batch, serve
+from quire_cli.errors import with_flags
+from quire_cli.parser import Parser
 
 # Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
 # objects, takes a fifth of the import time. The processes that a command starts import this file first, too.

@@ -2,9 +2,9 @@
 
 import argparse
 
-from quire.cli.flags import add_flags, add_log_level, server_options
-from quire.cli.serve import with_api_key
 from quire.config import ServerConfig
+from quire_cli.flags import add_flags, add_log_level, server_options
+from quire_cli.serve import with_api_key
 
 HELP = "send the requests of clients to several servers of the same model"
 _SHARED = (

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from quire.cli.parser import OPTION_DEST as _DEST
-from quire.cli.parser import MergeJson, Parser
 from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
 from quire.messages.errors import error_text
+from quire_cli.parser import OPTION_DEST as _DEST
+from quire_cli.parser import MergeJson, Parser
 
 _HELP = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
 _HEADINGS = {name: heading for heading, options in _HELP.items() for name in options}

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from quire.cli.flags import engine_options
-from quire.cli.model import add_model_flag, check_prompt
-from quire.cli.sampling import add_text_flags, sampling_options
+from quire_cli.flags import engine_options
+from quire_cli.model import add_model_flag, check_prompt
+from quire_cli.sampling import add_text_flags, sampling_options
 
 HELP = "complete a prompt, and print the text as it is generated"
 
