@@ -37,10 +37,11 @@ class ReferenceAttention(AttentionBackend):
         return layout
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:
-        stored = plan.slot_mapping >= 0
-        slots = plan.slot_mapping[stored]
+        stored, slots = (plan.slot_mapping >= 0)[:, None, None], plan.slot_mapping.clamp(min=0)
+        block, offset = slots // self.shape.block_size, slots % self.shape.block_size
         for plane, x in enumerate([k] if v is None else [k, v]):
-            cache[slots // self.shape.block_size, plane, slots % self.shape.block_size] = self._encode(x[stored])
+            # What is not stored leaves slot 0 as it is. Selecting the rows to store would make the host wait for a GPU.
+            cache[block, plane, offset] = torch.where(stored, self._encode(x), cache[block, plane, offset])
 
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = how.get("window"), how.get("soft_cap"), how.get("sinks")
