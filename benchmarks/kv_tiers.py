@@ -29,7 +29,7 @@ from quire import LLM, SamplingParams
 from quire.loading.hub import bundled_model
 
 PROMPT, NEXT, OUTPUT = 2000, 64, 16  # tokens
-BLOCK = 16
+BLOCK, LAYERS = 16, 28
 
 
 def engine(directory: Path, conversations: int, **options: Any) -> LLM:
@@ -79,17 +79,17 @@ def settle(llm: LLM) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--conversations", type=int, default=9)
+    parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--folder", help="where the disk tier is made (default: the folder for temporary files)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         directory = Path(folder) / "model"
         directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(CONFIG))
+        (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": LAYERS}))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(bundled_model() / name, directory)
         disk = Path(folder) / "blocks"
-        gib = 1.2 * options.conversations * (PROMPT + 16 * NEXT) * 28 * 2 * 8 * 128 * 2 / 2**30
+        gib = 1.2 * options.conversations * (PROMPT + 16 * NEXT) * LAYERS * 2 * 8 * 128 * 2 / 2**30
         engines = {
             "none": engine(directory, options.conversations),
             "memory": engine(directory, options.conversations, kv_offloading_size=gib),

@@ -12,6 +12,8 @@ from quire.options.cluster import ClusterConfig, Layout
 from quire.options.declaration import ConfigError as ConfigError
 from quire.options.declaration import at_least, check_type, option, read_value
 from quire.options.experts import BalanceOptions
+from quire.options.kv_compression import KVCompressionOptions
+from quire.options.kv_events import KVEventOptions
 from quire.options.lora import LoRAConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
@@ -81,12 +83,22 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     num_gpu_blocks_override: int | None = None
     kv_cache_pretouch: bool = False
+    pinned_prefix_share: float = 0.25
+    kv_events_config: dict[str, Any] = option({}, json=True)
+    kv_compression: dict[str, Any] = option({}, json=True)
     kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: int | None = option(None, size=True)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.pinned_prefix_share <= 1:
+            raise ConfigError(f"pinned_prefix_share must be from 0 to 1, got {self.pinned_prefix_share!r}")
+        if self.events is not None and not self.enable_prefix_caching:
+            raise ConfigError("kv_events_config tells what the prefix cache has; leave enable_prefix_caching at true")
         at_least(self, 1, "block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
+        if self.compression is not None and self.kv_cache_dtype in ("int8", "fp8"):  # or it raises ConfigError
+            raise ConfigError(f"kv_compression and kv_cache_dtype={self.kv_cache_dtype!r} exclude each other, since "
+                              "cells of one byte cannot be moved; leave one of the two out")  # fmt: skip
         if self.kv_offloading_size is not None and not 0 <= self.kv_offloading_size < 2**20:
             raise ConfigError(f"kv_offloading_size is a number of GiB, got {self.kv_offloading_size!r}")
         if self.has_tiers and not self.enable_prefix_caching:
@@ -98,6 +110,14 @@ class CacheConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             message = f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             raise ConfigError(message)
+
+    @property
+    def events(self) -> KVEventOptions | None:
+        return KVEventOptions.read(self.kv_events_config)
+
+    @property
+    def compression(self) -> KVCompressionOptions | None:
+        return KVCompressionOptions.read(self.kv_compression) if self.kv_compression else None
 
     @property
     def has_tiers(self) -> bool:
@@ -269,6 +289,7 @@ class ServerConfig:
     lora_modules: list[str] = option([])
     lora_folder: str | None = None
     enable_admin_api: bool = False
+    weights_folder: str | None = None
     trust_request_chat_template: bool = False
     metrics_prefix: str = "quire"
     enable_log_requests: bool = False
@@ -349,9 +370,27 @@ class EngineConfig:
             raise ConfigError("prefill_context_parallel_size and drafters on the device (speculative_config) exclude "
                               "each other, since ranks would not know which tokens are theirs; leave one of the two "
                               "out, or use a method like ngram")  # fmt: skip
+        if self.cache.compression is not None:
+            self._check_compression()
         if self.kernels.batch_invariant and self.model.torch_compile:
             raise ConfigError("batch_invariant and torch_compile exclude each other: what torch.compile generates "
                               "depends on the sizes of the batch; leave one of the two out")  # fmt: skip
+
+    def _check_compression(self) -> None:
+        drafts, parallel = self.scheduler.speculation, self.parallel
+        for name, given, reason in (
+            ("pipeline_parallel_size", parallel.pipeline_parallel_size > 1, "layers share budgets"),
+            ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "scores need whole contexts"),
+            ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1, "scores need whole contexts"),
+            ("enable_dbo", parallel.enable_dbo, "the halves of a step would have to be planned apart"),
+            ("drafters on the device (speculative_config)", drafts is not None and drafts.on_device,
+             "drafters keep their entries in the same blocks"),
+            ("batch_invariant", self.kernels.batch_invariant, "attention by head sums up in another order"),
+            ("torch_compile", self.model.torch_compile, "layers plan attention by head"),
+        ):  # fmt: skip
+            if given:
+                raise ConfigError(f"kv_compression and {name} exclude each other, since {reason}; leave one of the two "
+                                  "out")  # fmt: skip
 
     @property
     def layout(self) -> Layout:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -16,6 +15,7 @@ from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.metrics.logging import logger
 from quire_server.errors import ApiError
+from quire_server.folders import folder_below
 from quire_server.routing import Answers, StrictRoute, answers
 
 router = APIRouter(route_class=StrictRoute)
@@ -62,15 +62,7 @@ class Adapters:
         self._check_allowed()
         if name in self._model_names:
             raise ApiError(400, f"{name[:200]!r} is the name of the model", param="lora_name")
-        folder = Path(self._config.lora_folder or "").resolve()
-        try:
-            directory = (folder / path).resolve()
-        except (ValueError, OSError) as error:  # a NUL in the path, or a loop of links
-            raise ApiError(400, f"lora_path: {error_text(error)}", param="lora_path") from error
-        if not directory.is_relative_to(folder):
-            raise ApiError(403, "lora_path should be a folder below --lora-folder", param="lora_path")
-        if not directory.is_dir():
-            raise ApiError(404, f"there is no folder {path[:200]!r}", param="lora_path", code="not_found")
+        directory = folder_below(self._config.lora_folder or "", path, "--lora-folder", "lora_path")
         async with self._changing:
             if name in self.by_name and not in_place:
                 message = (

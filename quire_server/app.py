@@ -18,8 +18,10 @@ from quire_server import (
     anthropic,
     chat,
     completions,
+    control,
     ollama,
     pooling,
+    prefixes,
     responses_api,
     text_routes,
     token_generation,
@@ -49,13 +51,26 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     # FastAPI's own page loads its script from the internet, which servers often cannot reach, nor their users.
     if not config.disable_fastapi_docs:
         patch_fastapi(app, redirect_from_root_to_docs=False, title="Quire's API")
+    if config.weights_folder and not config.enable_admin_api:
+        raise ConfigError("weights_folder needs enable_admin_api, which lets clients replace the weights")
     adapters = Adapters(llm, config, model_names)
     app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters)
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
     app.state.http_metrics = http_metrics = HttpMetrics()
     routes = [*app.routes, *admin_routes.router.routes]
-    apis = (completions, chat, responses_api, anthropic, ollama, token_generation, text_routes, pooling)
+    apis = (
+        completions,
+        chat,
+        responses_api,
+        anthropic,
+        ollama,
+        token_generation,
+        text_routes,
+        pooling,
+        control,
+        prefixes,
+    )
     for router in (*(module.router for module in apis), adapter_router):
         app.include_router(router, dependencies=bearer)
         routes += router.routes

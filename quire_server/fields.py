@@ -47,6 +47,14 @@ class RepetitionDetection(BaseModel):
     min_count: Count = Field(0, description="Times in a row that the pattern stands at the end of the output.")
 
 
+class CompressionRatio(BaseModel):
+    """By how much the KV cache of the prompt shrinks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ratio: float = Field(ge=1, le=1024, description="2 keeps half of it.")
+
+
 class JsonSchemaFormat(BaseModel):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 

@@ -13,6 +13,7 @@ from quire.messages.structured_outputs import StructuredOutputsParams
 from quire_server.fields import (
     MAX_INT,
     TABLES,
+    CompressionRatio,
     Count,
     ExtraArguments,
     LogitBias,
@@ -119,6 +120,9 @@ class Generation(PromptBody):
         None, description="The side from which truncate_prompt_tokens removes tokens: left (default) or right."
     )
     repetition_detection: RepetitionDetection | None = Field(None, description="End output that repeats itself.")
+    kv_compression: bool | CompressionRatio | None = Field(
+        None, description="false keeps the whole KV cache of the prompt, {ratio} compresses it by this ratio."
+    )
     stream_interval: Positive | None = Field(
         None, description="Tokens of an event of a stream; it counts if it is above the server's --stream-interval."
     )
@@ -165,6 +169,8 @@ class Generation(PromptBody):
         values = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.repetition_detection is not None:
             values["repetition_detection"] = self.repetition_detection.model_dump()
+        if isinstance(self.kv_compression, CompressionRatio):
+            values["kv_compression"] = self.kv_compression.model_dump()
         if self.logprob_token_ids is not None:
             values["logprobs"] = None
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

@@ -30,6 +30,8 @@ def start(case: Case, folder: Path) -> LLM:
     options: dict[str, Any] = {"quantization": None if quantization == "none" else quantization}
     options |= {name: case.option(name) for name in ("dtype", "kv_cache_dtype")}
     options |= {name: value == "True" for name, value in case.options if name in _SWITCHES}
+    if case.option("kv_compression"):
+        options["kv_compression"] = {"method": case.option("kv_compression")}
     mesh = Mesh(tp=Communicator(0, case.model.ranks)) if case.model.ranks > 1 else Mesh()
     if (dcp := int(case.option("decode_context_parallel_size") or 1)) > 1:
         mesh = replace(mesh, dcp=Communicator(0, dcp))

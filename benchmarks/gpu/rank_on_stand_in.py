@@ -6,7 +6,7 @@ import sys
 import warnings
 
 from quire.gpu.cards import CARDS
-from quire.gpu.stand_in import stand_in
+from quire_cli.stand_in import stand_in
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

@@ -4,10 +4,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quire.attention.by_head import HeadLayout
 
 ENTRY_ALIGNMENT = 64  # bytes: a cache line, and more than any GPU's load needs
 
@@ -78,6 +81,7 @@ class StepLayout:
     longest_prompt: int = 0  # tokens of the longest request if no request has cached tokens, else 0
     tokens_per_request: int = 0  # of every request that has tokens; 0 if the numbers differ
     shares: Sequence[int] = ()  # of prefill context parallelism: how many of the tokens each rank computes
+    by_head: "HeadLayout | None" = None  # of steps that have to do with compressed prompts
 
 
 class AttentionBackend(ABC):
@@ -130,6 +134,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
         """Write k, v: [tokens, kv_heads, head_dim] into the slots of the plan. v is None if the cache is latent."""
+
+    def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
+        """The keys (plane 0) or the values (plane 1) in whole blocks: [blocks * block_size, kv_heads, head_dim]."""
+        raise NotImplementedError(f"the {self.name} backend cannot read its cache")
 
     @abstractmethod
     def attend(self, q: Tensor, cache: Tensor, plan: Any, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:

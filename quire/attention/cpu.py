@@ -101,6 +101,15 @@ class CpuAttention(PreparingBackend):
             v.data_ptr(), v.stride(0), v.stride(1), plan.slots.data_ptr(), len(plan.slots), ctypes.addressof(plan.step),
         )  # fmt: skip
 
+    def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
+        s, dim, pair = self.shape, _padded(self.shape.head_dim), torch.float32.itemsize // self.cache_dtype.itemsize
+        stored = cache[blocks.long(), :, plane]  # [blocks, kv_heads, block_size * dim]
+        if plane == 0:
+            x = stored.view(len(blocks), s.num_kv_heads, dim // pair, s.block_size, pair).permute(0, 3, 1, 2, 4)
+        else:
+            x = stored.view(len(blocks), s.num_kv_heads, s.block_size // pair, dim, pair).permute(0, 2, 4, 1, 3)
+        return x.reshape(-1, s.num_kv_heads, dim)[..., : s.head_dim]
+
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: CpuPlan, prep: Preparation) -> None:
         q_weight, k_weight, cos, sin = prep.q_weight, prep.k_weight, prep.cos, prep.sin
         kernel("quire_attention_prepare", "pplpllpllpllplpppifppli")(

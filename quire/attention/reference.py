@@ -12,7 +12,7 @@ from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
 
 
 class ReferenceAttention(AttentionBackend):
-    """Any device, dtype and shape. Cache: [blocks, 2 (keys, values), block_size, kv_heads, head_dim]; latent: keys.
+    """Any device, dtype and shape. Cache: [blocks, kv_heads, 2 (keys, values), block_size, head_dim]; latent: keys.
 
     A cache of cells has bytes: the cells of a head, followed by their scale.
     """
@@ -31,7 +31,7 @@ class ReferenceAttention(AttentionBackend):
         if shape.cell is not None:
             self.cache_dtype, dim = torch.uint8, dim + SCALE_BYTES
             self._encode, self._decode = (partial(f, cell=shape.cell) for f in (to_bytes, from_bytes))
-        self.block_shape = (2 if shape.value_dim is None else 1, shape.block_size, shape.num_kv_heads, dim)
+        self.block_shape = (shape.num_kv_heads, 2 if shape.value_dim is None else 1, shape.block_size, dim)
 
     def plan(self, layout: StepLayout, previous: StepLayout | None = None) -> StepLayout:
         return layout
@@ -41,7 +41,11 @@ class ReferenceAttention(AttentionBackend):
         block, offset = slots // self.shape.block_size, slots % self.shape.block_size
         for plane, x in enumerate([k] if v is None else [k, v]):
             # What is not stored leaves slot 0 as it is. Selecting the rows to store would make the host wait for a GPU.
-            cache[block, plane, offset] = torch.where(stored, self._encode(x), cache[block, plane, offset])
+            kept = cache[block, :, plane, offset]
+            cache[block, :, plane, offset] = torch.where(stored, self._encode(x), kept)
+
+    def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
+        return self._decode(cache[blocks.long(), :, plane]).transpose(1, 2).flatten(0, 1)
 
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = how.get("window"), how.get("soft_cap"), how.get("sinks")
@@ -52,7 +56,7 @@ class ReferenceAttention(AttentionBackend):
         for r, length in enumerate(lengths):
             start, end = starts[r], starts[r + 1]
             blocks = plan.block_table[r, : -(-length // self.shape.block_size)].long()
-            kv = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length]  # [2, length, kv_heads, ...]
+            kv = cache[blocks].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :length]  # [2, length, kv_heads, ...]
             kv = self._decode(kv).repeat_interleave(group, dim=2)
             k, v = kv[0], kv[-1, ..., : self.shape.out_dim]  # [length, heads, head_dim], [length, heads, out_dim]
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * how["scale"]

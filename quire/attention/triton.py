@@ -115,6 +115,11 @@ class TritonAttention(PreparingBackend):
                 triton.next_power_of_2(s.head_dim), num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
 
+    def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
+        s = self.shape
+        stored = cache[blocks.long(), :, plane].view(len(blocks), s.num_kv_heads, s.block_size, s.head_dim)
+        return stored.transpose(1, 2).flatten(0, 1)
+
     def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TritonPlan, prep: Preparation) -> None:
         s, slots = self.shape, plan.layout.slot_mapping
         if not len(slots):

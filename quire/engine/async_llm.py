@@ -6,15 +6,28 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from quire.config import EngineConfig
+from quire.engine.core import EngineDeadError
 from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import pooling_request_output
 from quire.engine.processor import ProcessedRequest, Prompt
+from quire.messages.changes import (
+    Pause,
+    PauseMode,
+    PinPrefix,
+    ReadWeights,
+    Resume,
+    Sleep,
+    TakeWeights,
+    UnpinPrefix,
+    wake_up,
+)
 from quire.messages.engine import CoreStats, EngineCoreOutput
+from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.messages.outputs import PoolingRequestOutput, RequestOutput
 from quire.messages.pooling_params import PoolingParams
@@ -82,6 +95,9 @@ class AsyncLLM:
             metrics_prefix, name, self.request_log, log_stats, max_loras, len(core.sizes), core.index == 0,
             core.since_start, core.first,
         )  # fmt: skip
+        self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
+        self._pinning: set[asyncio.Task[None]] = set()
+        core.on_replaced = self._pin_again
         self._running: dict[str, _Running] = {}  # by request id
         self._inbox: deque[tuple[int, list[EngineCoreOutput], CoreStats]] = deque()
         self._arrived = asyncio.Event()
@@ -97,6 +113,8 @@ class AsyncLLM:
 
     async def shutdown(self) -> None:
         """End the cores' processes. Unfinished requests end as aborted."""
+        for pinning in self._pinning:
+            pinning.cancel()
         await self.client.shutdown()
         if self._task is not None:
             self._task.cancel()
@@ -169,6 +187,122 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self, reset_external: bool = False) -> None:
         self.client.reset_prefix_cache(reset_external)
+        self._pin_again(*self.client.ready)
+
+    async def pause_generation(
+        self, *, mode: PauseMode = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Compute nothing until `resume_generation`. Returns when nothing runs any more. Requests that come wait.
+
+        mode: see Pause. wait_for_inflight_requests: vLLM's older name of mode="wait". Raises ValueError.
+        """
+        await self._pause(Pause("wait" if wait_for_inflight_requests else mode, clear_cache))
+
+    async def _pause(self, pause: Pause) -> None:
+        if pause.mode not in get_args(PauseMode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, got {pause.mode!r}")
+        self.client.standing["pause"] = (Pause("keep"),)
+        await self.client.carry_out(pause)
+
+    async def resume_generation(self) -> None:
+        """Raises ValueError while the engine sleeps."""
+        await self.client.carry_out(Resume())
+        self.client.standing.pop("pause", None)
+        self._pin_again(*self.client.ready)
+
+    async def is_paused(self) -> bool:
+        return bool(self.client.stats.is_paused)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pause, and give back the memory of the KV cache, and that of the weights: see Sleep. Raises ValueError."""
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level}")
+        await self._pause(Pause(mode))
+        await self.client.carry_out(Sleep(level))
+        self.client.standing["pause"] = Pause("keep"), Sleep(level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again for "weights", "kv_cache", or (None) both. Requests run when both are there. Raises
+        ValueError."""
+        await self.client.carry_out(wake_up(tags))
+        if not self.client.stats.is_sleeping:
+            self.client.standing.pop("pause", None)
+            self._pin_again(*self.client.ready)
+
+    async def is_sleeping(self) -> bool:
+        return bool(self.client.stats.is_sleeping)
+
+    async def update_weights(self, directory: str) -> None:
+        """Replace the model's weights by those in a folder, while requests wait; they go on with the new weights.
+
+        The cache is invalidated. Raises ValueError, without any change, if the weights do not fit the model.
+        """
+        try:
+            await self.client.carry_out(ReadWeights(directory))
+        except ValueError:
+            await self.client.carry_out(TakeWeights(use=False))
+            raise
+        self.client.standing.pop("weights", None)
+        self.client.standing = {"weights": (ReadWeights(directory), TakeWeights(use=True)), **self.client.standing}
+        await self.client.carry_out(TakeWeights(use=True))
+        self._pin_again(*self.client.ready)
+
+    async def pin_prefix(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, adapter: Adapter | None = None
+    ) -> PinPrefix:
+        """Compute the beginning of later prompts, and keep its full blocks in the cache of each core, until
+        `unpin_prefix`. Raises ValueError or TypeError for a wrong prompt, or if there is no room.
+
+        It is computed again after the cache was reset, when weights were replaced, and by a core that replaces another.
+        """
+        prefix_id = f"prefix-{token_hex(8)}"
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = (await self.process(prefix_id, prompt, params, 0, add_special_tokens, adapter)).core_requests[0]
+        prefix = PinPrefix(prefix_id, request.prompt_token_ids, request.cache_salt, adapter)
+        self.prefixes[prefix_id] = prefix
+        try:
+            await asyncio.gather(*(self._pin(prefix, core) for core in self.client.ready))
+        except ValueError:
+            await self.unpin_prefix(prefix_id)
+            raise
+        return prefix
+
+    async def unpin_prefix(self, prefix_id: str) -> bool:
+        """Returns False for an unknown id."""
+        if self.prefixes.pop(prefix_id, None) is None:
+            return False
+        await self.client.carry_out(UnpinPrefix(prefix_id))
+        return True
+
+    async def _pin(self, prefix: PinPrefix, core: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        prompt: Any = {"prompt_token_ids": prefix.token_ids}
+        if prefix.cache_salt is not None:
+            prompt["cache_salt"] = prefix.cache_salt
+        request = await self.process(f"{prefix.id}-{token_hex(4)}", prompt, params, adapter=prefix.adapter)
+        async with aclosing(self.run([request], core)) as outputs:
+            async for output in outputs:
+                if output.outputs[0].finish_reason in ("bad_request", "error"):
+                    raise ValueError(output.outputs[0].stop_reason)
+        await self.client.carry_out_at(core, prefix)
+        if prefix.id not in self.prefixes:  # deleted meanwhile
+            await self.client.carry_out_at(core, UnpinPrefix(prefix.id))
+
+    def _pin_again(self, *cores: int) -> None:
+        """Compute and pin all prefixes anew, beside other requests."""
+
+        async def pin() -> None:
+            for core in cores:
+                for prefix in list(self.prefixes.values()):
+                    try:
+                        await self._pin(prefix, core)
+                    except (ValueError, EngineDeadError) as error:
+                        logger.warning("The prefix %s is not pinned any more: %s", prefix.id, error_text(error))
+
+        if self.prefixes:
+            task = asyncio.create_task(pin(), name="pin prefixes")
+            self._pinning.add(task)
+            task.add_done_callback(self._pinning.discard)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has failed for good."""

@@ -3,7 +3,9 @@
 import os
 from bisect import bisect_right
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +26,7 @@ from quire.messages.engine import MeetingPlace
 from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.parallel.mesh import Communicator
+from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
@@ -33,7 +36,11 @@ from quire.structured.backends import check_backend, load_backend
 from quire.structured.gate import GrammarGate
 from quire.structured.grammar import Backend
 from quire.structured.vocabulary import Vocabulary
+from quire.worker.compression import check_compression
 from quire.worker.context import check_context
+
+if TYPE_CHECKING:
+    from quire.engine.kv_events import KVEvents
 
 
 def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
@@ -85,16 +92,21 @@ def take_devices(rank: int, config: EngineConfig) -> None:
 
 
 def make_core(
-    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None
+    config: EngineConfig, directory: Path, max_model_len: int, place: MeetingPlace | None = None, rank: int = 0
 ) -> EngineCore:
     """Start the executor, and make a scheduler for its KV cache. Raises ConfigError or ValueError.
 
-    place: where the replicas meet that share experts, None for a replica that shares none.
+    place: where the replicas meet that share experts, None for a replica that shares none. rank: the core's number.
     """
     limits = scheduler_limits(config, max_model_len)
     limits.validate()  # before the model is loaded
     check_backend(config.sampling.structured_outputs_config)
     spec, group = describe(directory, config.model).spec, Communicator(0, config.parallel.tensor_parallel_size)
+    compression = None
+    if (compressing := config.cache.compression) is not None:
+        check_compression(spec, max_model_len)
+        compression = Compression(compressing, config.cache.block_size)
+        compression.check(limits)
     check_context([] if spec.is_encoder else [mixer.cache_shape(group) for mixer in spec.mixers], config.parallel)
     limit_threads(len(config.layout.here))
     executor = make_executor(config, directory, max_model_len, place)
@@ -110,6 +122,7 @@ def make_core(
         vocabulary = Vocabulary(tokenizer, spec.vocab_size, eos_token_ids)
         return load_backend(config.sampling.structured_outputs_config, vocabulary), eos_token_ids
 
+    fingerprint = partial(cache_fingerprint, config, directory, kv.layout)
     adapters = None
     if config.lora.enable_lora:
         adapters = AdapterGate(executor, config.lora.max_loras, config.lora.num_in_memory)
@@ -121,14 +134,15 @@ def make_core(
             stay = limits.depth > 1 and limits.stages == 1
             longest = options.max_model_len or limits.max_model_len
             speculation = Speculation(proposer, lengths, stay, longest)
-        fingerprint = cache_fingerprint(config, directory, kv.layout)
+        described = fingerprint()
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), kv.block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
-            fingerprint, grammars=GrammarGate(load_grammars),
+            described, grammars=GrammarGate(load_grammars),
             vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
-            tiers=make_tiers(config, kv, hash_root(fingerprint)), mover=executor,
+            tiers=make_tiers(config, kv, hash_root(described)), mover=executor, compression=compression,
         )  # fmt: skip
+        kv_events = _kv_events(config, kv, rank)
     except ValueError:
         executor.shutdown()
         raise
@@ -138,7 +152,7 @@ def make_core(
 
         lockstep = Waves(place, config.parallel.data_parallel_size)
     if not kv.specs:
-        return EngineCore(scheduler, executor, lockstep)
+        return EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
     room = scheduler.kv.room(max_model_len)
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
@@ -146,4 +160,15 @@ def make_core(
         kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", kv.block_size, f"{int(room * max_model_len):,}",
         room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
-    return EngineCore(scheduler, executor, lockstep)
+    return EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
+
+
+def _kv_events(config: EngineConfig, kv: KVCacheSize, rank: int) -> "KVEvents | None":
+    """What tells others of the core's prefix cache, if the options ask for it. Raises ConfigError."""
+    options = config.cache.events
+    if options is None:
+        return None
+    from quire.engine.kv_events import KVEventPublisher, KVEvents
+
+    publisher = KVEventPublisher(options, rank)
+    return KVEvents(kv.specs, kv.block_size, publisher.send, publisher.close)

@@ -5,15 +5,23 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-from quire.engine.wake_up import WakeUp
+from quire.engine.pause import PauseGate
+from quire.engine.wake_up import WakeUp as WakeUpFlag
 from quire.executor.base import Executor
+from quire.kvcache.hashing import hash_root
+from quire.messages.changes import Command, Pause, PinPrefix, Resume, Sleep, TakeWeights, UnpinPrefix, WakeUp
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.metrics.logging import logger
+from quire.scheduler.pins import PinnedPrefixes
 from quire.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.engine.kv_events import KVEvents
 
 
 class EngineDeadError(RuntimeError):
@@ -58,11 +66,27 @@ class EngineCore:
     another core has.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, lockstep: Lockstep | None = None) -> None:
-        """lockstep: with the cores whose replicas share experts with this one, None if there are none."""
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, lockstep: Lockstep | None = None,
+        kv_events: "KVEvents | None" = None, fingerprint: Callable[[Path], str] = str,
+        pinned_share: float = 0.25,
+    ) -> None:  # fmt: skip
+        """lockstep: with the cores whose replicas share experts with this one, None if there are none. fingerprint: of
+        the KV blocks, once the weights have been replaced by those in a folder. pinned_share: of the KV cache, that
+        pinned prefixes may take."""
         self.scheduler, self.executor, self._lockstep = scheduler, executor, lockstep
         self._flights: deque[Flight] = deque()
-        self.wake_up = WakeUp() if scheduler.gates or lockstep is not None else None
+        self._kv_events = kv_events
+        if kv_events is not None:
+            scheduler.kv.pool.listeners.append(kv_events)
+        self._pause, self._clears_cache, self._is_draining = PauseGate(), False, False
+        self._asleep: set[str] = set()  # what sleeps: weights, kv_cache
+        self._new_weights, self._fingerprint = Path(), fingerprint
+        scheduler.gates.append(self._pause)
+        kv, longest = scheduler.kv, scheduler.kv.max_blocks(scheduler.limits.max_model_len)
+        most = min(int(pinned_share * kv.pool.num_usable), kv.pool.num_usable - longest)  # the longest request must fit
+        self._pins = PinnedPrefixes(kv, most)
+        self.wake_up = WakeUpFlag()
         for gate in scheduler.gates:
             gate.connect(self._wake)
         if lockstep is not None:
@@ -106,8 +130,7 @@ class EngineCore:
 
     def _wake(self) -> None:
         self.scheduler.wake()
-        if self.wake_up is not None:
-            self.wake_up.set()
+        self.wake_up.set()
 
     def step(self) -> list[EngineCoreOutput]:
         """Fill the queue of submitted steps, then retire the oldest. Blocks until the results of that step are known.
@@ -121,10 +144,12 @@ class EngineCore:
             if self._lockstep is not None and self.scheduler.has_work:
                 self._lockstep.begin()
             self._sample_oldest()  # the call before may have been interrupted
-            while len(self._flights) < self.scheduler.limits.depth and self._launch():
+            while not self._is_draining and len(self._flights) < self.scheduler.limits.depth and self._launch():
                 pass
             outputs = failed + self._retire() if self._flights else failed
             self._sample_oldest()
+            if self._kv_events is not None:
+                self._kv_events.publish()
         except Exception as error:
             self._cause_of_death = error
             raise EngineDeadError(f"the engine failed: {error_text(error)}") from error
@@ -142,6 +167,7 @@ class EngineCore:
             kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable), preemptions=counts.preemptions,
             prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens,
+            is_paused=self._pause.is_closed, is_sleeping=bool(self._asleep),
             external_queries=0 if transfers is None else transfers.num_queries,
             external_hits=0 if transfers is None else transfers.num_hits,
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
@@ -185,7 +211,7 @@ class EngineCore:
             return False
         self.executor.submit(step)
         self._flights.append(Flight(step, self.executor.sample(step.step_id)))
-        self._lockstep.count_step(self.scheduler.has_unfinished)
+        self._lockstep.count_step(self.scheduler.has_unfinished and not self.has_paused)
         return True
 
     def _sample_oldest(self) -> None:
@@ -216,26 +242,117 @@ class EngineCore:
 
     def _open_gates(self) -> list[EngineCoreOutput]:
         """Let requests pass the gates, waiting for one if nothing else can be run. Returns the requests that failed."""
-        if self.wake_up is not None:
-            while self.has_unfinished and not self.has_work and not self.wake_up.wait(1.0):
-                self._check_transfers()
-            self.wake_up.clear()
+        while self.has_unfinished and not self.has_work and not self.wake_up.wait(1.0):
+            self._check_transfers()
+        self.wake_up.clear()
         failed = self.scheduler.open_gates()
         _log_failures(failed)
         return failed
 
+    # ---- pauses, sleep and new weights
+
+    def carry_out(self, command: Command) -> list[EngineCoreOutput]:
+        """Carry out a command. Returns outputs of requests that ran before. Raises ValueError or OSError, without any
+        change, if it cannot be."""
+        if isinstance(command, Pause):
+            return self._begin_pause(command)
+        if isinstance(command, TakeWeights):
+            return self._take_weights(command)
+        if isinstance(command, Resume):
+            self._resume()
+        elif isinstance(command, PinPrefix):
+            self._pins.pin(command)
+        elif isinstance(command, UnpinPrefix):
+            self._pins.unpin(command.id)
+        elif isinstance(command, Sleep):
+            self._sleep(command)
+        elif isinstance(command, WakeUp) and not self._asleep:
+            pass
+        elif isinstance(command, WakeUp):
+            self.executor.change(command)
+            self._asleep -= {name for name in ("weights", "kv_cache") if getattr(command, name)}
+            if not self._asleep:
+                self._resume()
+        else:
+            self.executor.change(command)
+            self._new_weights = Path(command.directory)
+        return []
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether the pause that was asked for has been reached: no request runs."""
+        return self._pause.is_closed and not self._flights and not self._pause.lets_pass(self.scheduler.requests)
+
+    def finish_pause(self) -> None:
+        """Called once when the pause has been reached."""
+        if self._clears_cache:
+            self.reset_prefix_cache()
+
+    def _begin_pause(self, command: Pause) -> list[EngineCoreOutput]:
+        self._clears_cache = command.clear_cache
+        if command.mode == "wait":
+            self._pause.close(self.scheduler.requests)
+            return []
+        self._pause.close()
+        ids = list(self.scheduler.requests) if command.mode == "abort" else []
+        self.abort_requests(ids)
+        outputs = [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in ids]
+        self._is_draining = True
+        while self._flights:
+            outputs += self.step()
+        self._is_draining = False
+        self.scheduler.hold()
+        return outputs
+
+    def _resume(self) -> None:
+        if self._asleep:
+            raise ValueError("the engine sleeps; wake it up")
+        self._pause.open()
+
+    def _sleep(self, command: Sleep) -> None:
+        if self._lockstep is not None:
+            raise ValueError("replicas that share experts cannot sleep")
+        if not self.has_paused:
+            raise ValueError("the engine runs requests; pause it before it sleeps")
+        self.reset_prefix_cache()
+        if self.scheduler.transfers is not None:
+            self.scheduler.transfers.finish_all(self.wake_up.wait)
+        self.executor.change(command)
+        self._asleep = {"weights", "kv_cache"}
+
+    def _take_weights(self, command: TakeWeights) -> list[EngineCoreOutput]:
+        """Requests that run are held meanwhile, and computed again with the new weights from their tokens so far."""
+        outputs, ran = [], not self._pause.is_closed
+        if command.use and not self.has_paused:
+            outputs = self._begin_pause(Pause("keep"))
+        self.executor.change(command)
+        if command.use:
+            self.reset_prefix_cache()
+            self.scheduler.kv.root = hash_root(self._fingerprint(self._new_weights))
+            for request in self.scheduler.requests.values():
+                request.block_hashes.clear()
+            self._asleep.discard("weights")
+        if ran:
+            self._pause.open()
+        return outputs
+
     def reset_prefix_cache(self, external: bool = False) -> None:
-        """Forget all cached prefixes. external: also what the tiers beyond the pool have."""
+        """Forget all cached prefixes. Pinned ones lose their hold, until they are computed and pinned again. external:
+        also what the tiers beyond the pool have."""
+        self._pins.clear()
         self.scheduler.kv.reset_prefix_cache(external)
+        if self._kv_events is not None:
+            self._kv_events.publish()
 
     def shutdown(self) -> None:
         self.executor.shutdown()
         if self.scheduler.transfers is not None:
             self.scheduler.transfers.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         if self._lockstep is not None:
             self._lockstep.close()
-        if self.wake_up is not None:
-            self.wake_up.close()
+        self.wake_up.close()
 
 
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from secrets import token_hex
 from typing import Protocol
@@ -20,6 +21,7 @@ from quire.engine.core import EngineDeadError
 from quire.engine.cores import Cores
 from quire.engine.router import Router, token_pieces
 from quire.messages import engine as messages
+from quire.messages.changes import Command
 from quire.messages.engine import (
     CoreDied,
     CoreEvent,
@@ -135,6 +137,10 @@ class CoreClient:
         self._router = Router(len(self._cores), token_pieces if by_prefix else None, index)
         self._started: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.standing: dict[str, tuple[Command, ...]] = {}  # what a core is told that replaces a lost one, by subject
+        self._num_asked = 0
+        self._asked: dict[int, tuple[int, asyncio.Future[str | None]]] = {}  # commands: the core, and its answer
+        self.on_replaced: Callable[[int], None] = lambda core: None  # is told when a core replaces a lost one
         self.ready: list[int] = []  # the numbers of the cores that take orders
         self.restarts = 0
         self.cause_of_death = ""
@@ -166,6 +172,26 @@ class CoreClient:
     def reset_prefix_cache(self, external: bool = False) -> None:
         for core in self.ready:  # a new core's cache is empty
             self._order(core, messages.ResetPrefixCache(external))
+
+    async def carry_out(self, *commands: Command) -> None:
+        """Have all cores that are ready carry out commands. Raises ValueError if one cannot."""
+        self.check()
+        problems = await asyncio.gather(*(self._ask(core, command) for command in commands for core in self.ready))
+        if found := next(filter(None, problems), None):
+            raise ValueError(found)
+
+    async def carry_out_at(self, core: int, command: Command) -> None:
+        """Have one core carry out a command. Raises ValueError if it cannot."""
+        if problem := await self._ask(core, command):
+            raise ValueError(problem)
+
+    def _ask(self, core: int, command: Command) -> asyncio.Future[str | None]:
+        """Send a command. The result says what is wrong with it, if something is."""
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        number = self._num_asked = self._num_asked + 1
+        self._asked[number] = core, answer
+        self._order(core, messages.CarryOut(number, command))
+        return answer
 
     def check(self) -> None:
         if self.state is CoreState.DEAD:
@@ -253,15 +279,19 @@ class CoreClient:
             socket.connect(up.address)
         connection.readers.append(self._run(self._read(number, socket)))
         self._order(number, messages.Connect(every_step=self.index == 0, client=self._name))
+        for command in chain(*self.standing.values()):
+            self._order(number, messages.CarryOut(0, command))
         if not up.secret:
             self._is_ready(number)
 
     def _is_ready(self, number: int) -> None:
         core = self._cores[number]
-        if core.state is CoreState.RESTARTING:
-            logger.warning("Engine core %d runs again", self.first + number)
+        was_lost = core.state is CoreState.RESTARTING
         core.state = CoreState.READY
         self._list_ready()
+        if was_lost:
+            logger.warning("Engine core %d runs again", self.first + number)
+            self.on_replaced(number)
         waiting = [u for u in self._unfinished.values() if u.core is None and not u.is_draining]
         self._send(waiting)
         if self._started is not None and not self._started.done() and len(self.ready) == len(self._cores):
@@ -291,6 +321,10 @@ class CoreClient:
         for unfinished in lost:
             unfinished.core, unfinished.is_draining = None, True
             unfinished.losses += 1
+        for asked, (core_of, answer) in list(self._asked.items()):
+            if core_of == number:  # the core that replaces it is told what stands
+                del self._asked[asked]
+                answer.set_result(None)
         self._router.forget(number)
         connection, core.connection = core.connection, None
         if connection is not None:
@@ -357,6 +391,11 @@ class CoreClient:
             if core.state is not CoreState.READY:
                 self._is_ready(number)
             self._pass_on(number, report)
+            for done in report.carried_out:
+                if done.number in self._asked:
+                    self._asked.pop(done.number)[1].set_result(done.problem)
+                elif done.problem is not None:
+                    logger.error("Engine core %d was told again what stands: %s", self.first + number, done.problem)
 
     def _pass_on(self, number: int, report: messages.StepOutputs) -> None:
         """Pass a core's outputs to the sink."""

@@ -22,6 +22,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
+from quire.messages.changes import Pause
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
@@ -88,7 +89,7 @@ def run_core(
             _store = open_meeting(listener.getsockname()[0], listener)  # it lives as long as this core
         if place is not None:
             os.environ.update(interface_variables(place.host))
-        core = make_core(config, directory, describe(directory, config.model).max_model_len, place)
+        core = make_core(config, directory, describe(directory, config.model).max_model_len, place, rank)
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
         report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address))
@@ -134,9 +135,8 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
     poller = zmq.Poller()
     poller.register(inbox, zmq.POLLIN)
     poller.register(parent.sentinel, zmq.POLLIN)
-    gates = None if core.wake_up is None else core.wake_up.fileno()
-    if gates is not None:
-        poller.register(gates, zmq.POLLIN)
+    gates = core.wake_up.fileno()
+    poller.register(gates, zmq.POLLIN)
     clients, has_output = _Clients(core, inbox), False
     while True:
         ready = dict(poller.poll(0 if core.has_work else _IDLE_MILLISECONDS))
@@ -162,6 +162,7 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
             if outputs and not has_output:
                 has_output = True
                 report(messages.FirstOutput())
+        clients.finish_pause()
 
 
 class _Clients:
@@ -174,6 +175,8 @@ class _Clients:
         self._see_every_step: set[bytes] = set()
         self._owners: dict[str, bytes] = {}  # of unfinished requests
         self._load_is_due = 0.0
+        self._pausing: list[tuple[bytes, messages.CarriedOut]] = []  # pauses that have not been reached
+        self._carried_out: defaultdict[bytes, list[messages.CarriedOut]] = defaultdict(list)  # not reported
 
     def obey(self, client: bytes, order: messages.CoreOrder) -> None:
         """Carry out an order. Requests that cannot run are reported as failed."""
@@ -199,10 +202,35 @@ class _Clients:
                     refused.append(EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error_text(error)))
         elif isinstance(order, messages.AbortRequests):
             self._abort(order.request_ids)
+        elif isinstance(order, messages.CarryOut):
+            self._carry_out(client, order)
         elif isinstance(order, messages.ResetPrefixCache):
             self._core.reset_prefix_cache(order.external)
         if refused or not self._core.has_unfinished:
             self.report(refused)
+
+    def _carry_out(self, client: bytes, order: messages.CarryOut) -> None:
+        done = messages.CarriedOut(order.number)
+        try:
+            outputs = self._core.carry_out(order.command)
+        except (ValueError, OSError) as error:
+            outputs, done.problem = [], error_text(error)
+        if isinstance(order.command, Pause):
+            self._pausing.append((client, done))
+        else:
+            self._carried_out[client].append(done)
+        self._load_is_due = 0.0  # all clients learn at once whether the core is paused
+        self.report(outputs)
+
+    def finish_pause(self) -> None:
+        """Tell the clients that have asked for a pause when it has been reached, or ended before."""
+        if self._pausing and (self._core.has_paused or not self._core.stats.is_paused):
+            if self._core.has_paused:
+                self._core.finish_pause()
+            for client, done in self._pausing:
+                self._carried_out[client].append(done)
+            self._pausing.clear()
+            self.report([])
 
     def report(self, outputs: list[EngineCoreOutput]) -> None:
         """Send outputs to the clients that wait for them. All clients learn an idle core's load at once."""
@@ -212,6 +240,7 @@ class _Clients:
             self._load_is_due = now + _LOAD_SECONDS
         parts: defaultdict[bytes, list[EngineCoreOutput]] = defaultdict(list)
         parts.update({client: [] for client in (self._num_received if to_all else self._see_every_step)})
+        parts.update({client: [] for client in self._carried_out})
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is not None:
@@ -219,7 +248,8 @@ class _Clients:
                 if output.finish_reason is not None:
                     del self._owners[output.request_id]
         for client, part in parts.items():
-            message = messages.StepOutputs(part, stats, self._num_received[client], now)
+            done = self._carried_out.pop(client, [])
+            message = messages.StepOutputs(part, stats, self._num_received.get(client, 0), now, done)
             data = msgspec.msgpack.encode(message)
             if len(data) > MOST_MESSAGE_BYTES:
                 self._abort([output.request_id for output in part])
@@ -238,5 +268,6 @@ class _Clients:
     def _forget(self, client: bytes) -> None:
         """A client has gone."""
         self._abort([request_id for request_id, owner in self._owners.items() if owner == client])
-        del self._num_received[client]
+        self._num_received.pop(client, None)
+        self._carried_out.pop(client, None)
         self._see_every_step.discard(client)

@@ -11,13 +11,15 @@ from quire.loading.metadata import hf_config
 LAYOUT_VERSION = 1  # raise it when the meaning of a block's bytes changes
 
 
-def cache_fingerprint(config: EngineConfig, directory: Path, layout: str) -> str:
+def cache_fingerprint(config: EngineConfig, directory: Path, layout: str, weights: Path | None = None) -> str:
     """Everything besides the tokens that determines a block's bytes, as JSON. Equal settings give equal strings.
 
-    directory: the model's directory or GGUF file. layout: see KVCacheSize.
+    directory: the model's directory or GGUF file. layout: see KVCacheSize. weights: the folder of weights that
+    have replaced the model's own.
     """
+    is_dummy = config.model.load_format == "dummy" and weights is None
     fields = {
-        "weights": "dummy" if config.model.load_format == "dummy" else _weights(directory),
+        "weights": "dummy" if is_dummy else _weights(weights or directory),
         "config": hf_config(directory, config.model.hf_overrides),
         "quantization": config.model.quantization,
         "ranks": [

@@ -50,6 +50,7 @@ class Frontend:
             in_process=in_process and config.parallel.ranks == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
+            compresses=config.cache.compression is not None,
         )  # fmt: skip
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:

@@ -18,6 +18,7 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt
+from quire.messages.changes import Pause, ReadWeights, Sleep, TakeWeights, wake_up
 from quire.messages.engine import FinishReason
 from quire.messages.lora import LoRARequest
 from quire.messages.outputs import (
@@ -260,6 +261,28 @@ class LLM:
         self.core.reset_prefix_cache(reset_external)
         return True
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the KV cache, and that of the weights: see Sleep. Raises ValueError while a stream is
+        unfinished."""
+        if self.core.has_unfinished:
+            raise ValueError("a stream is unfinished; read or close it before the engine sleeps")
+        self.core.carry_out(Pause("keep"))
+        self.core.carry_out(Sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again for "weights", "kv_cache", or (None) both."""
+        self.core.carry_out(wake_up(tags))
+
+    def update_weights(self, directory: str) -> None:
+        """Replace the model's weights by those in a folder; the cache is invalidated. Raises ValueError, without any
+        change, if they do not fit the model."""
+        try:
+            self.core.carry_out(ReadWeights(directory))
+        except ValueError:
+            self.core.carry_out(TakeWeights(use=False))
+            raise
+        self.core.carry_out(TakeWeights(use=True))
+
     def shutdown(self) -> None:
         """End the engine's processes. The object cannot be used afterwards."""
         self.core.shutdown()
@@ -364,7 +387,9 @@ class LLM:
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
         """Queue the requests and step until all have finished. Yields a RequestOutput whenever it changed in a way that
-        its output_kind reports. Raises ValueError for a request that the engine finds wrong."""
+        its output_kind reports. Raises ValueError for a request that the engine finds wrong, and while it sleeps."""
+        if self.core.stats.is_sleeping:
+            raise ValueError("the engine sleeps; call wake_up")
         try:
             for request in requests:
                 self.output_processor.add(request)

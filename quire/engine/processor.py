@@ -73,14 +73,16 @@ class Processor:
         in_process: bool = True,
         scheduling_policy: str = "fcfs",
         reasoning: ReasoningFormat | None = None,
+        compresses: bool = False,
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
         no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
-        cannot be sent. reasoning: the format of the model's thinking, None if it is unknown."""
+        cannot be sent. reasoning: the format of the model's thinking, None if it is unknown. compresses: whether the
+        engine has kv_compression."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
-        self.scheduling_policy, self.reasoning = scheduling_policy, reasoning
+        self.scheduling_policy, self.reasoning, self.compresses = scheduling_policy, reasoning, compresses
         self.generation_config = generation_config
         self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
@@ -208,6 +210,9 @@ class Processor:
                                  f"{self.vocab_size}")  # fmt: skip
         if not all(0 <= token_id < self.vocab_size for token_id in params.allowed_token_ids or ()):
             raise ValueError("allowed_token_ids contains out-of-vocab token id!")
+        if params.kv_compression and not self.compresses:
+            raise ValueError("kv_compression needs an engine that compresses; start it with kv_compression "
+                             "(--kv-compression), or leave it out")  # fmt: skip
         for plugin in self.plugins:
             plugin.validate_params(params)
         if not self.in_process:

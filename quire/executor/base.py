@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from quire.kvcache.specs import KVCacheSize
+from quire.messages.changes import Change
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 
@@ -37,6 +38,13 @@ class Executor(ABC):
     @abstractmethod
     def drop_adapter(self, key: str) -> None:
         """Free an adapter in CPU memory. No later step will put it into a slot, unless it is loaded again."""
+
+    @abstractmethod
+    def change(self, change: Change) -> None:
+        """Have all ranks change their memory. Blocks until they have. No step may be in flight.
+
+        Raises ValueError if a rank cannot, for example because a checkpoint does not fit the model.
+        """
 
     @abstractmethod
     def transfer(self, order: Transfer) -> Future[list[int]]:

@@ -6,6 +6,7 @@ import msgspec
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
+from quire.messages.changes import Change
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.parallel.sizes import MeshSizes
@@ -67,7 +68,7 @@ class DropAdapter(msgspec.Struct, array_like=True, tag=True):
     key: str
 
 
-Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Transfer | Heartbeat
+Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Change | Transfer | Heartbeat
 
 
 # ---- from a rank to the executor
@@ -100,6 +101,12 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag=True):
     problem: str | None = None
 
 
+class Changed(msgspec.Struct, array_like=True, tag=True):
+    """The rank has carried out a Change, or cannot, for the given reason; then it has changed nothing."""
+
+    problem: str | None = None
+
+
 class Transferred(msgspec.Struct, array_like=True, tag=True):
     """A transfer has ended on this rank. failed: the indices of the blocks that it could not copy."""
 
@@ -114,7 +121,7 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
     by_user: bool = False
 
 
-Reply = Hello | Ready | Result | AdapterLoaded | Transferred | Broken | Heartbeat
+Reply = Hello | Ready | Result | AdapterLoaded | Changed | Transferred | Broken | Heartbeat
 
 
 # ---- between the executor and the agent of another machine, which passes orders on to its ranks, and replies back

@@ -17,6 +17,7 @@ from quire.executor import messages
 from quire.executor.base import Executor
 from quire.executor.local_ranks import END_SECONDS, HOST, LocalRanks
 from quire.executor.ranks import Ranks
+from quire.messages.changes import Change
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -81,6 +82,9 @@ class MultiprocExecutor(Executor):
     def drop_adapter(self, key: str) -> None:
         self._ranks.order(messages.DropAdapter(key))
 
+    def change(self, change: Change) -> None:
+        self._ranks.change(change).result()
+
     def transfer(self, order: Transfer) -> Future[list[int]]:
         return self._ranks.transfer(order)
 
@@ -107,6 +111,8 @@ class _Ranks:
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
         # Adapters by key, with the ranks' replies.
         self._loading: dict[str, tuple[Future[None], list[messages.AdapterLoaded]]] = {}
+        self._changing: tuple[Future[None], list[messages.Changed]] = Future(), []  # the last change, with the replies
+        self._changing[0].set_result(None)
         self._moving: dict[int, tuple[Future[list[int]], list[list[int]]]] = {}  # transfers, with the ranks' failures
         self._problem: Exception | None = None
         self._lock = threading.Lock()  # guards the results and the problem
@@ -131,6 +137,14 @@ class _Ranks:
         self._loading[order.key] = loaded, []
         self.order(order)
         return loaded
+
+    def change(self, change: Change) -> Future[None]:
+        with self._lock:
+            self._changing = changed, _ = Future[None](), list[messages.Changed]()
+            if self._problem is not None:
+                changed.set_exception(self._problem)
+        self.order(change)
+        return changed
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         moved: Future[list[int]] = Future()
@@ -168,6 +182,8 @@ class _Ranks:
             self._take(reply.output)
         elif isinstance(reply, messages.AdapterLoaded):
             self._note_loaded(reply)
+        elif isinstance(reply, messages.Changed):
+            self._note_changed(reply)
         elif isinstance(reply, messages.Transferred):
             self._note_transferred(reply)
         elif isinstance(reply, messages.Ready):
@@ -185,6 +201,8 @@ class _Ranks:
                         ready.set_exception(problem)
                 for result in self._results.values():
                     result.set_exception(problem)
+                if not self._changing[0].done():
+                    self._changing[0].set_exception(problem)
                 moving, self._moving = self._moving, {}
                 for moved, _ in moving.values():
                     moved.set_exception(problem)
@@ -216,3 +234,15 @@ class _Ranks:
             loaded.set_result(None)
         else:
             loaded.set_exception(ValueError(problem))
+
+    def _note_changed(self, reply: messages.Changed) -> None:
+        with self._lock:
+            changed, replies = self._changing
+            replies.append(reply)
+            if len(replies) < len(self.all) or changed.done():
+                return
+        problem = next((reply.problem for reply in replies if reply.problem is not None), None)
+        if problem is None:
+            changed.set_result(None)
+        else:
+            changed.set_exception(ValueError(problem))

@@ -21,6 +21,7 @@ import msgspec
 
 from quire.executor import messages
 from quire.executor.link import Link
+from quire.messages.changes import Change
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
@@ -28,6 +29,7 @@ from quire.system.garbage import skip_last_collection
 
 if TYPE_CHECKING:
     from quire.lora.store import AdapterStore
+    from quire.worker.worker import Worker
 
 SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
 _orders = msgspec.msgpack.Decoder(messages.Order)
@@ -100,6 +102,8 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
         elif isinstance(order, messages.Take):
             assert isinstance(worker.runner, StageRunner)
             worker.runner.take(order.step_id, order.sampled_token_ids)
+        elif isinstance(order, Change):
+            link.send(messages.encode(messages.Changed(_change(worker, order))))
         elif isinstance(order, messages.LoadAdapter):
             threading.Thread(target=_load_adapter, args=(link, worker.runner.adapters, order), daemon=True).start()
         elif isinstance(order, Transfer):
@@ -107,6 +111,15 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
             worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))
         elif isinstance(order, messages.DropAdapter) and worker.runner.adapters is not None:
             worker.runner.adapters.drop(order.key)
+
+
+def _change(worker: "Worker", change: Change) -> str | None:
+    """Carry out a change. Returns what is wrong with it, if something is."""
+    try:
+        worker.residence.change(change)
+    except (ValueError, OSError) as error:
+        return error_text(error)
+    return None
 
 
 def _load_adapter(link: Link, adapters: "AdapterStore | None", order: messages.LoadAdapter) -> None:

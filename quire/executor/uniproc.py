@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.messages.changes import Change
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -41,6 +42,7 @@ class UniprocExecutor(Executor):
             store = connect_store(place.address, place.secret, place.generation)
             mesh = join(MeshSizes.of(config.parallel), place.replica, "", 0, kind, store, alone, frozenset(alone))
         worker = Worker(config, directory, max_model_len, mesh)
+        self._residence = worker.residence
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
         self._transfers = worker.transfers
         self._loader = ThreadPoolExecutor(1, "quire-adapters")  # starts a thread when it is used
@@ -58,6 +60,9 @@ class UniprocExecutor(Executor):
     def drop_adapter(self, key: str) -> None:
         assert self.runner.adapters is not None
         self.runner.adapters.drop(key)
+
+    def change(self, change: Change) -> None:
+        self._residence.change(change)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         assert self._transfers is not None

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from quire.messages.engine import EngineCoreRequest
+
 NULL_BLOCK_ID = 0  # the table entry where nothing is kept (outside a window); padding may write to this block
 
 
@@ -66,6 +68,15 @@ class FreeList:
             block = block.next
 
 
+class HashedTokens(Protocol):
+    """Tokens and the hashes of their full blocks: block_hashes[i] is that of the tokens from i * block_size on, and of
+    all before them."""
+
+    source: EngineCoreRequest
+    token_ids: list[int]
+    block_hashes: list[bytes]
+
+
 class BlockListener(Protocol):
     """A listener that keeps track of the blocks that can be found by their hash.
 
@@ -73,9 +84,13 @@ class BlockListener(Protocol):
     If the step is withdrawn, the block is removed again. A block is removed before it is reused for other content.
     """
 
-    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None: ...
+    def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
+        """The block can be found by tokens.block_hashes[index]."""
 
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None: ...
+
+    def on_cleared(self) -> None:
+        """No block can be found any more."""
 
 
 class BlockPool:
@@ -141,13 +156,14 @@ class BlockPool:
             if block.ref_cnt == 0:
                 (self.free_list.appendleft if block.block_hash is None else self.free_list.append)(block)
 
-    def remember(self, block: Block, group: int, block_hash: bytes) -> None:
-        """Make the block findable by the hash. If a block has the hash already, that block stays its owner."""
-        key = (group, block_hash)
+    def remember(self, block: Block, group: int, tokens: HashedTokens, index: int) -> None:
+        """Make the block findable by tokens.block_hashes[index]. If a block has the hash already, that block stays its
+        owner."""
+        key = (group, tokens.block_hashes[index])
         if block.block_hash is None and self._cached.setdefault(key, block) is block:
             block.block_hash = key
             for listener in self.listeners:
-                listener.on_stored(group, block_hash, block.block_id)
+                listener.on_stored(group, tokens, index, block.block_id)
 
     def forget(self, block: Block) -> None:
         """Make the block unfindable by its hash. Its users keep it."""
@@ -158,5 +174,8 @@ class BlockPool:
             block.block_hash = None
 
     def forget_all(self) -> None:
-        for block in list(self._cached.values()):
-            self.forget(block)
+        for block in self._cached.values():
+            block.block_hash = None
+        self._cached.clear()
+        for listener in self.listeners:
+            listener.on_cleared()

@@ -1,29 +1,32 @@
 """Manages the blocks of each request: prefix matching, allocation, and hashing of full blocks."""
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
-from quire.kvcache.block_pool import Block, BlockPool
+from quire.kvcache.block_pool import Block, BlockPool, HashedTokens
 from quire.kvcache.hashing import extend_hashes, hash_root
 from quire.kvcache.specs import KVCacheSpec
+from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import BlockTableEdits
 
 
-class Holder(Protocol):
+class Holder(HashedTokens, Protocol):
     """The attributes of a request that the manager reads and writes (see scheduler/request.py)."""
 
     request_id: str
+    source: EngineCoreRequest
     row: int
-    token_ids: list[int]
     num_computed_tokens: int
     num_retired_tokens: int
     num_tokens_at_last_free: int
+    num_kept_blocks: int
+    num_removed_tokens: int
     extra_keys: dict[int, bytes]
     block_tables: list[list[Block]]
     capacity: int
-    block_hashes: list[bytes]
     num_hashed_blocks: int
     next_hash_at: int
 
@@ -51,7 +54,7 @@ class KVCacheManager:
         self._full_blocks = [spec.full_blocks for spec in specs]
         # The groups that give blocks back while a long request runs.
         self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
-        self._filled: list[tuple[Block, int, bytes]] = []  # (block, group, hash): see begin_step
+        self._filled: list[tuple[Block, int, Holder, int]] = []  # arguments of `remember`: see begin_step
         self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
 
     def max_blocks(self, num_tokens: int) -> int:
@@ -93,7 +96,7 @@ class KVCacheManager:
         request.block_tables = tables
         request.capacity = num_blocks * self.block_size
         request.num_hashed_blocks = num_blocks
-        request.next_hash_at = (num_blocks + 1) * self.block_size
+        request.next_hash_at = sys.maxsize if request.num_kept_blocks else (num_blocks + 1) * self.block_size
         return request.capacity
 
     def has_room(self, request: Holder, found: Iterable[Block]) -> bool:
@@ -144,7 +147,7 @@ class KVCacheManager:
         ranges = []
         num_new = 0
         for new_blocks, table in zip(self._new_blocks, tables, strict=True):
-            indices = new_blocks(len(table), capacity, size)
+            indices = new_blocks(len(table), capacity - request.num_removed_tokens, size)
             ranges.append(indices)
             num_new += len(indices)
         if num_new > pool.free_list.length:
@@ -171,6 +174,14 @@ class KVCacheManager:
             edits.indices.extend(range(len(table)))
             edits.block_ids.extend([block.block_id for block in table])
 
+    def drop_blocks(self, request: Holder, first: int, last: int) -> None:
+        """Free the blocks first, ..., last - 1 of a request whose prompt is compressed. Its table closes up, so the
+        tokens behind them have lower indices than their positions say."""
+        for table in request.block_tables:
+            self.pool.release(reversed(table[first:last]))
+            del table[first:last]
+        request.num_removed_tokens = (last - first) * self.block_size
+
     def _free_unneeded(self, request: Holder) -> None:
         """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""
         null, size, retired = self.pool.null_block, self.block_size, request.num_retired_tokens
@@ -195,23 +206,23 @@ class KVCacheManager:
             return
         extend_hashes(request.block_hashes, request.token_ids, self.block_size, self.root, request.extra_keys)
         null, size = self.pool.null_block, self.block_size
-        hashes, first = request.block_hashes, request.num_hashed_blocks
+        first = request.num_hashed_blocks
         num_tokens = min(request.num_computed_tokens, len(request.token_ids))
         for group, table in enumerate(request.block_tables):
             for index in self._full_blocks[group](first, num_tokens, size):
                 if table[index] is not null:
-                    self._remember[group](table[index], group, hashes[index])
+                    self._remember[group](table[index], group, request, index)
         num_full = num_tokens // size
         request.num_hashed_blocks = num_full
         request.next_hash_at = (num_full + 1) * self.block_size
 
-    def _remember_later(self, block: Block, group: int, block_hash: bytes) -> None:
-        self._filled.append((block, group, block_hash))
+    def _remember_later(self, block: Block, group: int, request: Holder, index: int) -> None:
+        self._filled.append((block, group, request, index))
 
     def begin_step(self) -> None:
         """Make the blocks findable that the previous step fills, where only later steps may share them."""
-        for block, group, block_hash in self._filled:
-            self.pool.remember(block, group, block_hash)
+        for filled in self._filled:
+            self.pool.remember(*filled)
         self._filled.clear()
 
     def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
@@ -229,7 +240,7 @@ class KVCacheManager:
         for table in request.block_tables:
             self.pool.release(reversed(table))
         request.block_tables = []
-        request.capacity = 0
+        request.capacity = request.num_removed_tokens = 0
 
     def reset_prefix_cache(self, external: bool = False) -> None:
         """Forget all hashes. Running requests keep their blocks. external: later hashes are others, so that nothing is

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quire.kvcache.block_pool import Block
+from quire.kvcache.block_pool import Block, HashedTokens
 from quire.kvcache.hashing import extend_hashes, extra_keys
 from quire.kvcache.manager import Holder, KVCacheManager
 from quire.kvcache.tiers import DiskTier, Tier
@@ -39,9 +39,12 @@ class _Moving:
 
 @dataclass
 class _Load:
-    """What a request waits for. held: the blocks of its prefix that the pool has. pending: transfers."""
+    """What a request waits for. held: the blocks of its prefix that the pool has. pending: transfers. indices: of the
+    blocks that are loaded, in the request's tables."""
 
+    request: Holder
     held: list[Block]
+    indices: dict[BlockKey, int]
     late_at: float
     pending: int = 0
     transfers: list[_Moving] = field(default_factory=list)
@@ -137,17 +140,19 @@ class Transfers:
         self.num_queries += len(request.token_ids)
         wanted: dict[int, dict[BlockKey, int]] = {}
         held: list[Block] = []
+        indices: dict[BlockKey, int] = {}
         for group, table in enumerate(tables):
             for index, entry in enumerate(table):
                 if isinstance(entry, Tier):
-                    wanted.setdefault(entry.number, {})[group, request.block_hashes[index]] = 0
+                    key = group, request.block_hashes[index]
+                    wanted.setdefault(entry.number, {})[key], indices[key] = 0, index
                 elif entry is not self._pool.null_block:
                     held.append(entry)
         if not wanted or not self._kv.has_room(request, held):
             return False
         for block in held:
             self._pool.share(block)
-        load = _Load(held, time.monotonic() + LATE_SECONDS)
+        load = _Load(request, held, indices, time.monotonic() + LATE_SECONDS)
         for number, blocks in wanted.items():
             taken = [self._pool.take() for _ in blocks]
             ids = dict(zip(blocks, (block.block_id for block in taken), strict=True))
@@ -174,11 +179,14 @@ class Transfers:
 
     # ---- saving
 
-    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None:
-        self._stored.append(((group, block_hash), self._pool.blocks[block_id]))
+    def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
+        self._stored.append(((group, tokens.block_hashes[index]), self._pool.blocks[block_id]))
 
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
         """What is removed is looked at when its step retires."""
+
+    def on_cleared(self) -> None:
+        """The same holds."""
 
     def scheduled(self, step_id: int) -> None:
         """A step has been scheduled, which fills the blocks that became findable meanwhile."""
@@ -243,8 +251,10 @@ class Transfers:
                 self._save(self._backlogs[order.tier])
                 continue
             for index, (key, block) in enumerate(zip(order.keys, moving.held, strict=True)):
-                if index not in failed:
-                    self._pool.remember(block, *key)
+                place, hashes = load.indices[key], load.request.block_hashes
+                # With new weights, the hashes are others.
+                if index not in failed and place < len(hashes) and hashes[place] == key[1]:
+                    self._pool.remember(block, key[0], load.request, place)
             self.num_hits += self._kv.block_size * sum(
                 not key[0] for i, key in enumerate(order.keys) if i not in failed
             )
@@ -272,6 +282,16 @@ class Transfers:
         if late:
             self._stuck |= late
             self._wake()
+
+    def finish_all(self, wait: Callable[[float], bool]) -> None:
+        """Wait until nothing is on its way. wait: sleeps for some seconds at most, or until the gate is woken. Raises
+        ValueError if a tier does not answer."""
+        late_at = time.monotonic() + LATE_SECONDS
+        while self._moving:
+            if time.monotonic() > late_at:
+                raise ValueError("a tier of the KV cache does not answer; try again later")
+            wait(0.1)
+            self.settle()
 
     def close(self) -> None:
         self._searcher.shutdown(wait=False, cancel_futures=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quire.attention.base import StepLayout
+from quire.attention.by_head import HeadLayout
 
 Array = npt.NDArray[Any]
 
@@ -75,13 +76,14 @@ def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str =
 class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
-    longest_prompt, shares: see StepLayout. host_positions: the positions as the host knows them, see FlatBatch.
+    longest_prompt, shares, by_head: see StepLayout. host_positions: the positions that the host knows, see FlatBatch.
     """
 
     size: StepSize
     longest_prompt: int = 0
     shares: Sequence[int] = ()
     host_positions: Array | None = None
+    by_head: HeadLayout | None = None
     input_ids: Tensor = per_token(reader="embedding")
     positions: Tensor = per_token()
     slot_mapping: Tensor = declared("groups", "tokens", padding=-1, reader="attention")
@@ -111,7 +113,14 @@ class StepInputs:
         tokens_per_request = self.size.tokens_per_request
         return [
             StepLayout(
-                self.query_start_loc, self.seq_lens, slots, table, self.longest_prompt, tokens_per_request, self.shares
+                self.query_start_loc,
+                self.seq_lens,
+                slots,
+                table,
+                self.longest_prompt,
+                tokens_per_request,
+                self.shares,
+                self.by_head,
             )
             for slots, table in zip(self.slot_mapping, self.block_tables, strict=True)
         ]

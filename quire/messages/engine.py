@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from quire.messages.changes import Command
 from quire.messages.lora import Adapter
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
@@ -97,11 +98,18 @@ class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
     external: bool = False
 
 
+class CarryOut(msgspec.Struct, array_like=True, tag=True):
+    """Carry out a command. number: of the client's own choice, for the answer."""
+
+    number: int
+    command: Command
+
+
 class Shutdown(msgspec.Struct, array_like=True, tag=True):
     """End now. Unfinished requests get no further output."""
 
 
-CoreOrder = Connect | AddRequests | AbortRequests | ResetPrefixCache | Shutdown
+CoreOrder = Connect | AddRequests | AbortRequests | ResetPrefixCache | CarryOut | Shutdown
 
 
 class SpeculationStats(msgspec.Struct, array_like=True):
@@ -127,6 +135,8 @@ class CoreStats(msgspec.Struct, array_like=True):
     prefix_queries: int = 0  # tokens that were looked up in the prefix cache
     prefix_hits: int = 0  # tokens of these that were found, and so were not computed
     computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
+    is_paused: bool = False
+    is_sleeping: bool = False
     external_queries: int = 0  # tokens that were looked up in tiers beyond the pool
     external_hits: int = 0  # tokens of these that were loaded
     speculation: SpeculationStats | None = None
@@ -146,14 +156,22 @@ class CoreStats(msgspec.Struct, array_like=True):
         return total
 
 
+class CarriedOut(msgspec.Struct, array_like=True):
+    """A command has been carried out, or cannot be, for the given reason."""
+
+    number: int
+    problem: str | None = None
+
+
 class StepOutputs(msgspec.Struct, array_like=True):
     """What a core tells a client after a step. num_received: requests that it has received from this client so far.
-    sent_at: time.monotonic() on the core's machine."""
+    sent_at: time.monotonic() on the core's machine. carried_out: the client's commands."""
 
     outputs: list[EngineCoreOutput]
     stats: CoreStats
     num_received: int = 0
     sent_at: float = 0.0
+    carried_out: list[CarriedOut] = []
 
 
 # ---- between processes: the reports of a core to the process that started it

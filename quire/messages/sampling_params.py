@@ -76,6 +76,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     truncate_prompt_tokens: shorten the prompt to this many tokens; -1 shortens it so that max_tokens fit behind it.
         truncation_side: "left" (or None) removes tokens from the beginning, "right" from the end.
     skip_reading_prefix_cache: compute the whole prompt even if a prefix is cached.
+    kv_compression: False keeps the whole KV cache of the prompt, {"ratio": 2} compresses it by another ratio than that
+        of the engine, which must have kv_compression.
     structured_outputs: StructuredOutputsParams, or a dict of its fields: what the text must look like, behind the
         model's thinking. thinking_token_budget: end the thinking after this many tokens; None or -1 for no limit.
     logits_processors: functions (output ids, logits) or (prompt ids, output ids, logits) -> logits, where logits are
@@ -112,6 +114,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     skip_reading_prefix_cache: bool | None = None
+    kv_compression: bool | dict[str, float] | None = None
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     logits_processors: list[Any] | None = None
@@ -179,6 +182,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             if not all(isinstance(v, int) and not isinstance(v, bool) for v in getattr(self, name) or ()):
                 raise TypeError(f"{name} must contain only integers, got {getattr(self, name)}.")
+        compression = self.kv_compression
+        has_ratio = isinstance(compression, dict) and set(compression) == {"ratio"}
+        if not has_ratio and not isinstance(compression, bool | None):
+            raise TypeError(f'kv_compression must be True, False or {{"ratio": number}}, got {compression!r}.')
+        ratio = compression["ratio"] if isinstance(compression, dict) else 1
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 1 <= ratio <= 1024:
+            raise ValueError(f"kv_compression: ratio must be a number from 1 to 1024, got {ratio!r}.")
         for name in ("logit_bias", "extra_args"):
             if not isinstance(getattr(self, name), dict | None):
                 raise TypeError(f"{name} must be a dict, got {type(getattr(self, name)).__name__}.")

@@ -69,11 +69,12 @@ def load_model(
     mesh: Mesh,
     show_progress: bool,
     adapters: AdapterSlots | None = None,
+    weights: Path | None = None,
 ) -> Model:
     """Build this rank's part of the model of a checkpoint's directory or GGUF file, with its pooler, and fill the
     parameters.
 
-    adapters: see Builder.
+    adapters: see Builder. weights: the folder of the tensors, if it is another one.
     """
     description = describe(directory, config.model)
     spec = description.spec
@@ -83,10 +84,10 @@ def load_model(
     if directory.is_file():
         checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
         method_of = gguf.linear_method()
-    elif config.model.load_format == "dummy":
+    elif config.model.load_format == "dummy" and weights is None:
         method_of = quantization_method(description.config)
     else:
-        checkpoint = open_checkpoint(directory)
+        checkpoint = open_checkpoint(weights or directory)
         if any(name.endswith("_blocks") for name in checkpoint.names):
             checkpoint = Mxfp4Checkpoint(checkpoint)
         method_of = quantization_method(description.config, checkpoint.has)
@@ -109,7 +110,7 @@ def load_model(
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
     if description.pooling is not None and model.stage.has_head:
-        model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else directory)
+        model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else weights or directory)
     if checkpoint is None:
         load_dummy(builder, show_progress)
     else:

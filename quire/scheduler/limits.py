@@ -1,6 +1,15 @@
 """The limits of a step, and what a scheduler counts."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+from quire.scheduler.request import Request
+
+# A step of a pipeline computes so many tokens of prompts at least, and a share of those that wait: enough shares for
+# each stage to have some steps, since steps that follow each other must take about as long.
+LEAST_CHUNK = 32
+SHARES_OF_A_STAGE = 4
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,19 @@ class SchedulerLimits:
     def longest_chunk(self) -> int:
         """The most tokens of one request in a step."""
         return min(self.long_prefill_token_threshold or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    def budget(self, running: Sequence[Request], waiting: Iterable[Request]) -> int:
+        """The most tokens of the next step. The steps of a pipeline share out what is to be computed, since a stage
+        would wait for another one that has a longer step."""
+        most = self.max_num_batched_tokens
+        if self.stages == 1 or self.whole_prompts:
+            return most
+        pending, shares = 0, SHARES_OF_A_STAGE * self.stages
+        for request in chain(running, waiting):
+            pending += len(request.token_ids) - request.num_computed_tokens
+            if pending >= most * shares:
+                return most
+        return min(most, -(-len(running) // self.stages) + max(LEAST_CHUNK, -(-pending // shares)))
 
     def validate(self) -> None:
         """Raises ValueError for limits that contradict each other."""

@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter
 
 from quire.kvcache.hashing import extra_keys
@@ -15,6 +15,7 @@ from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.metrics.logging import logger
+from quire.scheduler.compression import Compression
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.gate import Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
@@ -22,11 +23,6 @@ from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
 from quire.scheduler.speculation import Speculation
 from quire.structured.gate import GrammarGate
-
-# A step of a pipeline computes so many tokens of prompts at least, and a share of those that wait: enough shares for
-# each stage to have some steps, since steps that follow each other must take about as long.
-LEAST_CHUNK = 32
-SHARES_OF_A_STAGE = 4
 
 _by_key = attrgetter("key")
 
@@ -41,27 +37,17 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        limits: SchedulerLimits,
-        num_blocks: int,
-        kv_specs: list[KVCacheSpec],
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        fingerprint: str = "",
-        gates: Sequence[Gate] = (),
-        grammars: GrammarGate | None = None,
-        vocab_size: int = 0,
-        speculation: Speculation | None = None,
-        adapters: AdapterGate | None = None,
-        tiers: Sequence[Tier] = (),
+        self, limits: SchedulerLimits, num_blocks: int, kv_specs: list[KVCacheSpec], block_size: int,
+        enable_prefix_caching: bool = True, fingerprint: str = "", gates: Sequence[Gate] = (),
+        grammars: GrammarGate | None = None, vocab_size: int = 0, speculation: Speculation | None = None,
+        adapters: AdapterGate | None = None, compression: Compression | None = None, tiers: Sequence[Tier] = (),
         mover: Mover | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
-        vocab_size: the number of logits, for `grammars`. speculation: what drafts are made of, None for no drafts.
-        tiers: where blocks are kept beyond the pool. mover: copies blocks to them and back."""
+        vocab_size: the number of logits, for `grammars`. speculation, compression: None for none. tiers: where blocks
+        are kept beyond the pool. mover: copies blocks to them and back."""
         limits.validate()
-        self.limits = limits
-        self._longest_chunk, self._is_pipelined = limits.longest_chunk, limits.stages > 1
+        self.limits, self._longest_chunk, self._is_pipelined = limits, limits.longest_chunk, limits.stages > 1
         chunk = limits.most_in_flight
         self.kv = KVCacheManager(num_blocks, kv_specs, block_size, chunk, enable_prefix_caching, fingerprint)
         if self.kv.max_blocks(limits.max_model_len) > self.kv.pool.num_usable:
@@ -74,9 +60,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self.transfers = None if mover is None or not tiers else Transfers(self.kv, tiers, mover)
         self.gates = [*gates, *(gate for gate in (grammars, adapters, self.transfers) if gate is not None)]
-        self._adapters = adapters
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
-        self.speculation = speculation
+        self._adapters, self.speculation, self._compression = adapters, speculation, compression
         self._gated = WaitingRoom(self.gates)
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
@@ -108,6 +93,8 @@ class Scheduler:
         priority = source.priority if self.limits.policy == "priority" else 0
         order = (priority, source.arrival_time, self._num_arrived)
         request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, adapter=key))
+        if self._compression is not None:
+            self._compression.plan(request)
         self.requests[request.request_id] = request
         self._enqueue(request)
 
@@ -146,6 +133,13 @@ class Scheduler:
             self._finish(request)
         return [EngineCoreOutput(request.request_id, [], FinishReason.BAD_REQUEST, why) for request, why in failed]
 
+    def hold(self) -> None:
+        """Have all requests ask the gates again, of which one is closed now. No step may be in flight."""
+        while self.running:
+            self._preempt(self.running[-1])
+        for request in [self.waiting.pop() for _ in range(len(self.waiting))]:
+            self._enqueue(request)
+
     def _enqueue(self, request: Request) -> None:
         if self._gated.passes(request):
             self._push(request)
@@ -168,12 +162,14 @@ class Scheduler:
             self.speculation.propose(self.running)
         step = SchedulerOutput(self._num_steps, epoch=self.epoch)
         requests: list[Request] = []
-        budget = self._schedule_running(step, requests, self._budget())
+        budget = self._schedule_running(step, requests, self.limits.budget(self.running, self.waiting))
         self._schedule_waiting(step, requests, budget)
         if requests:
             self._submitted.append((step, requests))
             if self.transfers is not None:
                 self.transfers.scheduled(step.step_id)
+        if self._compression is not None:
+            self._compression.free_blocks(step, requests, self.kv)
         if self._constrained is not None:
             self._constrained.send_known_tokens(step)
         for counts in (step.num_draft_tokens, step.num_next_drafts):
@@ -198,19 +194,6 @@ class Scheduler:
         tokens."""
         assert self._constrained is not None
         return self._constrained.masks(*self._submitted[-1])
-
-    def _budget(self) -> int:
-        """The most tokens of the next step. The steps of a pipeline share out what is to be computed, since a stage
-        would wait for another one that has a longer step."""
-        most, stages = self.limits.max_num_batched_tokens, self.limits.stages
-        if stages == 1 or self.limits.whole_prompts:
-            return most
-        pending, shares = 0, SHARES_OF_A_STAGE * stages
-        for request in chain(self.running, self.waiting):
-            pending += len(request.token_ids) - request.num_computed_tokens
-            if pending >= most * shares:
-                return most
-        return min(most, -(-len(self.running) // stages) + max(LEAST_CHUNK, -(-pending // shares)))
 
     def _schedule_running(self, step: SchedulerOutput, requests: list[Request], budget: int) -> int:
         running, take = self.running, self._take
@@ -279,7 +262,7 @@ class Scheduler:
     def _reads_cache(self, request: Request) -> bool:
         # Once the first token is out, prompt logprobs have been reported, so the prefix cache may be used again.
         may_read = request.source.reads_prefix_cache or len(request.token_ids) > request.num_prompt_tokens
-        return may_read and self.kv.enable_prefix_caching
+        return may_read and self.kv.enable_prefix_caching and not request.num_kept_blocks
 
     def _take(self, request: Request, budget: int, step: SchedulerOutput, requests: list[Request]) -> int | None:
         """Put a request that has a row into the step, with up to `budget` tokens and slots for them in the KV cache.
@@ -300,6 +283,8 @@ class Scheduler:
             count = budget
         if count > self._longest_chunk:
             count = self._longest_chunk
+        if request.num_kept_blocks and self._compression is not None:
+            count = self._compression.limit(request, count)
         if not count:
             return 0
         end = computed + count
@@ -319,6 +304,8 @@ class Scheduler:
             request.num_in_flight_samples = in_flight + 1 + num_drafts
         if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
+        if request.num_kept_blocks and end == request.num_prompt_tokens:
+            step.compressions.append((len(step.rows) - 1, request.num_kept_blocks))
         return count
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:

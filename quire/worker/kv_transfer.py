@@ -1,5 +1,6 @@
 """The workers' half of the tiers: one rank copies its part of blocks between its KV cache and CPU memory or disk."""
 
+import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -121,6 +122,9 @@ class MemoryStore(Store):
                 region = mmap.mmap(handle, stop)
             finally:
                 os.close(handle)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                region.madvise(mmap.MADV_HUGEPAGE)  # the first touch of a small page costs more than the copy
         flat = torch.frombuffer(region, dtype=torch.uint8, count=num_slots * block_bytes, offset=start)
         self.slots = flat.view(num_slots, block_bytes)
 

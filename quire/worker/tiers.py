@@ -11,6 +11,8 @@ from quire.parallel.mesh import Mesh
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import KVTransfers, MemoryStore, Store
 
+_PAGE_BYTES = 4096  # of memory, at least
+
 
 def kv_transfers(config: EngineConfig, size: KVCacheSize, memory: KVMemory, mesh: Mesh) -> KVTransfers | None:
     """What copies this rank's blocks to the tiers of the options and back; None if there are none. Raises
@@ -24,6 +26,8 @@ def kv_transfers(config: EngineConfig, size: KVCacheSize, memory: KVMemory, mesh
                               f"{ranks * size.block_bytes:,} bytes; raise it")  # fmt: skip
         kept = os.environ.get(MEMORY_VARIABLE)
         store = MemoryStore(num_slots, size.block_bytes, rank, Path(kept) if kept else None)
+        if options.kv_cache_pretouch:
+            store.slots[:, ::_PAGE_BYTES] |= 0  # another process may have filled them
         stores.append(store)
     if options.kv_offloading_path is not None:
         from quire.worker.disk_store import DiskStore, prepare_folder

@@ -6,7 +6,7 @@ all of them.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from quire.layers.step_inputs import StepSize
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput, TokenMasks
+from quire.worker.compression import CompressedRows, CompressingStaging
 from quire.worker.model_runner import SCORED_AT_ONCE
 from quire.worker.runner import Runner
 
@@ -26,7 +27,10 @@ _SCORED = SamplingParams(temperature=0, prompt_logprobs=0)
 def warm_up(runner: Runner[Any], most_tokens: int) -> None:
     """Run steps of up to `most_tokens` tokens. What they store goes to the null block of the cache."""
     batch = runner.batch
-    steps = (_texts if runner.pools else _steps)(len(batch.num_tokens), batch.max_model_len, most_tokens)
+    limits = len(batch.num_tokens), batch.max_model_len, most_tokens
+    steps = (_texts if runner.pools else _steps)(*limits)
+    if isinstance(runner.staging, CompressingStaging):
+        steps = chain(steps, _compressed(runner.staging.rows, *limits))
     masks = TokenMasks([0], memoryview(b"\xff" * 4 * -(-batch.vocab_size // 32)))
     for step_id, step in enumerate(steps):
         step.step_id = step_id
@@ -66,6 +70,29 @@ def _steps(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator
         yield _step([1], [params])
         if most_requests > 1:
             yield _step([1, 1], [params, _GREEDY])
+
+
+def _compressed(
+    rows: CompressedRows, most_requests: int, max_model_len: int, most_tokens: int
+) -> Iterator[SchedulerOutput]:  # fmt: skip
+    """A prompt that is compressed, then tokens behind compressed prompts, alone and beside other prompts."""
+    length = 2 * rows.block_size + rows.eviction.options.window
+    if length > min(max_model_len, most_tokens):
+        return
+    step = _step([length], [_GREEDY])
+    step.compressions.append((0, 1))
+    yield step
+    for requests in _sizes(min(most_requests, most_tokens)):
+        yield _step([1] * requests, [_GREEDY])
+        rows.pretend(requests)
+        yield SchedulerOutput(0, [], list(range(requests)), [1] * requests, epoch=_EPOCH)
+    for lengths in _prompts(most_requests - 1, max_model_len, most_tokens - 1) if most_requests > 1 else ():
+        yield _step([1], [_GREEDY])
+        rows.pretend(1)
+        step = _step([1, *lengths], [_GREEDY])
+        del step.new_requests[0]
+        yield step
+    rows.forget(slice(None))
 
 
 def _texts(most_requests: int, max_model_len: int, most_tokens: int) -> Iterator[SchedulerOutput]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
+from quire.attention.by_head import by_head
 from quire.attention.cells import CELLS
 from quire.attention.context import ContextAttention
 from quire.attention.selection import choose_backend
@@ -27,6 +28,7 @@ from quire.parallel.pipeline import Pipe
 from quire.parallel.turns import Halves
 from quire.sampling.sampler import Sampler
 from quire.worker import memory
+from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.context import ContextForward, check_context, choose_context
 from quire.worker.device import choose_device
 from quire.worker.drafters.drafter import Cached
@@ -39,6 +41,7 @@ from quire.worker.kv_memory import KVMemory
 from quire.worker.model_runner import ModelRunner
 from quire.worker.overlap import OverlappedForward
 from quire.worker.pooling_runner import PoolingRunner
+from quire.worker.residence import Residence
 from quire.worker.runner import Runner
 from quire.worker.stage_runner import StageRunner
 from quire.worker.staging import Staging
@@ -70,7 +73,10 @@ class Worker:
         with memory.explained("the model's weights", device):
             lora = config.lora
             adapters = AdapterSlots(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
-            model = load_model(directory, config, max_model_len, device, mesh, mesh.rank == 0, adapters)
+            load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
+            model = load(adapters)
+        self.residence = Residence(model, config, directory, lambda folder: load(weights=folder))
+        with memory.explained("the drafter's weights", device):
             speculation, self.drafter = config.scheduler.speculation, None
             if speculation is not None and speculation.on_device and model.stage.has_head:
                 self.drafter = DrafterParts(
@@ -112,6 +118,9 @@ class Worker:
         if pools:
             most_tokens = max(most_tokens, max_model_len)
         staging = Staging(self.device, batch, model.kernels, most_tokens)
+        if (compression := config.cache.compression) is not None:
+            rows = CompressedRows(compression, batch, self.device)
+            staging = CompressingStaging(self.device, batch, model.kernels, most_tokens, rows)
         pipe = None if mesh.pp.size == 1 else Pipe(mesh.pp, model.residual_stream, model.hidden_size)
         forward = _forward(config, model, self.backends, staging, mesh, pipe)
         self.runner: Runner[Any]
@@ -139,6 +148,7 @@ class Worker:
             free -= config.cache.kv_offloading_bytes // replica.size
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
+        self.residence.know(self.kv_memory, forward)
         if config.cache.kv_cache_pretouch:
             self.kv_memory.blocks.zero_()
         if device.type == "cpu":
@@ -187,6 +197,8 @@ def _forward(
 ) -> Forward:  # fmt: skip
     """The forward for the device and the options. It is eager if what the ranks exchange cannot be captured, and for
     models that pool: steps of whole texts are long, and hardly two have the same size."""
+    if isinstance(staging, CompressingStaging):
+        return CompressingForward(model, backends, staging.rows)
     if mesh.cp.size > 1:
         return ContextForward(model, cast(list[ContextAttention], backends), mesh.cp, pipe)
     if config.model.runner == "pooling":
@@ -221,6 +233,8 @@ def _backends(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached)
                 cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
             by_shape[cache] = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
+            if config.cache.compression is not None:
+                by_shape[cache] = by_head(by_shape[cache])
     return [by_shape[cache] for cache in model.cache_shapes]
 
 

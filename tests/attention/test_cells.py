@@ -33,7 +33,7 @@ def stored(backend: AttentionBackend, cache: Tensor, tokens: int) -> Tensor:
     """The first tokens of a cache: [2, tokens, kv_heads, head_dim + SCALE_BYTES]"""
     s = backend.shape
     if backend.name == "reference":
-        return cache.transpose(0, 1).flatten(1, 2)[:, :tokens]
+        return cache.permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :tokens]
     dim = -(-s.head_dim // 16) * 16
     planes = cache.transpose(0, 2).transpose(1, 2)  # [2, blocks, kv_heads, bytes]
     cells, scales = planes[..., : s.block_size * dim], planes[..., s.block_size * dim :].unflatten(-1, (-1, 4))

@@ -62,6 +62,11 @@ FEATURES = [
     "speculation",
     "drafters on the device",
     "adapters",
+    "KV events",
+    "pauses and sleep",
+    "new weights",
+    "pinned prefixes",
+    "KV compression",
 ]
 
 

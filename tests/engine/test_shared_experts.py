@@ -22,7 +22,7 @@ from support.engines import core_processes, generate, make_llm, tokens_of
 
 pytestmark = pytest.mark.texts
 
-COMBINES = ["expert parallelism × data parallelism, replay after a crash, seeded sampling"]
+COMBINES = ["expert parallelism × data parallelism, replay after a crash, seeded sampling, new weights"]
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=100, ignore_eos=True),
@@ -177,3 +177,27 @@ def test_waves_of_two_cores(monkeypatch):
         assert [w._wave for w in waves] == [wave + 1, wave + 1]
     for w in waves:
         w.close()
+
+
+@pytest.mark.slow
+def test_replicas_that_share_experts_pause_together_take_weights_and_do_not_sleep(path, expected):
+    async def check() -> None:
+        async with engine(path) as llm:
+            task = asyncio.create_task(everything(llm, "b"))
+            while not llm.client.stats.num_running:
+                await asyncio.sleep(0.01)
+            await llm.pause_generation(mode="keep")
+            assert not llm.client.stats.num_running
+            with pytest.raises(ValueError, match="cannot sleep"):
+                await llm.sleep(mode="keep")
+            await llm.update_weights(str(path))
+            assert not task.done()
+            await llm.resume_generation()
+            assert await task == expected
+            task = asyncio.create_task(everything(llm, "c"))
+            while not llm.client.stats.num_running:
+                await asyncio.sleep(0.01)
+            await llm.update_weights(str(path))
+            assert await task == expected
+
+    run(check())

@@ -201,6 +201,14 @@ def test_a_tier_that_does_not_answer_is_left_out(checkpoints, tmp_path, monkeypa
     assert say(llm)[0] == expected
 
 
+def test_an_engine_that_has_slept_loads_what_it_had(checkpoints, tmp_path):
+    llm = small(checkpoints.path("llama"), **IN_MEMORY, **on_disk(tmp_path))
+    expected, _ = say(llm)
+    llm.sleep()
+    llm.wake_up()
+    assert say(llm) == (expected, [112] * len(TEXTS))
+
+
 def test_salts_keep_tenants_apart_in_all_tiers(checkpoints, tmp_path):
     llm = small(checkpoints.path("llama"), **IN_MEMORY, **on_disk(tmp_path))
 

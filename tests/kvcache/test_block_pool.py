@@ -6,11 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kvcache.block_pool import NULL_BLOCK_ID, BlockPool
+from quire.kvcache.block_pool import NULL_BLOCK_ID, BlockPool, HashedTokens
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.sampling_params import SamplingParams
+from quire.scheduler.request import Request
 
 
 def hash_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
+
+
+TOKENS = Request(EngineCoreRequest("r", [1], SamplingParams(), 0, 1), (0, 0.0, 0), {})
+TOKENS.block_hashes = [hash_of(index) for index in range(10)]
 
 
 def free_ids(pool: BlockPool) -> list[int]:
@@ -43,7 +50,7 @@ def test_blocks_are_reused_in_the_order_in_which_they_were_released() -> None:
     pool = BlockPool(5)
     a, b, c, d = blocks = [pool.take() for _ in range(4)]
     for number, block in enumerate(blocks):
-        pool.remember(block, 0, hash_of(number))
+        pool.remember(block, 0, TOKENS, number)
     pool.release([c])
     pool.release([a, d])
     pool.release([b])
@@ -53,7 +60,7 @@ def test_blocks_are_reused_in_the_order_in_which_they_were_released() -> None:
 def test_blocks_that_nobody_can_find_go_first_the_last_released_before_all() -> None:
     pool = BlockPool(5)
     a, b, c = (pool.take() for _ in range(3))
-    pool.remember(b, 0, hash_of(7))
+    pool.remember(b, 0, TOKENS, 7)
     pool.release([a])
     pool.release([b])
     pool.release([c])
@@ -63,7 +70,7 @@ def test_blocks_that_nobody_can_find_go_first_the_last_released_before_all() -> 
 def test_blocks_that_were_never_used_go_before_cached_ones() -> None:
     pool = BlockPool(4)
     block = pool.take()
-    pool.remember(block, 0, hash_of(7))
+    pool.remember(block, 0, TOKENS, 7)
     pool.release([block])
     assert free_ids(pool) == [2, 3, 1]
 
@@ -82,7 +89,7 @@ def test_a_shared_block_is_free_only_when_its_last_user_releases_it() -> None:
 def test_a_released_block_is_found_until_it_is_taken_again() -> None:
     pool = BlockPool(3)
     block = pool.take()
-    pool.remember(block, 0, hash_of(7))
+    pool.remember(block, 0, TOKENS, 7)
     pool.release([block])
     assert pool.lookup_all(0, [hash_of(7)]) == [block]
     pool.take()
@@ -104,8 +111,8 @@ def test_sharing_a_free_block_takes_it_out_of_the_middle_of_the_free_list() -> N
 def test_the_first_block_with_a_hash_stays_its_owner() -> None:
     pool = BlockPool(3)
     first, second = pool.take(), pool.take()
-    pool.remember(first, 0, hash_of(7))
-    pool.remember(second, 0, hash_of(7))
+    pool.remember(first, 0, TOKENS, 7)
+    pool.remember(second, 0, TOKENS, 7)
     assert pool.lookup_all(0, [hash_of(7)]) == [first]
     assert second.block_hash is None
     pool.release([second])
@@ -116,8 +123,8 @@ def test_the_first_block_with_a_hash_stays_its_owner() -> None:
 def test_a_block_keeps_the_hash_it_has() -> None:
     pool = BlockPool(2)
     block = pool.take()
-    pool.remember(block, 0, hash_of(7))
-    pool.remember(block, 0, hash_of(8))
+    pool.remember(block, 0, TOKENS, 7)
+    pool.remember(block, 0, TOKENS, 8)
     assert block.block_hash == (0, hash_of(7))
     assert pool.lookup_all(0, [hash_of(8)]) == []
 
@@ -125,9 +132,9 @@ def test_a_block_keeps_the_hash_it_has() -> None:
 def test_kv_groups_do_not_see_each_others_blocks() -> None:
     pool = BlockPool(3)
     a, b = pool.take(), pool.take()
-    pool.remember(a, 0, hash_of(7))
+    pool.remember(a, 0, TOKENS, 7)
     assert pool.lookup_all(1, [hash_of(7)]) == []
-    pool.remember(b, 1, hash_of(7))
+    pool.remember(b, 1, TOKENS, 7)
     assert pool.lookup_all(0, [hash_of(7)]) == [a]
     assert pool.lookup_all(1, [hash_of(7)]) == [b]
 
@@ -136,15 +143,15 @@ def test_a_lookup_ends_at_the_first_block_that_is_missing() -> None:
     pool = BlockPool(4)
     blocks = [pool.take() for _ in range(3)]
     for number in (0, 1, 3):
-        pool.remember(blocks[min(number, 2)], 0, hash_of(number))
+        pool.remember(blocks[min(number, 2)], 0, TOKENS, number)
     assert pool.lookup_all(0, map(hash_of, range(4))) == blocks[:2]
 
 
 def test_forgetting_all_leaves_the_users_their_blocks() -> None:
     pool = BlockPool(3)
     used, free = pool.take(), pool.take()
-    pool.remember(used, 0, hash_of(1))
-    pool.remember(free, 0, hash_of(2))
+    pool.remember(used, 0, TOKENS, 1)
+    pool.remember(free, 0, TOKENS, 2)
     pool.release([free])
     pool.forget_all()
     assert pool.lookup_all(0, [hash_of(1)]) == pool.lookup_all(0, [hash_of(2)]) == []
@@ -160,7 +167,8 @@ class Ledger:
         self.blocks: dict[tuple[int, bytes], int] = {}
         self.events: list[str] = []
 
-    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None:
+    def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
+        block_hash = tokens.block_hashes[index]
         assert (group, block_hash) not in self.blocks, "stored twice"
         assert block_id not in self.blocks.values(), "a block has two hashes"
         self.blocks[group, block_hash] = block_id
@@ -169,6 +177,10 @@ class Ledger:
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
         assert self.blocks.pop((group, block_hash)) == block_id, "another block was removed"
         self.events.append("removed")
+
+    def on_cleared(self) -> None:
+        self.blocks.clear()
+        self.events.append("cleared")
 
 
 MOVES = st.lists(st.tuples(st.sampled_from(["take", "share", "release", "remember", "forget", "forget all"]),
@@ -199,7 +211,7 @@ def test_listeners_know_at_any_time_which_block_has_which_hash(moves: list[tuple
             uses[block_id] -= 1
             uses = {held: count for held, count in uses.items() if count}
         elif move == "remember" and block_id in uses:
-            pool.remember(block, *key)
+            pool.remember(block, group, TOKENS, content)
             if block_id not in owners.values():
                 owners.setdefault(key, block_id)
         elif move == "forget":
@@ -217,8 +229,8 @@ def test_a_listener_hears_of_a_removal_before_the_block_gets_other_content() -> 
     pool, ledger = BlockPool(2), Ledger()
     pool.listeners.append(ledger)
     block = pool.take()
-    pool.remember(block, 0, hash_of(7))
-    pool.remember(block, 0, hash_of(8))
+    pool.remember(block, 0, TOKENS, 7)
+    pool.remember(block, 0, TOKENS, 8)
     pool.release([block])
     assert ledger.events == ["stored"]
     pool.take()

@@ -17,6 +17,7 @@ from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.layers.attention_spec import AttentionSpec, HeadShare
+from quire.messages.changes import Change
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -83,6 +84,9 @@ class RankedExecutor(Executor):
 
     def load_adapter(self, key: str, path: str) -> Any:
         raise ValueError("these ranks have no adapters")
+
+    def change(self, change: Change) -> None:
+        raise AssertionError("no test changes the memory of these ranks")
 
     def drop_adapter(self, key: str) -> None:
         """There are none."""

@@ -69,7 +69,7 @@ NOT_YET = [
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
     '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",
-    "--enable-sleep-mode",
+    "--enable-elastic-ep",
     "--task embed",
     "--tokenizer-mode mistral --config-format mistral",
     "--no-enable-chunked-prefill",

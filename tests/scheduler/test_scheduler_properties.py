@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import islice, product
 from struct import pack
@@ -23,22 +23,31 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from quire.engine.kv_events import KVEvents
+from quire.engine.pause import PauseGate
+from quire.kvcache.block_pool import HashedTokens
 from quire.kvcache.hashing import hash_root
 from quire.kvcache.specs import CacheEntry, KVCacheSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
+from quire.messages.kv_events import KVCacheEvent, KVEventBatch
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
+from quire.options.kv_compression import KVCompressionOptions
+from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.request import Request, Status
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
 from quire.speculative.lengths import DraftLengths
 from quire.speculative.proposer import Text
+from support.kv_router import RouterView
 from support.kv_specs import HeadBudgetSpec, StateSpec
 from support.tiers import MoverModel
 
 COMBINES = [
+    "KV events × chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
     "chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
+    "KV compression × chunked prefill, prefix caching, preemption, priority, two steps in flight",
     "long_prefill_token_threshold × chunked prefill, prefix caching, preemption, sliding window, priority, two"
     " steps in flight",
 ]
@@ -56,7 +65,9 @@ KV_GROUPS: dict[str, list[str]] = {
     "state": ["state"],
     "hybrid": ["full", "state", "6"],
     "heads": ["full", "heads"],
+    "compressed": ["full"],
 }
+COMPRESSION = KVCompressionOptions(ratio=2, window=3, sinks=1)
 HEAD_BUDGETS = (8, 20, 4)
 
 
@@ -208,6 +219,11 @@ class Access:
     request_id: str
     read: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
+    dropped: set[int] = field(default_factory=set)  # once the step has run
+
+    def forget(self, blocks: set[int]) -> None:
+        self.read -= blocks
+        self.written -= blocks
 
 
 @dataclass
@@ -216,7 +232,18 @@ class Row:
     nodes: list[int]
     tokens: list[int]
     computed: int
+    num_prompt: int
     drafts: list[int] = field(default_factory=list)
+    dropped: range = range(0)  # blocks of a compressed prompt; those behind them moved up
+
+    def moved(self, places: list[Place]) -> list[Place]:
+        """Where these places are in the block table, without those that were dropped."""
+        behind = len(self.dropped)
+        return [
+            (index - (behind if index >= self.dropped.stop else 0), offset, position)
+            for index, offset, position in places
+            if index not in self.dropped
+        ]
 
 
 class WorkerModel:
@@ -255,6 +282,7 @@ class WorkerModel:
     def read(self, step: SchedulerOutput, group: int, number: int, places: list[Place]) -> set[int]:
         """Check that a row finds its own history at these places. The blocks that were read."""
         row = self.rows[number]
+        places = row.moved(places)
         for index, offset, position in places:
             entry = self.memory.get((self.tables[group, number, index], offset))
             assert entry == (group, row.nodes[position]), (
@@ -266,7 +294,9 @@ class WorkerModel:
         for new in step.new_requests:
             node = self.histories.root(truths[new.request_id].source.cache_salt)
             nodes = [node := self.histories.child(node, token) for token in new.token_ids]
-            self.rows[new.row] = Row(new.request_id, nodes, list(new.token_ids), new.num_computed_tokens)
+            self.rows[new.row] = Row(
+                new.request_id, nodes, list(new.token_ids), new.num_computed_tokens, new.num_prompt_tokens
+            )
         edits = step.block_table_edits
         for group, number, index, block in zip(edits.groups, edits.rows, edits.indices, edits.block_ids, strict=True):
             self.tables[group, number, index] = block
@@ -291,7 +321,7 @@ class WorkerModel:
         slots: set[tuple[int, int]] = set()
         for (number, row, count), access in zip(work, accesses, strict=True):
             for group, model in enumerate(self.groups):
-                for index, offset, position in model.stores(row.computed, row.computed + count):
+                for index, offset, position in row.moved(model.stores(row.computed, row.computed + count)):
                     block = self.tables[group, number, index]
                     assert block > 0, f"{row} writes to the null block"
                     assert (block, offset) not in slots, f"two tokens of step {step.step_id} are written to one slot"
@@ -314,9 +344,20 @@ class WorkerModel:
                 row.computed = len(row.tokens) - 1
             row.drafts = self.drafts(row, next_drafts)
             for group, position in product(range(len(self.groups)), range(next_drafts)):
-                block = self.tables[group, number, (row.computed + position) // BLOCK_SIZE]
-                assert block > 0, f"{row} has no slots for its drafts"
+                [(index, _, _)] = row.moved([((row.computed + position) // BLOCK_SIZE, 0, 0)])
+                assert self.tables[group, number, index] > 0, f"{row} has no slots for its drafts"
+        for place, num_kept in step.compressions:
+            self.compress(step.rows[place], num_kept, accesses[place])
         return sampled, accesses
+
+    def compress(self, number: int, num_kept: int, access: Access) -> None:
+        """Drop blocks of a prompt. (A real worker puts the tokens that it keeps into the others.)"""
+        row = self.rows[number]
+        full, tail = divmod(row.num_prompt, BLOCK_SIZE)
+        row.dropped = range(num_kept, full)
+        access.dropped = {self.tables[0, number, index] for index in row.dropped}
+        if tail:
+            self.tables[0, number, num_kept] = self.tables[0, number, full]
 
     def append(self, row: Row, token: int) -> None:
         row.tokens.append(token)
@@ -420,11 +461,14 @@ class Listener:
     def __init__(self) -> None:
         self.stored: dict[tuple[int, bytes], int] = {}
 
-    def on_stored(self, group: int, block_hash: bytes, block_id: int) -> None:
-        assert self.stored.setdefault((group, block_hash), block_id) == block_id
+    def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
+        assert self.stored.setdefault((group, tokens.block_hashes[index]), block_id) == block_id
 
     def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
         assert self.stored.pop((group, block_hash)) == block_id
+
+    def on_cleared(self) -> None:
+        self.stored.clear()
 
 
 class House:
@@ -433,14 +477,19 @@ class House:
     def __init__(self, setting: Setting) -> None:
         groups = [make_group(kind, layer, setting.depth) for layer, kind in enumerate(KV_GROUPS[setting.groups])]
         specs = [spec for spec, _ in groups]
-        budget = max(setting.budget, setting.max_num_seqs)
+        if setting.groups == "compressed":  # which excludes drafters on the device
+            setting = replace(setting, drafts_stay=False)
+        budget, threshold, compression = max(setting.budget, setting.max_num_seqs), setting.threshold, None
+        if setting.groups == "compressed":
+            window, compression = COMPRESSION.window, Compression(COMPRESSION, BLOCK_SIZE)
+            budget, threshold = max(budget, setting.max_num_seqs - 1 + window), threshold and max(threshold, window)
         limits = SchedulerLimits(
-            setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, setting.threshold,
+            setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, threshold,
             setting.drafts if setting.drafts_stay else 0,
         )  # fmt: skip
         least = sum(spec.max_blocks(MAX_MODEL_LEN, limits.most_in_flight, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
-        doors = Doors()
+        doors, self.pause_gate = Doors(), PauseGate()
         can_roll_back = not {"state", "heads"} & set(KV_GROUPS[setting.groups])
         speculation = None
         if setting.drafts and can_roll_back:
@@ -450,8 +499,9 @@ class House:
         self.worker = WorkerModel([model for _, model in groups], self.histories, setting.seed)
         self.mover = MoverModel(self.worker.memory, BLOCK_SIZE, setting.seed)
         self.scheduler = Scheduler(
-            limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors], speculation=speculation,
-            tiers=self.mover.tiers(setting.tiers) if setting.caching else [], mover=self.mover,
+            limits, num_blocks, specs, BLOCK_SIZE, setting.caching, gates=[doors, self.pause_gate],
+            speculation=speculation, tiers=self.mover.tiers(setting.tiers) if setting.caching else [], mover=self.mover,
+            compression=compression,
         )  # fmt: skip
         if self.scheduler.transfers is not None:
             self.mover.attach(self.scheduler.transfers)
@@ -460,6 +510,9 @@ class House:
         self.pool = self.scheduler.kv.pool
         self.listener = Listener()
         self.pool.listeners.append(self.listener)
+        self.router = RouterView()
+        self.events = KVEvents(specs, BLOCK_SIZE, self._route, lambda: None)
+        self.pool.listeners.append(self.events)
         self.in_flight: deque[InFlight] = deque()
         self.truths: dict[str, Truth] = {}
         self.owners: dict[tuple[int, bytes], int] = {}
@@ -469,6 +522,9 @@ class House:
     def flying(self) -> list[InFlight]:
         """The steps that the scheduler counts on: not those that it has withdrawn."""
         return [flight for flight in self.in_flight if flight.step.epoch == self.scheduler.epoch]
+
+    def _route(self, events: list[KVCacheEvent]) -> None:
+        self.router.apply(msgspec.msgpack.encode(KVEventBatch(0.0, events, 0)))
 
     # ---- moves
 
@@ -513,8 +569,15 @@ class House:
         gated = {id for id, request in scheduler.requests.items() if request.status is Status.GATED}
         assert gated == set(scheduler._gated.requests)
         loading = set() if scheduler.transfers is None else set(scheduler.transfers._loads)
-        assert gated <= self.doors.closed | loading
+        assert gated <= self.doors.closed | loading or self.pause_gate.is_closed
+        tables = {id: {b.block_id for t in r.block_tables for b in t} for id, r in scheduler.requests.items()}
         step = scheduler.schedule()
+        compressed = {step.rows[place] for place, _ in step.compressions}
+        for request in scheduler.running:  # steps are run in their order, so later ones may write to what is dropped
+            for access in (access for other in self.in_flight for access in other.accesses):
+                if request.row in compressed and access.request_id == request.request_id:
+                    kept = {block.block_id for table in request.block_tables for block in table}
+                    access.forget(tables[request.request_id] - kept)
         assert not gated & {new.request_id for new in step.new_requests}
         live = [truth.request for truth in self.truths.values()]
         assert len(step.rows) == len(step.num_tokens) == len(set(step.rows))
@@ -544,7 +607,9 @@ class House:
                 if access.request_id == request.request_id and sampled
             )
             last = len(truth.tokens) + flying >= len(truth.source.prompt_token_ids) + truth.source.max_tokens
-            if request.request_id not in scheduled and not last:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            waits = request.num_kept_blocks and 0 < left <= COMPRESSION.window  # until a step has room for all of these
+            if request.request_id not in scheduled and not last and not waits:
                 assert leaving, f"{request} got no token"
                 assert not step.new_requests, f"requests entered while {request} waits for blocks"
         entered = {new.request_id for new in step.new_requests}
@@ -581,6 +646,8 @@ class House:
                         f"{access.request_id} overwrites a block of {used.request_id} that step "
                         f"{earlier.step.step_id} still needs"
                     )
+        for access in accesses:
+            access.forget(access.dropped)
         self.in_flight.append(InFlight(step, sampled, accesses))
 
     def believed(self, step: SchedulerOutput) -> tuple[list[list[int]], list[Access]]:
@@ -654,6 +721,21 @@ class House:
         self.owners.clear()
         self.check()
 
+    def pause(self) -> None:
+        """All steps retire, and all requests wait until the pause ends."""
+        while self.in_flight:
+            self.retire()
+        self.pause_gate.close()
+        self.scheduler.hold()
+        self.check()
+        assert not self.scheduler.running
+        assert not len(self.scheduler.waiting)
+        held = set(self.mover.held()) if self.scheduler.transfers is not None else set()
+        assert self.pool.num_free + len(held) == self.pool.num_usable
+        assert not self.schedule().rows
+        self.pause_gate.open()
+        self.scheduler.wake()
+
     def advance(self) -> None:
         """A turn of the core's loop."""
         if self.mover.pending and self.mover.dice.random() < 0.3:
@@ -725,6 +807,12 @@ class House:
         owners = {block.block_hash: block.block_id for block in self.pool.blocks if block.block_hash is not None}
         assert {key: block.block_id for key, block in self.pool._cached.items()} == owners
         assert self.listener.stored == owners
+        self.events.publish()
+        assert self.router.blocks == {(group, int.from_bytes(name[-8:])) for group, name in owners}
+        for request in self.scheduler.running:
+            for index, name in enumerate(request.block_hashes):
+                text = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE]), request.source.cache_salt, None
+                assert self.router.texts.get(int.from_bytes(name[-8:]), text) == text
         for (group, block_hash), block_id in owners.items():
             places = self.worker.groups[group].stores(0, BLOCK_SIZE)
             last = self.worker.memory.get((block_id, places[-1][1]))
@@ -831,6 +919,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.house.refuse(victim, out_of_memory)
 
     @rule()
+    def pause(self) -> None:
+        self.house.pause()
+
+    @rule()
     def reset_prefix_cache(self) -> None:
         self.house.scheduler.kv.reset_prefix_cache()
         self.house.owners.clear()
@@ -899,6 +991,8 @@ def walk(groups: str, depth: int, seed: int, moves: int = 300, tiers: str | None
             house.withdraw()
         elif move < 0.29 and len(house.in_flight) < depth:
             house.refuse(dice.randrange(8), dice.random() < 0.5)
+        elif move < 0.295:
+            house.pause()
         elif move < 0.3:
             house.scheduler.kv.reset_prefix_cache()
             house.owners.clear()

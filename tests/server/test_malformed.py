@@ -106,6 +106,10 @@ BOTH: list[tuple[Any, ...]] = [
     ("logprob_token_ids", ["a"], "logprob_token_ids[0]"),
     ("stream_interval", 0),
     ("stream_interval", "often"),
+    ("kv_compression", {"ratio": 2}),  # the server does not compress
+    ("kv_compression", "half"),
+    ("kv_compression", {"ratio": 0.5}, "kv_compression.ratio"),
+    ("kv_compression", {"budget": 100}, "kv_compression.ratio"),
     ("repetition_detection", []),
     ("repetition_detection", {"max_pattern_size": 5, "min_count": 1}),
     ("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),

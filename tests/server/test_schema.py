@@ -30,6 +30,7 @@ WITH_BODY = [
     "/abort_requests",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    *("/update_weights", "/v1/prefixes"),
     *("/v1/embeddings", "/v2/embed", "/v1/score", "/v1/rerank", "/classify", "/pooling"),
 ]
 TRANSLATED = [
@@ -39,10 +40,12 @@ RESPONSE = "/v1/responses/{response_id}"
 READ = [
     *("/v1/models", "/v1/models/{model}", RESPONSE, f"{RESPONSE}/input_items"),
     *("/health", "/ping", "/version", "/load", "/metrics"),
+    *("/is_paused", "/is_sleeping", "/v1/prefixes"),
     *("/api/tags", "/api/ps", "/api/version"),
 ]
-POST = [*WITH_BODY, f"{RESPONSE}/cancel", "/reset_prefix_cache", "/ping"]
+POST = [*WITH_BODY, f"{RESPONSE}/cancel", "/reset_prefix_cache", "/ping", "/pause", "/resume", "/sleep", "/wake_up"]
 OPERATIONS = [*(f"POST {path}" for path in POST), *(f"GET {path}" for path in READ), f"DELETE {RESPONSE}"]
+OPERATIONS.append("DELETE /v1/prefixes/{prefix_id}")
 CASES = [
     *((label, GenerationMode.POSITIVE) for label in OPERATIONS),
     *((f"POST {path}", GenerationMode.NEGATIVE) for path in WITH_BODY),

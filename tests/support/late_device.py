@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.attention.by_head import EndingPrompt
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
@@ -29,13 +30,16 @@ from quire.kvcache.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import Array
 from quire.lora.gate import AdapterGate
+from quire.messages.changes import Change
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.sampling.sampler import Sampler
+from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.gate import GrammarGate
+from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.device import Device, layout, pack, unpack
 from quire.worker.drafters.drafter import Drafter
 from quire.worker.drafters.heads import ChainDrafter, HeadLayers, StateDrafter
@@ -254,6 +258,11 @@ class LateBackend(_Late):
         return lambda: self.real.plan(layout)
 
 
+class LateRows(CompressedRows):
+    def evict(self, prompt: EndingPrompt, full: int) -> None:
+        self.device.stream.queue.append(lambda: super(LateRows, self).evict(prompt, full))
+
+
 class LateKernels(_Late):
     def argmax(self, logits: Tensor) -> Tensor:
         return self.stream.launch(lambda: self.real.argmax(logits), len(logits), dtype=torch.int64)
@@ -337,6 +346,10 @@ class LateExecutor(Executor):
         self.most_tokens = max(most_tokens, len(batch.num_tokens))
         staging = Staging(device, batch, kernels, self.most_tokens)
         forward = Forward(model, backends)
+        if (compression := llm.config.cache.compression) is not None:
+            rows = LateRows(compression, batch, device)
+            staging = CompressingStaging(device, batch, kernels, self.most_tokens, rows)
+            forward = CompressingForward(model, backends, rows)
         if captured:
             drafts = llm.config.scheduler.speculation.num_speculative_tokens if llm.config.scheduler.speculation else 0
             forward = CapturedForward(model, backends, staging, most_tokens, 1 + drafts)
@@ -392,6 +405,9 @@ class LateExecutor(Executor):
             loaded.set_exception(error)
         return loaded
 
+    def change(self, change: Change) -> None:
+        raise AssertionError("no test changes the memory of these ranks")
+
     def drop_adapter(self, key: str) -> None:
         self.runner.adapters.drop(key)
 
@@ -440,6 +456,7 @@ def watched_scheduler(
         limits_of(llm, depth), kv.num_blocks, list(kv.specs), cache.block_size, cache.enable_prefix_caching,
         grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
         speculation=speculation, adapters=adapters,
+        compression=None if cache.compression is None else Compression(cache.compression, cache.block_size),
     )  # fmt: skip
 
 

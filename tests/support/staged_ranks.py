@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
+from quire.messages.changes import Change
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.parallel.mesh import Communicator, Mesh
@@ -100,6 +101,9 @@ class StagedExecutor(Executor):
             runner.adapters.load(key, path)
         loaded.set_result(None)
         return loaded
+
+    def change(self, change: Change) -> None:
+        raise AssertionError("no test changes the memory of these ranks")
 
     def drop_adapter(self, key: str) -> None:
         for runner in self.runners:

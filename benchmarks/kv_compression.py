@@ -1,0 +1,272 @@
+"""What KV compression loses and gains: perplexity, needles in a haystack, and requests that decode together.
+
+    python -m benchmarks.kv_compression inputs --model MODEL --file inputs.json
+    python -m benchmarks.kv_compression quality --model MODEL --file inputs.json --json found.json
+    python -m benchmarks.kv_compression speed --json speed.json
+
+`inputs` writes token ids, so that benchmarks/peers/kvpress_quality.py measures the same texts in another environment:
+texts of the documentation that comes with Python (pydoc_data), or for the bundled model, new texts of the kind that it
+was trained on (tools/demo_corpus.py). `quality` prints a row for each method and ratio:
+
+- the perplexity of the tokens that follow a compressed text, over that without compression, in per cent;
+- how many of the needles that are found without compression are still found. A needle is a sentence with a number at a
+  random place of a text, and the prompt ends with the question for it.
+
+The first part of a prompt is computed once, and its cache is restored for each variant, which computes the last 144
+tokens of the prompt, compresses it, and goes on.
+
+`speed` runs the same requests through an engine with a small pool, with and without compression: how many run at once,
+and tokens in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire import LLM, SamplingParams
+from quire.attention.eviction import METHODS
+from quire.messages.step import NewRequest, SchedulerOutput
+
+RATIOS = (2, 4, 8, 16)
+LAST = 144  # tokens of a prompt that each variant computes anew
+BEHIND = 256  # tokens behind a text whose perplexity is measured
+ANSWER = 6  # tokens
+CITIES = "Lisbon Oslo Vienna Porto Ghent Turin Riga Bern Lyon Cork Graz Malmo".split()
+
+
+def library(tokenizer: Any, is_bundled: bool) -> list[int]:
+    if is_bundled:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+        from demo_corpus import documents
+
+        return list(tokenizer.encode("".join(islice(documents("held out: kv compression"), 1000))))
+    text = "\n\n".join(text for _, text in sorted(topics.items()) if len(text) > 4000)
+    return list(tokenizer.encode(re.sub(r"[ \t]+", " ", text)))
+
+
+def make_inputs(ids: list[int], tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    length, num_texts, num_needles = options.length, options.texts, options.needles
+    dice, needles = random.Random(1), []
+    room = (len(ids) - length - BEHIND) // num_texts
+    texts = [ids[i * room : i * room + length + BEHIND] for i in range(num_texts)]
+    for i in range(num_needles):
+        count = options.needle_lengths[i % len(options.needle_lengths)]
+        start = dice.randrange(len(ids) - count)
+        lines = tokenizer.decode(ids[start : start + count]).split("\n")
+        city, number = dice.choice(CITIES), str(dice.randrange(1000, 9999))
+        lines.insert(int((i + 0.5) / num_needles * len(lines)), f"\nThe secret number of {city} is {number}.\n")
+        question = f"\n\nQuestion: What is the secret number of {city}?\nAnswer: The secret number of {city} is"
+        needles.append({"prompt": list(tokenizer.encode("\n".join(lines) + question)), "answer": number})
+    return {"length": length, "texts": texts, "needles": needles}
+
+
+class Variants:
+    """An engine whose runner is driven by hand, with one request in row 0."""
+
+    def __init__(self, model: str | None, longest: int, dtype: str) -> None:
+        blocks = -(-longest // 16)
+        self.llm = LLM(
+            model, dtype=dtype, max_model_len=longest, num_gpu_blocks_override=blocks + 2, max_num_seqs=2,
+            kv_compression={"ratio": 4},
+        )  # fmt: skip
+        self.runner: Any = self.llm.core.executor.runner
+        self.rows, self.batch = self.runner.staging.rows, self.runner.batch
+        self.all_blocks = torch.arange(1, blocks + 1, dtype=torch.int32).numpy()
+        self.options = self.rows.eviction.options
+
+    @torch.inference_mode()
+    def run(self, count: int, num_kept_blocks: int | None = None) -> Tensor:
+        """Hidden states of the next tokens, with which the prompt ends if it is compressed."""
+        compressions = [] if num_kept_blocks is None else [(0, num_kept_blocks)]
+        step = SchedulerOutput(0, [], [0], [count], compressions=compressions)
+        flat = self.batch.flatten(step)
+        return self.runner.forward(self.runner.staging.stage(flat, flat.size, step, {})[0])  # type: ignore[no-any-return]
+
+    def begin(self, prompt: list[int]) -> None:
+        self.batch.install(NewRequest("r", 0, prompt, len(prompt), 0, SamplingParams(), 0))
+        self._plain()
+        for start in range(0, len(prompt) - LAST, 512):
+            self.run(min(512, len(prompt) - LAST - start))
+        self.saved, self.prompt = self.rows.backend.slices.clone(), prompt
+
+    def _plain(self) -> None:
+        self.rows.num_kept[0] = self.rows.num_removed[0] = self.rows.most_kept[0] = 0
+        self.rows.counts[0] = 0
+        self.batch.block_tables[0, 0] = self.all_blocks[: self.batch.block_tables.shape[2]]
+
+    def end(self, method: str | None, ratio: float) -> Tensor:
+        """Compress the prompt; None for no method keeps all of it. Returns the logits behind it, [1, vocab]."""
+        self.rows.backend.slices.copy_(self.saved)
+        self._plain()
+        count, kept = len(self.prompt), None
+        self.batch.num_computed[0] = count - LAST
+        if method is not None:
+            options = replace(self.options, method=method, ratio=ratio)
+            kept = options.kept_blocks(count, 16)
+            self.rows.eviction = METHODS[method](options, 16)
+        hidden = self.run(LAST, kept)
+        if kept is not None:
+            first, used = kept + (count % 16 > 0), -(-count // 16)
+            fresh = self.all_blocks[used:]
+            self.batch.block_tables[0, 0, first : first + len(fresh)] = fresh
+        return self.runner.model.logits(hidden[-1:])  # type: ignore[no-any-return]
+
+    def append(self, tokens: list[int]) -> Tensor:
+        """The logits behind each of these tokens."""
+        known = int(self.batch.num_computed[0])
+        self.batch.token_ids[0, known : known + len(tokens)] = tokens
+        self.batch.num_tokens[0] = known + len(tokens)
+        return self.runner.model.logits(self.run(len(tokens)))  # type: ignore[no-any-return]
+
+
+def variants() -> Iterator[tuple[str | None, float]]:
+    yield None, 1
+    for method in METHODS:
+        for ratio in RATIOS:
+            yield method, ratio
+
+
+@torch.inference_mode()
+def quality(engine: Any, inputs: Any, decode: Any) -> dict[str, Any]:
+    """engine: has begin, end and append as Variants has. decode: token ids -> text."""
+    losses: dict[str, list[float]] = {}
+    for text in inputs["texts"]:
+        prompt, behind = text[: inputs["length"]], text[inputs["length"] :]
+        engine.begin(prompt)
+        for method, ratio in engine.variants():
+            logits = torch.cat([engine.end(method, ratio), engine.append(behind[:-1])]).float()
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(behind))
+            losses.setdefault(f"{method} {ratio}", []).append(loss.item())
+        print(f"{len(losses['None 1'])} texts", flush=True)
+    found: dict[str, list[bool]] = {}
+    for needle in inputs["needles"]:
+        engine.begin(needle["prompt"])
+        for method, ratio in engine.variants():
+            logits, answer = engine.end(method, ratio), []
+            for _ in range(ANSWER):
+                answer.append(int(logits[-1].argmax()))
+                logits = engine.append(answer[-1:])
+            found.setdefault(f"{method} {ratio}", []).append(needle["answer"] in decode(answer))
+        print(f"{len(found['None 1'])} needles", flush=True)
+    return {"losses": losses, "found": found}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Rows of Markdown."""
+    base = torch.tensor(result["losses"]["None 1"])
+    lines = [f"perplexity without compression: {base.mean().exp():.2f}"]
+    hits = [i for i, hit in enumerate(result["found"].get("None 1", [])) if hit]
+    lines += [f"needles found without compression: {len(hits)} of {len(result['found'].get('None 1', []))}", ""]
+    methods = dict.fromkeys(name.split()[0] for name in result["losses"] if not name.startswith("None"))
+    lines += ["| method | " + " | ".join(f"{r} ×" for r in RATIOS) + " |", "|---" * (len(RATIOS) + 1) + "|"]
+    for method in methods:
+        cells = []
+        for ratio in RATIOS:
+            loss = torch.tensor(result["losses"][f"{method} {ratio}"])
+            cell = f"{100 * ((loss - base).mean().exp() - 1):+.2f} %"
+            if hits:
+                kept = sum(result["found"][f"{method} {ratio}"][i] for i in hits)
+                cell += f", {kept}"
+            cells.append(cell)
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("inputs", "quality", "speed", "table"))
+    parser.add_argument("--model", help="default: the bundled model")
+    parser.add_argument("--file", type=Path, help="the inputs")
+    parser.add_argument("--json", type=Path, help="where results go, or come from for `table`")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--length", type=int, default=6000, help="tokens of a text that is compressed")
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--needles", type=int, default=36)
+    parser.add_argument("--needle-lengths", type=int, nargs="*", default=[2000, 4000])
+    options = parser.parse_args()
+    if options.what == "table":
+        print(table(json.loads(options.json.read_text())))
+        return
+    if options.what == "speed":
+        result = speed()
+        print(json.dumps(result, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(result))
+        return
+    if options.what == "inputs":
+        tokenizer = LLM(options.model, max_model_len=64, max_num_seqs=1, load_format="auto").get_tokenizer()
+        made = make_inputs(library(tokenizer, options.model is None), tokenizer, options)
+        options.file.write_text(json.dumps(made))
+        return
+    inputs = json.loads(options.file.read_text())
+    longest = max(map(len, [*inputs["texts"], *(needle["prompt"] for needle in inputs["needles"])])) + 64
+    engine = Variants(options.model, longest, options.dtype)
+    engine.variants = variants  # type: ignore[attr-defined]
+    tokenizer = engine.llm.get_tokenizer()
+    result = quality(engine, inputs, tokenizer.decode)
+    if options.json:
+        options.json.write_text(json.dumps(result))
+    print(table(result))
+
+
+PROMPT, OUTPUT = 3072, 48  # tokens
+POOL = 16  # uncompressed requests that fit into the pool
+SHAPE = {  # one whose cache dominates: 12 KB for a token, beside 12 MB of weights
+    "num_hidden_layers": 6, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 512, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def speed(rounds: int = 2) -> dict[str, Any]:
+    """For each engine: how many requests run at once, and tokens in a second while all of them decode."""
+    pool, result = POOL * -(-(PROMPT + OUTPUT) // 16), dict[str, Any]()
+    for name, compression in (("whole", {}), ("4 x", {"method": "kv_compress", "ratio": 4})):
+        llm = LLM(
+            load_format="dummy", hf_overrides=SHAPE, max_model_len=PROMPT + OUTPUT, max_num_seqs=96,
+            max_num_batched_tokens=8192, num_gpu_blocks_override=pool + 1, enable_prefix_caching=False,
+            kv_compression=compression,
+        )  # fmt: skip
+        most, rates = 0, []
+        for attempt in range(rounds):
+            core, dice = llm.core, random.Random(attempt)
+            for i in range(96):
+                prompt = [dice.randrange(300) for _ in range(PROMPT)]
+                params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+                core.add_request(llm.processor.process(f"{attempt}/{i}", prompt, params).core_requests[0])
+            running = core.scheduler.running
+            seconds, tokens, count = 0.0, 0, 0
+            # Requests are admitted while there is room. Steps count that have as many requests as ever, all of which
+            # decode: if some have been preempted or are computing their prompts, it is not one of these.
+            while core.has_unfinished and count < 24:
+                started, computed = time.perf_counter(), core.scheduler.stats.computed_tokens
+                core.step()
+                elapsed, computed = time.perf_counter() - started, core.scheduler.stats.computed_tokens - computed
+                if computed == len(running) and len(running) >= most > 0:
+                    seconds, tokens, count = seconds + elapsed, tokens + computed, count + 1
+                if computed <= len(running):
+                    most = max(most, len(running))
+            rates.append(tokens / seconds)
+            core.abort_requests(list(core.scheduler.requests))
+            while core.has_unfinished:
+                core.step()
+        result[name] = {"requests": most, "tokens_per_second": rates, "preemptions": core.scheduler.stats.preemptions}
+        core.shutdown()
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Attention with lengths by head, for requests whose prompt was compressed: its KV heads keep different tokens.
+
+A block of the pool consists of slices, one for each layer and KV head, and each slice has the layout of a block of a
+model with one layer and one KV head. So the whole pool is also a cache of such a model, with many small blocks:
+
+    block 3 of a model with 2 layers of 2 KV heads     | layer 0, head 0 | layer 0, head 1 | layer 1, head 0 | ... |
+    slices                                                     12                13                14
+
+In this view, each KV head of each request is a request of its own, with a length and a table of slices. So the kernels
+of every backend compute attention by head (KV-Compress, arXiv:2410.00161). Requests that are not compressed take part
+in it with the slices of their blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, Preparation, PreparingBackend, Scores, StepLayout
+
+# (queries [window, heads, head_dim], keys [tokens, kv_heads, head_dim], scale, soft cap) -> scores [kv_heads, tokens]
+ScoreKeys = Callable[[Tensor, Tensor, float, float | None], Tensor]
+
+
+@dataclass
+class EndingPrompt:
+    """A prompt that ends with a step and is compressed behind it. row: of its request. queries: the last ones, as a
+    range of the step's tokens. blocks: of the prompt, [blocks]. scores: of its keys, [kv_heads, num_tokens] for each
+    layer that has been computed."""
+
+    row: int
+    num_tokens: int
+    num_kept_blocks: int
+    queries: slice
+    blocks: Tensor
+    score_keys: ScoreKeys
+    scores: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class HeadLayout:
+    """What a step has to do with compressed prompts. The requests of tables and lengths are ordered by KV head, then by
+    request. They are None if no request of the step has been compressed before.
+
+    tables: slices, [layers, kv_heads * requests, most slices], int32. lengths: [layers, kv_heads * requests], int32.
+    """
+
+    endings: Sequence[EndingPrompt]
+    tables: Tensor | None = None
+    lengths: Tensor | None = None
+
+
+@dataclass
+class ByHeadPlan:
+    """inner: the plan of the whole step. heads: the plan of each layer by head; empty if all requests are plain."""
+
+    inner: Any
+    heads: list[Any]
+    endings: Sequence[EndingPrompt] = ()
+
+
+class AttentionByHead(AttentionBackend):
+    """Adds lengths by head to the backend `inner`, which stores everything and computes steps of plain requests."""
+
+    slices: Tensor  # the pool as a cache of one layer and one KV head, once it is allocated
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        super().__init__(inner.shape)
+        self.inner, self.name = inner, inner.name
+        self.cache_dtype, self.block_shape = inner.cache_dtype, inner.block_shape
+        self.group = inner.shape.num_heads // inner.shape.num_kv_heads
+        self.heads = type(inner)(replace(inner.shape, num_heads=self.group, num_kv_heads=1))
+
+    @classmethod
+    def unsupported(cls, shape: Any) -> str | None:
+        return None  # the other backend decides
+
+    def view(self, memory: Tensor, entry_index: int) -> Tensor:
+        self.slices = self.heads.view(memory.view(-1, self.heads.entry_bytes()), 0)
+        return super().view(memory, entry_index)
+
+    def plan(self, layout: StepLayout, previous: Any = None) -> ByHeadPlan:
+        inner, by_head = self.inner.plan(layout), layout.by_head
+        if by_head is None:
+            return ByHeadPlan(inner, [])
+        heads: list[Any] = []
+        if by_head.tables is not None and by_head.lengths is not None:
+            starts, kv_heads, tokens = layout.query_start_loc, self.shape.num_kv_heads, len(layout.slot_mapping)
+            firsts = torch.arange(kv_heads, dtype=torch.int32, device=starts.device)[:, None] * tokens + starts[:-1]
+            starts = torch.cat([firsts.flatten(), starts[-1:] + tokens * (kv_heads - 1)])
+            slots = layout.slot_mapping.new_empty(tokens * kv_heads)  # unused: tokens are stored by the other plan
+            for lengths, tables in zip(by_head.lengths, by_head.tables, strict=True):
+                head = StepLayout(starts, lengths, slots, tables, 0, layout.tokens_per_request)
+                heads.append(self.heads.plan(head))
+        return ByHeadPlan(inner, heads, by_head.endings)
+
+    def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: ByHeadPlan) -> None:
+        self.inner.store(cache, k, v, plan.inner)
+
+    def attend(self, q: Tensor, cache: Tensor, plan: ByHeadPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
+        for prompt in plan.endings:
+            keys = self.inner.read(cache, prompt.blocks, 0)[: prompt.num_tokens]
+            prompt.scores.append(prompt.score_keys(q[prompt.queries], keys, scores["scale"], scores.get("soft_cap")))
+        if not plan.heads:
+            return self.inner.attend(q, cache, plan.inner, **scores)
+        first = self.slices.storage_offset()
+        layer = (cache.storage_offset() - first) * cache.element_size() // self.entry_bytes()
+        (tokens, heads, _), kv_heads = q.shape, self.shape.num_kv_heads
+        by_head = q.reshape(tokens, kv_heads, self.group, -1).transpose(0, 1).flatten(0, 1)
+        out, lse = self.heads.attend(by_head, self.slices, plan.heads[layer], **scores)
+        out = out.view(kv_heads, tokens, self.group, -1).transpose(0, 1).reshape(tokens, heads, -1)
+        return out, lse.view(kv_heads, tokens, self.group).transpose(0, 1).reshape(tokens, heads)
+
+    def move(self, sources: Tensor, tokens: Tensor, slots: Tensor) -> None:
+        """Move entries between slices. sources: slices, [slices]. tokens: indices into the tokens of these slices, one
+        after the other, [tokens]. slots: where they go, [tokens], -1 for nowhere. All are read before any is written.
+        """
+        keys, values = (self.heads.read(self.slices, sources, plane)[tokens] for plane in (0, 1))
+        bounds = torch.arange(2, dtype=torch.int32, device=slots.device) * len(slots)
+        table = bounds[None, :1]
+        self.heads.store(self.slices, keys, values, self.heads.plan(StepLayout(bounds, bounds[1:], slots, table)))
+
+
+class PreparingByHead(AttentionByHead, PreparingBackend):
+    """The same for a backend that norms, rotates and stores in one pass."""
+
+    inner: PreparingBackend
+
+    def __init__(self, inner: PreparingBackend) -> None:
+        super().__init__(inner)
+        self.kernels = inner.kernels
+
+    def prepare(self, cache: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ByHeadPlan, prep: Preparation) -> None:
+        self.inner.prepare(cache, q, k, v, plan.inner, prep)
+
+
+def by_head(inner: AttentionBackend) -> AttentionByHead:
+    return PreparingByHead(inner) if isinstance(inner, PreparingBackend) else AttentionByHead(inner)

@@ -1,0 +1,161 @@
+"""Tells others which blocks the prefix cache has, over ZeroMQ in vLLM's format, so that routers can use it."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from quire.config import ConfigError
+from quire.kvcache.block_pool import HashedTokens
+from quire.kvcache.specs import KVCacheSpec, LatentSpec, SlidingWindowSpec
+from quire.messages.errors import error_text
+from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from quire.metrics.logging import logger
+from quire.options.kv_events import KVEventOptions, of_rank
+
+MEDIUM = "GPU"
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_END = b""  # tells the publishing thread to end
+
+
+def _short(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+class KVEvents:
+    """A BlockListener that collects events, and sends them on when `publish` is called: once a step.
+
+    Events of a model with one KV group name no group. With several, each group has events of its own, which say its
+    number, kind and window. Group 0 keeps the most tokens: what a prompt finds is at most what group 0 has of it.
+    """
+
+    def __init__(self, specs: Sequence[KVCacheSpec], block_size: int, send: Callable[[list[KVCacheEvent]], None],
+                 close: Callable[[], None]) -> None:  # fmt: skip
+        self.close = close
+        self._send, self._block_size = send, block_size
+        self._groups = [(group, _kind(spec), getattr(spec, "window", None)) for group, spec in enumerate(specs)]
+        self._only_group = len(specs) == 1
+        # Whoever has listened to a core that was lost must forget its blocks.
+        self._events: list[KVCacheEvent] = [AllBlocksCleared()]
+
+    def on_stored(self, group: int, tokens: HashedTokens, index: int, block_id: int) -> None:
+        hashes, size, last = tokens.block_hashes, self._block_size, self._events[-1] if self._events else None
+        number = _short(hashes[index])
+        token_ids = tokens.token_ids[index * size : (index + 1) * size]
+        parent = _short(hashes[index - 1]) if index else None
+        names = (None, None, None) if self._only_group else self._groups[group]
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == parent and last.group_idx == names[0]:
+            last.block_hashes.append(number)
+            last.token_ids += token_ids
+            if last.extra_keys is not None:
+                last.extra_keys.append(None)
+            return
+        salt, adapter = tokens.source.cache_salt, tokens.source.adapter
+        extra: list[tuple[str, ...] | None] | None = None if salt is None or index else [(salt,)]
+        self._events.append(
+            BlockStored(
+                [number], parent, token_ids, size, None, MEDIUM, None if adapter is None else adapter.name, extra,
+                *names,
+            )
+        )  # fmt: skip
+
+    def on_removed(self, group: int, block_hash: bytes, block_id: int) -> None:
+        last, number = self._events[-1] if self._events else None, None if self._only_group else group
+        if isinstance(last, BlockRemoved) and last.group_idx == number:
+            last.block_hashes.append(_short(block_hash))
+        else:
+            self._events.append(BlockRemoved([_short(block_hash)], MEDIUM, number))
+
+    def on_cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+
+    def publish(self) -> None:
+        if self._events:
+            self._send(self._events)
+            self._events = []
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    """The kind of a group, as vLLM names it."""
+    if isinstance(spec, SlidingWindowSpec):
+        return "sliding_window"
+    return "mla_attention" if isinstance(spec, LatentSpec) else "full_attention"
+
+
+class KVEventPublisher:
+    """Sends batches from a thread: messages of topic, sequence number (8 bytes, big endian) and batch.
+
+    It never waits for a subscriber. One that is slow or late misses numbers, and can ask for a replay: its request is
+    the first number that it lacks. Each answer is a number and a batch; the last answer is END_OF_REPLAY and nothing.
+    The number of a batch that was lost before it was sent (see max_queue_size) is never used again, so subscribers
+    notice. Raises ConfigError if an address cannot be used.
+    """
+
+    def __init__(self, options: KVEventOptions, rank: int) -> None:
+        self._rank, self._topic, self._next = rank, options.topic.encode(), 0
+        self._encode, self._is_full = msgspec.msgpack.Encoder().encode, False
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=options.buffer_steps)
+        self._context = context = zmq.Context()
+        self._outbox, self._inbox = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._public, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._outbox.set_hwm(options.max_queue_size)
+        self._inbox.set_hwm(1)  # the two marks of a pair within a process add up
+        self._public.set_hwm(options.hwm)
+        self._replay.set_hwm(options.buffer_steps + 1)
+        self._inbox.bind("inproc://batches")
+        self._outbox.connect("inproc://batches")
+        try:
+            address = of_rank(options.endpoint, rank)
+            (self._public.bind if options.binds() else self._public.connect)(address)
+            if options.replay_endpoint is not None:
+                address = of_rank(options.replay_endpoint, rank)
+                self._replay.bind(address)
+        except zmq.ZMQError as error:
+            context.destroy(linger=0)
+            raise ConfigError(f"kv_events_config: {address} cannot be used: {error_text(error)}") from error
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def send(self, events: list[KVCacheEvent]) -> None:
+        payload = self._encode(KVEventBatch(time.time(), events, self._rank))
+        number, self._next = self._next.to_bytes(8, "big"), self._next + 1
+        try:
+            self._outbox.send_multipart([number, payload], zmq.NOBLOCK)
+        except zmq.Again:
+            if not self._is_full:
+                logger.warning("KV events are lost, since %d batches wait (max_queue_size)", self._outbox.get_hwm())
+            self._is_full = True
+
+    def close(self) -> None:
+        self._outbox.send(_END)
+        self._thread.join()
+        self._context.destroy(linger=1000)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._inbox, zmq.POLLIN)
+        poller.register(self._replay, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._inbox in ready:
+                number, *rest = self._inbox.recv_multipart()
+                if not rest:
+                    return
+                self._buffer.append((number, rest[0]))
+                self._public.send_multipart([self._topic, number, rest[0]])
+            if self._replay in ready:
+                self._answer(self._replay.recv_multipart())
+
+    def _answer(self, request: list[bytes]) -> None:
+        """Answer a request for a replay: the client's address, an empty frame, and the first number."""
+        client, *frames = request
+        if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+            logger.warning("A request for a replay of KV events has no meaning")
+            return
+        for number, payload in self._buffer:
+            if number >= frames[1]:  # big endian, so they compare like integers
+                self._replay.send_multipart([client, b"", number, payload])
+        self._replay.send_multipart([client, b"", END_OF_REPLAY, b""])

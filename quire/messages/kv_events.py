@@ -1,0 +1,45 @@
+"""Events of the prefix cache, as vLLM sends them (vllm/distributed/kv_events.py, the form with arrays).
+
+A hash stands for a block and all tokens before it. Here it is an integer, the last 8 bytes of Quire's hash.
+"""
+
+import msgspec
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """Consecutive blocks can be found. parent_block_hash: of the block before them, None at the beginning of a text.
+    medium: the kind of memory; "GPU" is the engine's own cache, also on CPUs. extra_keys: for each block what its hash
+    depends on besides tokens and adapter, such as the cache salt. The last three: see `KVEvents`."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag=True, gc=False):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True, gc=False):
+    pass
+
+
+KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, gc=False):
+    """What has changed since the batch before. ts: time.time()"""
+
+    ts: float
+    events: list[KVCacheEvent]
+    data_parallel_rank: int | None = None

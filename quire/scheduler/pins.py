@@ -1,0 +1,56 @@
+"""Prefixes whose blocks are kept in the KV cache, whatever else is computed."""
+
+from quire.kvcache.hashing import extra_keys
+from quire.kvcache.manager import KVCacheManager
+from quire.messages.changes import PinPrefix
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.sampling_params import SamplingParams
+from quire.scheduler.request import Request
+
+
+class PinnedPrefixes:
+    """Holds on blocks of the prefix cache, by the prefixes' ids. A hold is a request that got its cached blocks and is
+    never scheduled, so all that holds for the blocks of requests holds for them."""
+
+    def __init__(self, kv: KVCacheManager, most_blocks: int) -> None:
+        """most_blocks: that all prefixes may take together."""
+        self._kv, self._most_blocks = kv, most_blocks
+        self._held: dict[str, Request] = {}
+
+    def pin(self, order: PinPrefix) -> None:
+        """Keep the full blocks of a prefix that has just been computed. Raises ValueError if that cannot be."""
+        kv, size = self._kv, self._kv.block_size
+        if not kv.enable_prefix_caching:
+            raise ValueError("prefixes cannot be pinned without enable_prefix_caching")
+        wanted = len(order.token_ids) // size * size
+        if not wanted:
+            raise ValueError(f"a prefix of {len(order.token_ids)} tokens is shorter than a block of {size}")
+        self.unpin(order.id)
+        token_ids = [*order.token_ids, 0]  # of a request, at least one token is left to compute
+        source = EngineCoreRequest(order.id, token_ids, SamplingParams(), 0, 0)
+        source.cache_salt, source.adapter = order.cache_salt, order.adapter
+        key = None if order.adapter is None else order.adapter.key
+        holder = Request(source, (0, 0.0, 0), extra_keys(size, order.cache_salt, adapter=key))
+        if kv.admit(holder) != wanted:
+            kv.free(holder)
+            raise ValueError("the cache has no room for the prefix now; try again when fewer requests run")
+        self._held[order.id] = holder
+        if (count := self._count()) > self._most_blocks:
+            self.unpin(order.id)
+            raise ValueError(
+                f"pinned prefixes would take {count} blocks of the cache, and may take {self._most_blocks}; delete "
+                "some, pin a shorter one, or raise pinned_prefix_share"
+            )
+
+    def unpin(self, prefix_id: str) -> None:
+        holder = self._held.pop(prefix_id, None)
+        if holder is not None:
+            self._kv.free(holder)
+
+    def clear(self) -> None:
+        for prefix_id in list(self._held):
+            self.unpin(prefix_id)
+
+    def _count(self) -> int:
+        tables = [table for holder in self._held.values() for table in holder.block_tables]
+        return len({block.block_id for table in tables for block in table} - {0})

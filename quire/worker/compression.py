@@ -1,0 +1,221 @@
+"""KV compression in the worker: which slices of a request's blocks each KV head has (see attention/by_head.py).
+
+A compressed request has the blocks of its kept tokens, then those of all later tokens. The scheduler grants the blocks,
+and the worker deals the slices of the first ones to layers and KV heads. With num_kept_blocks = 2, and 2 layers of one
+KV head that keep 1 and 3 blocks:
+
+    block                  table[0]   table[1]   table[2]  ...
+    slice of layer 0       layer 0    layer 1    layer 0
+    slice of layer 1       layer 1    layer 1    layer 1
+
+Layers are compressed one after the other, those that keep the least first, and the slices are dealt in that order: all
+slices of the first of these layers, then all of the second. So a layer's tokens are moved into slices of its own or of
+layers that have been compressed already, and need no memory besides. The slices of later tokens are where they are
+without compression: only attention has to know of all this.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.by_head import AttentionByHead, EndingPrompt, HeadLayout
+from quire.attention.eviction import METHODS
+from quire.config import ConfigError
+from quire.layers.attention_spec import AttentionSpec
+from quire.layers.forward_state import pick
+from quire.layers.step_inputs import Array, StepInputs, StepSize
+from quire.messages.step import SchedulerOutput
+from quire.models.model import Model
+from quire.models.spec import DecoderSpec
+from quire.ops import Kernels
+from quire.ops.memory import upload
+from quire.options.kv_compression import KVCompressionOptions
+from quire.worker.device import Device
+from quire.worker.forward import Forward
+from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.staging import Staging
+
+
+def check_compression(spec: DecoderSpec, max_model_len: int) -> None:
+    """Raises ConfigError for a model whose KV cache cannot be compressed."""
+    windows = any(window is not None and window < max_model_len for window in spec.windows)
+    mixers = [mixer for mixer in spec.mixers if isinstance(mixer, AttentionSpec)]
+    for found, feature in (
+        (spec.is_encoder, "no KV cache"),
+        (len(mixers) < len(spec.mixers), "latent attention"),
+        (windows, "sliding windows below max_model_len"),
+        (any(mixer.alibi for mixer in mixers), "linear biases (ALiBi)"),
+        (any(mixer.sinks for mixer in mixers), "learned attention sinks"),
+        (len(set(spec.mixers)) > 1, "layers with different heads"),
+    ):
+        if found:
+            raise ConfigError(f"kv_compression cannot be used with a model that has {feature}; leave it out")
+
+
+class CompressedRows:
+    """Which slices the KV heads of compressed requests have, by row. counts: how many of the prompt's blocks each head
+    keeps. firsts: the number of its first slice, as slices are dealt. order: the layers in which slices are dealt."""
+
+    def __init__(self, options: KVCompressionOptions, batch: InputBatch, device: Device) -> None:
+        self.batch, self.device, self.block_size = batch, device, batch.block_size
+        self.eviction = METHODS[options.method](options, batch.block_size)
+        rows = len(batch.num_tokens)
+        self.num_kept = np.zeros(rows, np.int64)  # blocks; 0 for a row that is not compressed
+        self.num_removed = np.zeros(rows, np.int64)  # tokens
+        self.most_kept = np.zeros(rows, np.int64)  # at least the most blocks that a head keeps
+
+    tables: Tensor  # the block tables on the device, [groups, rows, blocks]
+
+    def bind(self, backend: AttentionByHead, num_layers: int) -> None:
+        """Called before the first step."""
+        self.backend, self.layers, self.kv_heads = backend, num_layers, backend.shape.num_kv_heads
+        self.slices = num_layers * self.kv_heads  # of a block
+        shape, device = (len(self.num_kept), self.layers), self.device.torch_device
+        self.order = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.counts, self.firsts = (torch.zeros(*shape, self.kv_heads, dtype=torch.int64, device=device) for _ in "12")
+
+    def forget(self, rows: Any) -> None:
+        """These rows are not compressed (any more)."""
+        for array in (self.num_kept, self.num_removed, self.most_kept):
+            array[rows] = 0
+        self.counts[rows] = 0
+
+    def pretend(self, count: int) -> None:
+        """Take the first rows for compressed ones, in which each head keeps a block: for the steps of a warm-up."""
+        self.num_kept[:count] = self.most_kept[:count] = 1
+        self.counts[:count] = 1
+
+    def prepare(self, flat: FlatBatch, inputs: StepInputs, step: SchedulerOutput) -> None:
+        """Complete the inputs of a step that has to do with compressed requests."""
+        if fresh := [new.row for new in step.new_requests if self.num_kept[new.row]]:
+            self.forget(fresh)
+        if not step.compressions and not self.num_kept[flat.rows].any():
+            return
+        endings = [self._ending(flat, inputs, *compression) for compression in step.compressions]
+        inputs.by_head = HeadLayout(endings)
+        if not self.num_kept[flat.rows].any():
+            return
+        device = self.device.torch_device
+        rows, removed = upload(flat.rows, device), upload(self.num_removed[flat.rows], device)
+        requests = upload(np.repeat(np.arange(len(flat.rows)), np.diff(flat.query_start_loc)), device)
+        table, places = inputs.block_tables[0].long(), inputs.positions - removed[requests]
+        indices = places // self.block_size
+        inputs.slot_mapping = (table[requests, indices] * self.block_size + places % self.block_size)[None]
+        counts = self.counts[rows]  # [requests, layers, kv_heads]
+        kept = upload(self.num_kept[flat.rows], device)
+        ends = inputs.seq_lens - removed
+        lengths = ends[:, None, None] + (counts - kept[:, None, None]) * self.block_size
+        grown = -(-(flat.seq_lens - self.num_removed[flat.rows]) // self.block_size) - self.num_kept[flat.rows]
+        width = int((self.most_kept[flat.rows] + grown).max())
+        tables = self._tables(
+            rows, table, kept, -(-width // 16) * 16
+        )  # Triton compiles anew for strides of other kinds
+        inputs.by_head.lengths = lengths.permute(1, 2, 0).flatten(1).int()
+        inputs.by_head.tables = tables.permute(1, 2, 0, 3).flatten(1, 2).int()
+
+    def _ending(self, flat: FlatBatch, inputs: StepInputs, index: int, num_kept_blocks: int) -> EndingPrompt:
+        start, end = flat.query_start_loc[index : index + 2].tolist()
+        num_tokens, window = int(flat.seq_lens[index]), self.eviction.options.window
+        blocks = inputs.block_tables[0, index, : -(-num_tokens // self.block_size)].clone()
+        queries = slice(max(start, end - window), end)
+        row, score_keys = int(flat.rows[index]), self.eviction.scores
+        return EndingPrompt(row, num_tokens, num_kept_blocks, queries, blocks, score_keys)
+
+    def _tables(self, rows: Tensor, table: Tensor, kept: Tensor, width: int) -> Tensor:
+        """The slices of all heads, [requests, layers, kv_heads, width]. table: block ids, [requests, blocks]. kept: how
+        many of these have been dealt, [requests]."""
+        number = torch.arange(width, device=table.device)  # of a slice of a head
+        counts, kept = self.counts[rows][..., None], kept[:, None, None, None]
+        own = torch.arange(self.slices, device=table.device).view(1, self.layers, self.kv_heads, 1)
+        dealt = number < counts
+        block, place = self._dealt(self.order[rows], self.firsts[rows][..., None] + number, kept)
+        block = torch.where(dealt, block, kept + number - counts).clamp_(max=table.shape[1] - 1)
+        blocks = table.gather(1, block.flatten(1)).view_as(block)
+        return blocks * self.slices + torch.where(dealt, place, own)
+
+    def _dealt(self, order: Tensor, numbers: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the slices with these numbers are: (indices in the request's table, slices within the block).
+
+        order: [requests, layers]. numbers: [requests, ...]. kept: like numbers, or one number for each request.
+        """
+        size = (kept * self.kv_heads).clamp(min=1)  # dealt slices of a layer
+        turn, rest = numbers // size, numbers % size
+        layer = order.gather(1, turn.clamp(max=self.layers - 1).flatten(1)).view_as(turn)
+        return rest // self.kv_heads, layer * self.kv_heads + rest % self.kv_heads
+
+    def compress(self, prompt: EndingPrompt) -> None:
+        """Compress a prompt whose last step has been launched."""
+        size, row, kept = self.block_size, prompt.row, prompt.num_kept_blocks
+        full, tail = divmod(prompt.num_tokens, size)
+        self.evict(prompt, full)
+        if tail:  # the last block follows the kept ones
+            self.batch.block_tables[0, row, kept] = self.batch.block_tables[0, row, full]
+        self.num_kept[row], self.num_removed[row] = kept, (full - kept) * size
+        self.most_kept[row] = full if self.device.is_async else int(self.counts[row].max())
+
+    def evict(self, prompt: EndingPrompt, full: int) -> None:
+        """Choose the tokens that heads keep, and move their keys and values. full: the prompt's full blocks."""
+        size, row, kept = self.block_size, prompt.row, prompt.num_kept_blocks
+        counts, tokens = self.eviction.choose(torch.stack(prompt.scores), prompt.num_tokens, kept)
+        order = counts.sum(1).argsort(stable=True)
+        dealt = counts[order].flatten()
+        firsts = torch.empty_like(counts)
+        firsts[order] = (dealt.cumsum(0) - dealt).view_as(counts)
+        self.counts[row], self.firsts[row], self.order[row] = counts, firsts, order
+        most = full if self.device.is_async else int(counts.max())
+        self._move(prompt, tokens[..., : most * size], full, torch.full((1, 1), kept, device=counts.device))
+        if prompt.num_tokens % size:
+            self.tables[0, row, kept] = self.tables[0, row, full]
+
+    def _move(self, prompt: EndingPrompt, tokens: Tensor, full: int, kept: Tensor) -> None:
+        size, heads, device = self.block_size, torch.arange(self.kv_heads, device=tokens.device), tokens.device
+        blocks, rank = prompt.blocks[:full].long(), torch.arange(tokens.shape[-1], device=device)
+        for turn in range(self.layers):
+            layer = self.order[prompt.row, turn : turn + 1]
+            sources = blocks * self.slices + (layer * self.kv_heads + heads)[:, None]  # [kv_heads, full]
+            chosen = tokens.index_select(0, layer)[0]  # [kv_heads, tokens]
+            numbers = self.firsts[prompt.row].index_select(0, layer)[0][:, None] + rank // size
+            block, place = self._dealt(self.order[prompt.row][None], numbers[None], kept)
+            targets = blocks[block[0].clamp(max=full - 1)] * self.slices + place[0]
+            slots = torch.where(chosen < full * size, targets * size + rank % size, -1)
+            entries = chosen.clamp(max=full * size - 1) + heads[:, None] * full * size
+            self.backend.move(sources.flatten(), entries.flatten(), slots.flatten())
+
+
+class CompressingStaging(Staging):
+    """Completes the inputs of steps that have to do with compressed requests."""
+
+    def __init__(
+        self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int, rows: CompressedRows
+    ) -> None:  # fmt: skip
+        super().__init__(device, batch, kernels, most_tokens)
+        self.rows = rows
+        rows.tables = self.state.block_tables
+
+    def stage(
+        self, flat: FlatBatch, size: StepSize, step: SchedulerOutput, extra: Mapping[str, Array]
+    ) -> tuple[StepInputs, dict[str, Tensor]]:
+        inputs, tensors = super().stage(flat, size, step, extra)
+        self.rows.prepare(flat, inputs, step)
+        return inputs, tensors
+
+
+class CompressingForward(Forward):
+    """Compresses the prompts that end with a step. It is eager, since attention by head is planned anew for each layer
+    of each step."""
+
+    def __init__(self, model: Model, backends: Sequence[Any], rows: CompressedRows) -> None:
+        super().__init__(model, backends)
+        self.rows = rows
+        rows.bind(backends[0], len(model.kv_specs[0].entries))
+
+    def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
+        if inputs.by_head is None or not inputs.by_head.endings:
+            return super().run(inputs, rows)
+        hidden = pick(super().run(inputs), rows)  # the last layer computes all queries, since they score its keys
+        for prompt in inputs.by_head.endings:
+            self.rows.compress(prompt)
+        return hidden

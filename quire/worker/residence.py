@@ -1,0 +1,199 @@
+"""What a rank has in memory: weights and KV cache. They can be given back for a while, and weights be replaced."""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from quire.config import EngineConfig
+from quire.layers.lora import AdapterSlots
+from quire.messages.changes import Change, ReadWeights, Sleep, TakeWeights, WakeUp
+from quire.models.description import describe
+from quire.models.model import Model
+from quire.ops import Kernels
+from quire.parallel.mesh import Communicator
+from quire.worker.graphs import CapturedForward
+from quire.worker.kv_memory import KVMemory
+
+_DONTNEED = 4  # of Linux's madvise: the pages go back to the system; when they are touched again, they are zeros
+
+
+class Store(Protocol):
+    """How memory that tensors keep is given back, and taken again."""
+
+    def release(self, storage: UntypedStorage, keep: bool) -> None:
+        """keep: whether `restore` brings the values back."""
+
+    def restore(self, storage: UntypedStorage) -> None: ...
+
+
+class HostPages:
+    """Memory of the host. Addresses stay valid; values that are to be kept stay where they are."""
+
+    def release(self, storage: UntypedStorage, keep: bool) -> None:
+        if not keep:
+            first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = (storage.data_ptr() + storage.nbytes() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            if size > 0:
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _DONTNEED)
+
+    def restore(self, storage: UntypedStorage) -> None:
+        pass
+
+
+class DeviceMemory:
+    """Memory of a GPU. Values that are to be kept move to the host. Addresses change."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[int, UntypedStorage | None]] = {}  # by storage: its size and values
+
+    def release(self, storage: UntypedStorage, keep: bool) -> None:
+        size, values = self._kept.get(storage._cdata, (storage.nbytes(), None))
+        if keep and storage.nbytes():
+            values = UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+            values.copy_(storage)
+        self._kept[storage._cdata] = size, values if keep else None
+        storage.resize_(0)
+
+    def restore(self, storage: UntypedStorage) -> None:
+        size, values = self._kept.pop(storage._cdata)
+        storage.resize_(size)
+        if values is not None:
+            storage.copy_(values)
+
+
+class Residence:
+    """Carries out the executor's changes. Made right after the model is loaded: what it has by then are the weights.
+
+    load: makes the same model anew, with weights from the given folder, or from the model's own if there is none.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, directory: Path, load: Callable[[Path | None], Model]
+    ) -> None:
+        self._model, self._config, self._directory, self._load = model, config, directory, load
+        self._weights = list(_tensors(model, set()))
+        self._is_gpu = model.kernels.target.device.type == "cuda"
+        self._store: Store = DeviceMemory() if self._is_gpu else HostPages()
+        self._cache: list[UntypedStorage] = []
+        self._forward: object = None
+        self._level = 0  # of sleep, as far as the weights are concerned; 0 while they are there
+        self._has_cache = True
+        self._folder: Path | None = None  # from which the weights in use were read, if not from the model's own
+        self._staged: tuple[Path, Model] | None = None
+
+    def know(self, kv_memory: KVMemory, forward: object) -> None:
+        """Called once, when the rest of the rank has been made."""
+        self._cache, self._forward = [kv_memory.blocks.untyped_storage()], forward
+
+    def change(self, change: Change) -> None:
+        """Raises ValueError or OSError if it cannot be; then nothing has changed."""
+        if isinstance(change, Sleep):
+            self._sleep(change.level)
+        elif isinstance(change, WakeUp):
+            self._wake_up(change)
+        elif isinstance(change, ReadWeights):
+            self._read(Path(change.directory))
+        else:
+            self._take(change)
+
+    def _storages(self) -> list[UntypedStorage]:
+        return list({t.untyped_storage()._cdata: t.untyped_storage() for t in self._weights}.values())
+
+    def _sleep(self, level: int) -> None:
+        for storage in self._storages() if level > self._level else ():
+            self._store.release(storage, keep=level == 1)
+        for storage in self._cache if self._has_cache else ():
+            self._store.release(storage, keep=False)
+        self._level, self._has_cache = max(level, self._level), False
+        if self._is_gpu:
+            torch.cuda.empty_cache()
+
+    def _wake_up(self, wanted: WakeUp) -> None:
+        if wanted.weights and self._level:
+            self._restore_weights()
+            if self._level == 2:
+                self._copy(self._load(self._folder))
+            self._level = 0
+        if wanted.kv_cache and not self._has_cache:
+            for storage in self._cache:
+                self._store.restore(storage)
+                if self._is_gpu or self._config.cache.kv_cache_pretouch:
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            self._has_cache = True
+        if not self._level and self._has_cache and isinstance(self._forward, CapturedForward):
+            self._forward.capture()  # the graphs name addresses of weights and cache
+
+    def _restore_weights(self) -> None:
+        for storage in self._storages():
+            self._store.restore(storage)
+
+    def _read(self, folder: Path) -> None:
+        self._staged = None
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
+        if self._directory.is_file():
+            raise ValueError("the weights of a GGUF file cannot be replaced")
+        if self._config.lora.enable_lora:
+            raise ValueError("weights cannot be replaced in an engine with enable_lora")
+        if self._config.parallel.enable_eplb:
+            raise ValueError("weights cannot be replaced in an engine with enable_eplb, which has moved experts")
+        options = self._config.model
+        if (folder / "config.json").is_file() and describe(folder, options).spec != describe(
+            self._directory, options
+        ).spec:
+            raise ValueError(f"config.json in {folder} describes another model")
+        try:
+            self._staged = folder, self._load(folder)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                "there is no memory for the new weights beside the old ones; sleep at level 2 first"
+            ) from error
+
+    def _take(self, change: TakeWeights) -> None:
+        staged, self._staged = self._staged, None
+        if not change.use or staged is None:
+            return
+        if self._level:
+            self._restore_weights()
+        self._folder, model = staged
+        self._copy(model)
+        self._level = 0
+
+    @torch.inference_mode()
+    def _copy(self, model: Model) -> None:
+        """Copy another model's weights into those in use, which stay where they are: recorded steps and CUDA graphs
+        know their addresses."""
+        for old, new in zip(self._weights, _tensors(model, set()), strict=True):
+            old.copy_(new)
+
+
+def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors of a model, each once, in an order that is the same for equal models."""
+    if id(thing) in seen or isinstance(thing, (Kernels, Communicator, AdapterSlots, type)):
+        return
+    seen.add(id(thing))
+    parts: Any = ()
+    if isinstance(thing, Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        parts = thing.values()
+    elif isinstance(thing, (list, tuple)):
+        parts = thing
+    elif isinstance(thing, partial):
+        parts = (thing.func, thing.args, thing.keywords)
+    elif isinstance(thing, MethodType):
+        parts = (thing.__self__,)
+    elif isinstance(thing, FunctionType):
+        parts = [cell.cell_contents for cell in thing.__closure__ or ()]
+    elif type(thing).__module__.startswith("quire."):
+        slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+        parts = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
+    for part in parts:
+        yield from _tensors(part, seen)
