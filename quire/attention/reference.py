@@ -37,12 +37,16 @@ class ReferenceAttention(AttentionBackend):
         return layout
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: StepLayout) -> None:
-        stored, slots = (plan.slot_mapping >= 0)[:, None, None], plan.slot_mapping.clamp(min=0)
+        if not len(plan.slot_mapping):
+            return
+        # A token that is not stored repeats the first one that is. Selecting tokens would make the host wait for a GPU.
+        stored = plan.slot_mapping >= 0
+        tokens = torch.where(stored, torch.arange(len(stored), device=stored.device), stored.int().argmax())
+        slots = plan.slot_mapping[tokens].clamp(min=0)
         block, offset = slots // self.shape.block_size, slots % self.shape.block_size
         for plane, x in enumerate([k] if v is None else [k, v]):
-            # What is not stored leaves slot 0 as it is. Selecting the rows to store would make the host wait for a GPU.
-            kept = cache[block, :, plane, offset]
-            cache[block, :, plane, offset] = torch.where(stored, self._encode(x), kept)
+            before = cache[block, :, plane, offset]
+            cache[block, :, plane, offset] = torch.where(stored.any(), self._encode(x[tokens]), before)
 
     def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
         return self._decode(cache[blocks.long(), :, plane]).transpose(1, 2).flatten(0, 1)
