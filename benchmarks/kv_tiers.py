@@ -36,7 +36,7 @@ def engine(directory: Path, conversations: int, **options: Any) -> LLM:
     longest = PROMPT + 16 * NEXT
     return LLM(
         str(directory), load_format="dummy", max_model_len=longest, max_num_seqs=8,
-        num_gpu_blocks_override=1 + conversations // 3 * (longest // BLOCK), **options,
+        num_gpu_blocks_override=1 + conversations // 3 * (longest // BLOCK), kv_cache_pretouch=True, **options,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def main() -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(bundled_model() / name, directory)
         disk = Path(folder) / "blocks"
-        gib = 1.2 * options.conversations * (PROMPT + 16 * NEXT) * LAYERS * 2 * 8 * 128 * 2 / 2**30
+        gib = 2 * options.conversations * (PROMPT + 16 * NEXT) * LAYERS * 2 * 8 * 128 * 2 / 2**30
         engines = {
             "none": engine(directory, options.conversations),
             "memory": engine(directory, options.conversations, kv_offloading_size=gib),

@@ -108,7 +108,7 @@ def test_more_tokens_than_a_request_may_ask_for_are_refused(guarded):
 def test_a_full_queue_answers_429(host: Host, server: Service):
     limited = host.serve(max_waiting_requests=3)
     with ThreadPoolExecutor(2) as pool:
-        rows = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 300, "n": 64, "temperature": 1})
+        rows = pool.submit(server.post, "/v1/completions", {**LONG, "max_tokens": 600, "n": 64, "temperature": 1})
         eventually(lambda: host.llm.client.stats.num_running == 64)
         waiting = pool.submit(limited.post, "/v1/completions", {**SHORT, "n": 3, "temperature": 1})
         eventually(lambda: host.llm.client.stats.num_waiting == 3)
@@ -137,13 +137,13 @@ def test_a_request_that_takes_too_long_is_ended(host: Host, path):
 def test_while_draining_new_requests_are_refused_and_running_ones_go_on(host: Host):
     ending = host.serve()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(ending.post, "/v1/completions", {**LONG, "max_tokens": 300})
+        running = pool.submit(ending.post, "/v1/completions", LONG)
         eventually(lambda: ending.get("/load").json["server_load"] == 1)
         ending.app.state.draining = True
         answer = ending.post("/v1/completions", SHORT)
         assert (answer.status, answer.error["code"]) == (503, "shutting_down")
         assert answer.headers["retry-after"].isdigit()
-        assert running.result().json["usage"]["completion_tokens"] == 300
+        assert running.result().json["usage"]["completion_tokens"] == LONG["max_tokens"]
 
 
 # ---- ids

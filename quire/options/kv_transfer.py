@@ -1,0 +1,60 @@
+"""The fields of the option kv_transfer_config, with vLLM's names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
+
+from quire.options.declaration import ConfigError, check_type
+
+# vLLM's names of connectors that do what Quire's does, and the transports that they ask for; none: what both ends have.
+CONNECTORS = {
+    "QuireConnector": (), "NixlConnector": ("nixl",), "P2pNcclConnector": (), "SharedMemoryConnector": ("shared_memory",),
+    "TcpConnector": ("tcp",),
+}  # fmt: skip
+_NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
+
+
+@dataclass(frozen=True)
+class KVTransferOptions:
+    """How an engine gives computed prompts to other engines (kv_producer), takes them (kv_consumer), or both.
+
+    kv_ip, kv_port: of a producer: the address at which consumers find it. The engine listens at kv_port, and its rank r
+    at kv_port + 1 + r. engine_id: its name in answers; a random one by default. kv_load_failure_policy: what happens if
+    blocks do not arrive: only "recompute". kv_connector_extra_config: see docs/disaggregation.md.
+    """
+
+    kv_connector: str = "QuireConnector"
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+    engine_id: str | None = None
+    kv_load_failure_policy: str = "recompute"
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    kv_connector_module_path: str = "quire_transfer"
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Raises ConfigError for a field that is unknown or wrong."""
+        known = {f.name: f.type for f in fields(cls)}
+        given = {name: value for name, value in given.items() if name not in _NO_EFFECT}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(f"kv_transfer_config has no field {name!r}: {', '.join(known)}")
+            check_type(f"kv_transfer_config: {name}", value, known[name])
+        options = cls(**given)
+        if options.kv_connector not in CONNECTORS:
+            raise ConfigError(f"kv_transfer_config: kv_connector must be one of {', '.join(CONNECTORS)}, got "
+                              f"{options.kv_connector!r}")  # fmt: skip
+        if not 1 <= options.kv_port <= 65535:
+            raise ConfigError(f"kv_transfer_config: kv_port must be from 1 to 65535, got {options.kv_port}")
+        if options.kv_load_failure_policy != "recompute":
+            raise ConfigError("kv_transfer_config: kv_load_failure_policy must be 'recompute'")
+        return options
+
+    @property
+    def produces(self) -> bool:
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def consumes(self) -> bool:
+        return self.kv_role != "kv_producer"
