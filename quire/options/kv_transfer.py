@@ -1,5 +1,6 @@
 """The fields of the option kv_transfer_config, with vLLM's names."""
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self
@@ -8,8 +9,8 @@ from quire.options.declaration import ConfigError, check_type
 
 # vLLM's names of connectors that do what Quire's does, and the transports that they ask for; none: what both ends have.
 CONNECTORS = {
-    "QuireConnector": (), "NixlConnector": ("nixl",), "P2pNcclConnector": (), "SharedMemoryConnector": ("shared_memory",),
-    "TcpConnector": ("tcp",),
+    "QuireConnector": (), "P2pNcclConnector": (), "NixlConnector": ("nixl",),
+    "SharedMemoryConnector": ("shared_memory",), "TcpConnector": ("tcp",),
 }  # fmt: skip
 _NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
 
@@ -45,6 +46,10 @@ class KVTransferOptions:
         if options.kv_connector not in CONNECTORS:
             raise ConfigError(f"kv_transfer_config: kv_connector must be one of {', '.join(CONNECTORS)}, got "
                               f"{options.kv_connector!r}")  # fmt: skip
+        try:
+            ipaddress.ip_address(options.kv_ip)
+        except ValueError:
+            raise ConfigError(f"kv_transfer_config: kv_ip must be an IP address, got {options.kv_ip!r}") from None
         if not 1 <= options.kv_port <= 65535:
             raise ConfigError(f"kv_transfer_config: kv_port must be from 1 to 65535, got {options.kv_port}")
         if options.kv_load_failure_policy != "recompute":
