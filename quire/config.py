@@ -14,6 +14,7 @@ from quire.options.declaration import at_least, check_type, option, read_value
 from quire.options.experts import BalanceOptions
 from quire.options.kv_compression import KVCompressionOptions
 from quire.options.kv_events import KVEventOptions
+from quire.options.kv_transfer import KVTransferOptions
 from quire.options.lora import LoRAConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
@@ -85,6 +86,7 @@ class CacheConfig:
     kv_cache_pretouch: bool = False
     pinned_prefix_share: float = 0.25
     kv_events_config: dict[str, Any] = option({}, json=True)
+    kv_transfer_config: dict[str, Any] = option({}, json=True)
     kv_compression: dict[str, Any] = option({}, json=True)
     kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
@@ -95,6 +97,9 @@ class CacheConfig:
             raise ConfigError(f"pinned_prefix_share must be from 0 to 1, got {self.pinned_prefix_share!r}")
         if self.events is not None and not self.enable_prefix_caching:
             raise ConfigError("kv_events_config tells what the prefix cache has; leave enable_prefix_caching at true")
+        if self.transfer is not None and not self.enable_prefix_caching:  # or it raises ConfigError
+            raise ConfigError("kv_transfer_config needs enable_prefix_caching: what comes from other engines is found "
+                              "as cached prefixes; leave no_enable_prefix_caching out")  # fmt: skip
         at_least(self, 1, "block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
         if self.compression is not None and self.kv_cache_dtype in ("int8", "fp8"):  # or it raises ConfigError
             raise ConfigError(f"kv_compression and kv_cache_dtype={self.kv_cache_dtype!r} exclude each other, since "
@@ -114,6 +119,10 @@ class CacheConfig:
     @property
     def events(self) -> KVEventOptions | None:
         return KVEventOptions.read(self.kv_events_config)
+
+    @property
+    def transfer(self) -> KVTransferOptions | None:
+        return KVTransferOptions.read(self.kv_transfer_config) if self.kv_transfer_config else None
 
     @property
     def compression(self) -> KVCompressionOptions | None:
@@ -372,6 +381,8 @@ class EngineConfig:
                               "out, or use a method like ngram")  # fmt: skip
         if self.cache.compression is not None:
             self._check_compression()
+        if self.cache.transfer is not None:
+            self._check_transfer(layout, produces=self.cache.transfer.produces)
         if self.kernels.batch_invariant and self.model.torch_compile:
             raise ConfigError("batch_invariant and torch_compile exclude each other: what torch.compile generates "
                               "depends on the sizes of the batch; leave one of the two out")  # fmt: skip
@@ -392,6 +403,23 @@ class EngineConfig:
                 raise ConfigError(f"kv_compression and {name} exclude each other, since {reason}; leave one of the two "
                                   "out")  # fmt: skip
 
+    def _check_transfer(self, layout: Layout, produces: bool) -> None:
+        drafts, parallel = self.scheduler.speculation, self.parallel
+        for given, reason in (
+            (parallel.prefill_context_parallel_size > 1, "prefill_context_parallel_size divides blocks"),
+            (parallel.decode_context_parallel_size > 1, "decode_context_parallel_size divides blocks"),
+            (self.cache.compression is not None, "kv_compression gives blocks another meaning"),
+            (drafts is not None and drafts.on_device,
+             "drafters on the device (speculative_config) need entries of their own, which are not exchanged"),
+            (produces and parallel.data_parallel_size > 1,
+             "consumers must know which replica has a request (data_parallel_size): run a server for each replica, and "
+             "let quire route share out requests"),
+            (produces and layout.machines > 1, "consumers look for all ranks at one address, and nnodes divides them"),
+            (produces and self.cluster.uses_ray, "consumers must know where the ranks are, and Ray decides that"),
+        ):  # fmt: skip
+            if given:
+                raise ConfigError(f"kv_transfer_config cannot be used here, since {reason}")
+
     @property
     def layout(self) -> Layout:
         """Which replicas and ranks run on this machine."""
@@ -408,6 +436,9 @@ class EngineConfig:
         groups = {group: {n: v for n, v in values.items() if n in OPTIONS[config]} for group, config in GROUPS.items()}
         made = cls(**{group: config(**groups[group]) for group, config in GROUPS.items()})
         made.cluster.check_secret(made.layout)
+        if made.cache.transfer is not None and made.cluster.cluster_secret_file is None:
+            raise ConfigError("kv_transfer_config needs cluster_secret_file, by which engines know each other; make "
+                              "one with: (umask 077; openssl rand -hex 32 > FILE), and give it to all")  # fmt: skip
         return made
 
 

@@ -4,12 +4,12 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from quire.messages.errors import error_text
-from quire.text.parsing.events import Content, Event, Reasoning
-from quire.text.parsing.reasoning import REASONING
 from quire_cli.flags import engine_options
 from quire_cli.model import add_model
 from quire_cli.sampling import PARAMETERS, add_text_flags, sampling_options
 from quire_cli.terminal import Terminal
+from quire_parsing.events import Content, Event, Reasoning
+from quire_parsing.reasoning import REASONING
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM

@@ -36,6 +36,10 @@ class Call:
         except msgspec.DecodeError:
             return {}
 
+    def drop_body(self) -> None:
+        self.body = b""
+        self.__dict__.pop("fields", None)  # they are parts of the body
+
 
 def text_pieces(call: Call) -> list[int]:
     """The hash of each full piece of a request's text and of all that is before it.

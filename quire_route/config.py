@@ -1,13 +1,37 @@
 """The options of `quire route`. The others, such as the port, are those of `quire serve`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from quire.config import ConfigError
 from quire.options.declaration import at_least
+from quire.options.kv_transfer import KVTransferOptions
 
 Policy = Literal["least-loaded", "prefix", "round-robin"]
+
+
+@dataclass(frozen=True)
+class PrefillServer:
+    """A server that only computes prompts. host, port: its kv_ip and kv_port, where others fetch their KV blocks."""
+
+    url: str
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """URL or URL=HOST:PORT. Raises ConfigError."""
+        given, _, address = text.partition("=")
+        url = _base_url("prefill", given)
+        parts = urlsplit(f"//{address}" if address else url)
+        try:
+            port = KVTransferOptions.kv_port if not address or parts.port is None else parts.port
+        except ValueError:  # the port is no number
+            port = 0
+        if not (parts.hostname and port) or (address and (parts.netloc != address or "@" in address)):
+            raise ConfigError(f"prefill must be a URL, or URL=HOST:PORT with the kv_ip and kv_port, got {text!r}")
+        return cls(url, parts.hostname, port)
 
 
 @dataclass(frozen=True)
@@ -15,10 +39,13 @@ class RouteConfig:
     """Raises ConfigError for values that cannot be used.
 
     backend: the servers' URLs. session_header, session_field: the header and the field of the body that name a
-    session. max_connections: to each server. Times are in seconds.
+    session. max_connections: to each server. prefill: servers that only compute prompts, as PrefillServer.read takes
+    them. prefill_min_bytes: of the bodies whose prompts they compute. Times are in seconds.
     """
 
     backend: tuple[str, ...]
+    prefill: tuple[str, ...] = ()
+    prefill_min_bytes: int = 1024
     policy: Policy = "least-loaded"
     session_header: str | None = None
     session_field: str | None = None
@@ -30,19 +57,27 @@ class RouteConfig:
     health_failure_threshold: int = 3
 
     def __post_init__(self) -> None:
-        at_least(self, 0, "max_retries")
+        at_least(self, 0, "max_retries", "prefill_min_bytes")
         at_least(self, 1, "max_connections", "health_failure_threshold")
         for name in ("connect_timeout", "health_check_interval", "health_check_timeout"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
-        object.__setattr__(self, "backend", tuple(_base_url(url) for url in self.backend))
+        object.__setattr__(self, "backend", tuple(_base_url("backend", url) for url in self.backend))
+        object.__setattr__(self, "prefill", tuple(self.prefill))
         if not self.backend:
             raise ConfigError("backend must name at least one server, such as http://127.0.0.1:8001")
-        if len(set(self.backend)) < len(self.backend):
-            raise ConfigError("backend names a server twice")
+        urls = [*self.backend, *(server.url for server in self.prefill_servers)]
+        for number, url in enumerate(urls):
+            if url in urls[:number]:
+                names = "backend names" if number < len(self.backend) else "prefill and backend name"
+                raise ConfigError(f"{names} a server twice: {url}")
+
+    @property
+    def prefill_servers(self) -> tuple[PrefillServer, ...]:
+        return tuple(PrefillServer.read(text) for text in self.prefill)
 
 
-def _base_url(url: str) -> str:
+def _base_url(name: str, url: str) -> str:
     """The URL without slashes at its end. Raises ConfigError if it cannot be the beginning of other URLs."""
     parts = urlsplit(url)
     try:
@@ -50,5 +85,5 @@ def _base_url(url: str) -> str:
     except ValueError:  # the port is no number
         valid = False
     if not valid or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"backend must be a URL such as http://127.0.0.1:8001, got {url!r}")
+        raise ConfigError(f"{name} must be a URL such as http://127.0.0.1:8001, got {url!r}")
     return url.rstrip("/")

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any, get_args
 
+from quire.options.kv_transfer import KVTransferOptions
 from quire_route.config import Policy, RouteConfig
 
 _DEFAULTS = {field.name: field.default for field in fields(RouteConfig)}
@@ -21,6 +22,14 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
         servers, "max_retries", int,
         "how often a request is sent to another server if one is lost after it got the request and before it answered",
     )  # fmt: skip
+    prefill = parser.add_argument_group("Prefill and decode apart")
+    prefill.add_argument(
+        "--prefill", "--prefill-url", metavar="URL[=HOST:PORT]", nargs="+", action="extend", default=[],
+        help="URL of a server that only computes prompts (kv_role kv_producer), with its kv_ip and kv_port (default: "
+        f"the URL's host and {KVTransferOptions.kv_port}); may be repeated. The servers of --backend (kv_consumer) "
+        "fetch the prompts' KV blocks from it",
+    )  # fmt: skip
+    _add(prefill, "prefill_min_bytes", int, "requests with a shorter body go to the servers of --backend alone")
     choice = parser.add_argument_group("Choice of the server")
     _add(
         choice, "policy", str,

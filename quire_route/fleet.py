@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from quire.engine.router import Router
 from quire.metrics.logging import logger
@@ -67,19 +67,21 @@ class RoundRobin:
         pass
 
 
-def _policy(config: RouteConfig) -> Policy:
-    count = len(config.backend)
+def _policy(config: RouteConfig, count: int) -> Policy:
     if config.policy == "round-robin":
         return RoundRobin(count)
     return Router(count, text_pieces if config.policy == "prefix" else None)
 
 
 class Fleet:
-    """All servers."""
+    """All servers of a kind: those that answer requests ("backend"), or those that only compute prompts."""
 
-    def __init__(self, config: RouteConfig, metrics: RouteMetrics) -> None:
-        self.backends = [Backend(i, url, metrics.of_backend(url)) for i, url in enumerate(config.backend)]
-        self._policy, self._max_connections = _policy(config), config.max_connections
+    def __init__(
+        self, config: RouteConfig, metrics: RouteMetrics, kind: Literal["backend", "prefill"] = "backend"
+    ) -> None:
+        urls = config.backend if kind == "backend" else tuple(server.url for server in config.prefill_servers)
+        self.backends = [Backend(i, url, metrics.of_backend(kind, url)) for i, url in enumerate(urls)]
+        self._policy, self._max_connections = _policy(config, len(urls)), config.max_connections
 
     @property
     def healthy(self) -> list[Backend]:
@@ -125,19 +127,20 @@ class Fleet:
     def give_up(self, backend: Backend) -> None:
         """A server is silent, so the requests that it has not begun to answer go to others."""
         for visit in backend.unanswered:
-            visit.interrupt()
+            visit.interrupt("lost")
 
 
 class Visit:
     """A request at a server, from the choice to the end of the answer; a context manager.
 
-    Raises TimeoutError in its context if the server is given up before it answers.
+    Raises TimeoutError in its context if it is interrupted before the server answers, for the reason `reason`.
     """
 
     def __init__(self, fleet: Fleet, backend: Backend) -> None:
         self._fleet, self._backend = fleet, backend
         self._limit = asyncio.timeout(None)
         self._answered = False
+        self.reason = ""
 
     async def __aenter__(self) -> Self:
         self._backend.sent += 1
@@ -151,9 +154,14 @@ class Visit:
         self._backend.unanswered.discard(self)
         self._backend.answering += 1
         self._fleet.report(self._backend)
+        if self.reason:  # it came too late
+            self._limit.reschedule(None)
 
-    def interrupt(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time())
+    def interrupt(self, reason: str) -> None:
+        """End the visit, unless the server has begun to answer."""
+        if self in self._backend.unanswered and not self.reason:
+            self.reason = reason
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

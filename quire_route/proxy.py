@@ -2,63 +2,34 @@
 
 import asyncio
 import contextlib
-import errno
 import hmac
-import io
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import aiohttp
-import yarl
 
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger, printable
 from quire_route.bodies import Bodies, ClientLeft, HeldBody, Receive
 from quire_route.call import Call
+from quire_route.client import OVERLOADED, NotTaken, not_taken, send
 from quire_route.config import RouteConfig
 from quire_route.errors import RouteError, overloaded
 from quire_route.fleet import Backend, Fleet, Visit
 from quire_route.headers import header, request_id_of, to_client, to_server
 from quire_route.metrics import RouteMetrics
+from quire_route.prefill import Prefill, Prefills
 
 Send = Callable[[Any], Awaitable[None]]
-
-OVERLOADED = (429, 503)  # statuses with which another server is tried
-_SMALL_BODY = 1 << 16  # bytes; larger bodies are sent piece by piece
-_LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
-# uvicorn, which vLLM uses as well, closes a connection that was idle for 5 s.
-_IDLE_SECONDS = 4.0
-_NO_DEFAULTS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 _SHUTTING_DOWN = RouteError(503, "the proxy is shutting down", "shutting_down")
 _INTERNAL_ERROR = RouteError(500, "internal error; the proxy's log says more", "internal_error")
 
 
-class _NotTaken(Exception):  # noqa: N818
-    """A server has not begun to answer. reason: unreachable, lost (after it got the request) or overloaded."""
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-def connect(config: RouteConfig) -> aiohttp.ClientSession:
-    """The client of the servers, in the loop that runs now."""
-    return aiohttp.ClientSession(
-        # Fleet limits the connections. A limit here would let requests wait where no policy sees them.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
-        skip_auto_headers=_NO_DEFAULTS,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        max_line_size=1 << 16,
-        max_field_size=1 << 16,
-    )
-
-
 class Proxy:
-    """config: says what may be retried. keys: the API keys of which a request must carry one, if there are any."""
+    """config: says what may be retried. keys: the API keys of which a request must carry one, if there are any.
+    prefills: asks other servers to compute prompts, if there are such servers."""
 
     def __init__(
         self,
@@ -68,8 +39,10 @@ class Proxy:
         bodies: Bodies,
         fleet: Fleet,
         metrics: RouteMetrics,
+        prefills: Prefills | None = None,
     ) -> None:
         self.config, self.client, self.bodies, self.fleet, self.metrics = config, client, bodies, fleet, metrics
+        self.prefills = prefills
         self._keys = [key.encode() for key in keys]
         self._session_header = (config.session_header or "").lower().encode()
         self._own = {"/health": self._show_health, "/metrics": self._show_metrics}
@@ -157,14 +130,19 @@ class Proxy:
         """
         avoided: set[Backend] = set()
         losses, may_avoid = 0, True
+        prefill = None if self.prefills is None else self.prefills.of(call)
         while True:
             backend = self.fleet.choose(call, avoided)
             if backend is None:
                 raise self._nobody()
             avoided.add(backend)
             try:
-                await self._visit(call, backend, held, answer, may_avoid and bool(self.fleet.others(avoided)))
-            except _NotTaken as error:
+                can_avoid = may_avoid and bool(self.fleet.others(avoided))
+                await self._visit(call, prefill, backend, held, answer, can_avoid)
+            except NotTaken as error:
+                if error.reason == "prefill":  # this server is as good as before
+                    avoided.discard(backend)
+                    continue
                 losses += error.reason == "lost"
                 may_avoid &= error.reason != "overloaded"
                 backend.metrics.count_retry(error.reason)
@@ -179,30 +157,36 @@ class Proxy:
             return overloaded("all servers have as many requests as they may; try again")
         return RouteError(503, "no server is healthy", "no_healthy_backend", {"Retry-After": "1"})
 
-    async def _visit(self, call: Call, backend: Backend, held: HeldBody, answer: "_Answer", may_avoid: bool) -> None:
-        """Send a request to a server, and pass its answer on. Raises _NotTaken if nothing was passed on.
+    async def _visit(
+        self, call: Call, prefill: Prefill | None, backend: Backend, held: HeldBody, answer: "_Answer", may_avoid: bool
+    ) -> None:
+        """Send a request to a server, and pass its answer on. Raises NotTaken if nothing was passed on.
 
         may_avoid: whether another server can be tried if this one has no room.
         """
         began = time.perf_counter()
+        visit = Visit(self.fleet, backend)
         try:
-            async with Visit(self.fleet, backend) as visit, contextlib.AsyncExitStack() as stack:
+            async with visit, contextlib.AsyncExitStack() as stack:
+                body = call.body if prefill is None else await stack.enter_async_context(prefill.begin(visit))
                 try:
-                    response = await stack.enter_async_context(self._request(call, backend))
+                    request = send(self.client, backend, call, body, call.headers)
+                    response = await stack.enter_async_context(request)
                     # The head waits for the first bytes of the body: until then the request can be sent again.
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, OSError) as error:
-                    raise self._not_taken(backend, error) from error
+                    raise not_taken(self.fleet, backend, error) from error
                 if may_avoid and response.status in OVERLOADED:
-                    raise _NotTaken("overloaded", f"has no room (status {response.status})")
+                    raise NotTaken("overloaded", f"has no room (status {response.status})")
                 visit.answered()
-                call.body = b""
+                call.drop_body()
+                body = b""
                 held.release()
                 backend.metrics.count_answer(response.status)
                 backend.metrics.first_byte.observe(time.perf_counter() - began)
                 await self._pass_on(response, chunk, answer)
         except TimeoutError as error:  # of the visit
-            raise _NotTaken("lost", "it does not respond") from error
+            raise NotTaken(visit.reason, "it does not respond") from error
 
     async def _pass_on(self, response: aiohttp.ClientResponse, chunk: bytes, answer: "_Answer") -> None:
         """Pass on an answer of which `chunk` was read. Raises RouteError if its server is lost."""
@@ -214,21 +198,6 @@ class Proxy:
         except (aiohttp.ClientError, OSError) as error:
             raise RouteError(502, f"{response.url.origin()}: {error_text(error)}", "backend_lost") from error
         await answer.end(chunk)
-
-    def _request(self, call: Call, backend: Backend) -> Any:
-        body: Any = call.body if len(call.body) < _SMALL_BODY else io.BytesIO(call.body)
-        url = yarl.URL(backend.url + call.target, encoded=True)
-        return self.client.request(call.method, url, headers=call.headers, data=body or None, allow_redirects=False)
-
-    def _not_taken(self, backend: Backend, error: Exception) -> _NotTaken | RouteError:
-        text = error_text(error)
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno in _LOCAL_ERRORS:
-                return overloaded(f"the proxy has no connection left: {text}")
-            self.fleet.leave(backend, text)
-            return _NotTaken("unreachable", text)
-        backend.recheck.set()
-        return _NotTaken("lost", text)
 
     # ---- answers of the proxy itself
 

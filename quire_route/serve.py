@@ -7,11 +7,13 @@ import socket
 from quire.config import ServerConfig
 from quire.metrics.logging import logger
 from quire_route.bodies import Bodies
+from quire_route.client import connect
 from quire_route.config import RouteConfig
 from quire_route.fleet import Fleet
 from quire_route.health import HealthChecks
 from quire_route.metrics import RouteMetrics
-from quire_route.proxy import Proxy, connect
+from quire_route.prefill import Prefills
+from quire_route.proxy import Proxy
 from quire_server.draining import DrainingServer, loop_factory
 from quire_server.listening import listening_socket, raise_descriptor_limit
 
@@ -19,7 +21,7 @@ from quire_server.listening import listening_socket, raise_descriptor_limit
 def serve(config: RouteConfig, server_config: ServerConfig) -> int:
     """Pass requests on until a signal. Returns the exit status. Raises ConfigError or OSError if it cannot start."""
     with contextlib.closing(listening_socket(server_config)) as listening:
-        raise_descriptor_limit(2 * config.max_connections * len(config.backend))
+        raise_descriptor_limit(2 * config.max_connections * len(config.backend + config.prefill))
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_serve(config, server_config, listening))
     return 0
@@ -28,22 +30,28 @@ def serve(config: RouteConfig, server_config: ServerConfig) -> int:
 async def _serve(config: RouteConfig, server_config: ServerConfig, listening: socket.socket) -> None:
     metrics = RouteMetrics()
     fleet = Fleet(config, metrics)
+    prefill_fleet = Fleet(config, metrics, "prefill") if config.prefill else None
     bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes)
     keys = server_config.api_key
     async with connect(config) as client:
-        checks = HealthChecks(config, fleet, client, keys[0] if keys else None)
-        await checks.start()
+        fleets = [fleet] if prefill_fleet is None else [fleet, prefill_fleet]
+        checks = [HealthChecks(config, fleet, client, keys[0] if keys else None) for fleet in fleets]
+        await asyncio.gather(*(check.start() for check in checks))
         try:
-            proxy = Proxy(config, keys, client, bodies, fleet, metrics)
+            prefills = None if prefill_fleet is None else Prefills(config, client, prefill_fleet)
+            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills)
             await _Server(proxy, server_config).serve(sockets=[listening])
         finally:
-            checks.stop()
+            for check in checks:
+                check.stop()
 
 
 class _Server(DrainingServer):
     def __init__(self, proxy: Proxy, config: ServerConfig) -> None:
         self._proxy = proxy
         servers = f"{len(proxy.fleet.backends)} server{'' if len(proxy.fleet.backends) == 1 else 's'}"
+        if proxy.config.prefill:
+            servers += f", prompts to {len(proxy.config.prefill)} more"
         # The proxy logs each problem itself, with the request's id. The servers' answers have a date.
         super().__init__(
             proxy, config, lambda url: logger.info("Routing at %s: to %s, by %s", url, servers, proxy.config.policy),

@@ -13,11 +13,11 @@ from fastapi import Request
 from pydantic_core import from_json
 
 from quire.messages.outputs import CompletionOutput, RequestOutput
-from quire.text.parsing.answer import answer_parser
-from quire.text.parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
-from quire.text.parsing.forced import forced_calls_schema
-from quire.text.parsing.formats import TOOLS
-from quire.text.parsing.reasoning import REASONING
+from quire_parsing.answer import answer_parser
+from quire_parsing.events import Content, Event, Parser, Reasoning, ToolArguments, ToolCall
+from quire_parsing.forced import forced_calls_schema
+from quire_parsing.formats import TOOLS
+from quire_parsing.reasoning import REASONING
 from quire_server.errors import ApiError
 from quire_server.generation import Call, Server
 from quire_server.logprobs import chat_logprobs

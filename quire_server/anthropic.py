@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from quire.text.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from quire_parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
 from quire_server.answering import Answer, Answering
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, bad_value, json_response
@@ -26,7 +26,9 @@ class AnthropicRoute(StrictRoute):
 
 router = APIRouter(route_class=AnthropicRoute)
 # Fields of ChatRequest, and their names in a body of this API.
-_SAMPLING = {"stop": "stop_sequences"} | {name: name for name in "max_tokens stream temperature top_p top_k".split()}
+_SAMPLING = {"stop": "stop_sequences"} | {
+    name: name for name in "max_tokens stream temperature top_p top_k kv_transfer_params".split()
+}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}  # others are "end_turn"
 
@@ -175,6 +177,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, description="Default: as the model recommends.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
+    kv_transfer_params: dict[str, Any] | None = Field(None, description="See docs/disaggregation.md.")
     metadata: dict[str, Any] | None = Field(None, description="Ignored.")
     service_tier: str | None = Field(None, description="Ignored.")
 

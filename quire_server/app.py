@@ -12,7 +12,7 @@ from quire.config import ConfigError, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.frontend import chosen_parser
 from quire.metrics.logging import logger
-from quire.text.parsing.formats import TOOLS
+from quire_parsing.formats import TOOLS
 from quire_server import (
     admin_routes,
     anthropic,

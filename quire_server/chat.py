@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
+from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer, Answering, FunctionCall, Piece
 from quire_server.errors import json_response
 from quire_server.generation import Chunks, EventStream

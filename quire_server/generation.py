@@ -338,7 +338,7 @@ class Call(PromptCall):
             "system_fingerprint": None,
             "usage": {"completion_tokens_details": None, **meter.usage},
             **extra,
-            "kv_transfer_params": None,
+            "kv_transfer_params": self._requests[0].kv_transfer_params,
             "ec_transfer_params": None,
             "metrics": meter.metrics,
         }

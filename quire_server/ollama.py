@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from quire.messages.outputs import CompletionOutput
-from quire.text.parsing.events import Content, Reasoning
+from quire_parsing.events import Content, Reasoning
 from quire_server.answering import Answering, FunctionCall
 from quire_server.errors import ApiError, json_response
 from quire_server.fields import TABLES, Logprobs, Objects

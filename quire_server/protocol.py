@@ -134,6 +134,9 @@ class Generation(PromptBody):
     thinking_token_budget: int | None = Field(
         None, ge=-1, le=MAX_INT, description="Tokens after which the model's thinking is ended; -1: no limit."
     )
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None, description="Where the prompt is computed, or who reads it: docs/disaggregation.md."
+    )
     vllm_xargs: ExtraArguments | None = Field(None, description="extra_args for plugins that process logits.")
     user: str | None = Field(None, description="Ignored.")
 
@@ -174,7 +177,10 @@ class Generation(PromptBody):
         if self.logprob_token_ids is not None:
             values["logprobs"] = None
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return {**values, "structured_outputs": self.constraint, "output_kind": kind, "extra_args": self.vllm_xargs}
+        extra_args: dict[str, Any] | None = self.vllm_xargs
+        if self.kv_transfer_params:
+            extra_args = {**(extra_args or {}), "kv_transfer_params": self.kv_transfer_params}
+        return {**values, "structured_outputs": self.constraint, "output_kind": kind, "extra_args": extra_args}
 
     def refused(self, table: dict[str, str]) -> tuple[str, str] | None:
         for name, value in (self.model_extra or {}).items():

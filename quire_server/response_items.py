@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from quire.text.chat_template import TEXT_PARTS
-from quire.text.parsing.events import Content, Event, Reasoning, ToolCall
+from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer
 from quire_server.errors import ApiError
 from quire_server.fields import TABLES, FunctionName, Positive, TemplateArguments

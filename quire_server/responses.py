@@ -31,7 +31,7 @@ class _Answer(TypedDict):
     service_tier: None
     system_fingerprint: None
     usage: Usage
-    kv_transfer_params: None
+    kv_transfer_params: dict[str, Any] | None
     ec_transfer_params: None
     metrics: dict[str, Any] | None
 

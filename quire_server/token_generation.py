@@ -47,6 +47,7 @@ class GenerateRequest(Body):
     return_spec_decode_metrics: bool | None = Field(None, description="What became of drafts, if there were any.")
     cache_salt: str | None = Field(None, min_length=1, description="Share cached prefixes with the same salt only.")
     priority: int | None = Field(None, ge=-MAX_INT, le=MAX_INT, description="The lowest comes first.")
+    kv_transfer_params: dict[str, Any] | None = Field(None, description="See docs/disaggregation.md.")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="Unless X-Request-Id says another.")
 
     def sampling(self) -> TokenSampling:
@@ -59,7 +60,7 @@ class GenerateRequest(Body):
 
 
 # Keys of what Quire lacks, in a whole answer and in its choices.
-_NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders kv_transfer_params ec_transfer_params".split())
+_NULLS = dict.fromkeys("prompt_token_id_logprobs mm_placeholders ec_transfer_params".split())
 _CHOICE_NULLS = dict.fromkeys("routed_experts sampling_mask weight_versions".split())
 
 
@@ -89,6 +90,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         "choices": [{**_choice(call, body, completion), **_CHOICE_NULLS} for completion in output.outputs],
         "usage": {"completion_tokens_details": None, **meter.usage},
         "metrics": meter.metrics,
+        "kv_transfer_params": output.kv_transfer_params,
         **_prompt_keys(body, output),
         **_NULLS,
     }

@@ -4,6 +4,7 @@ import os
 from bisect import bisect_right
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from quire.metrics.logging import logger
 from quire.models.description import describe
 from quire.parallel.mesh import Communicator
 from quire.scheduler.compression import Compression
+from quire.scheduler.gate import Connector
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.speculation import Speculation
@@ -135,13 +137,19 @@ def make_core(
             longest = options.max_model_len or limits.max_model_len
             speculation = Speculation(proposer, lengths, stay, longest)
         described = fingerprint()
+        tiers = make_tiers(config, kv, hash_root(described))
         scheduler = Scheduler(
             limits, kv.num_blocks, list(kv.specs), kv.block_size,
             config.cache.enable_prefix_caching and bool(kv.specs),
             described, grammars=GrammarGate(load_grammars),
             vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
-            tiers=make_tiers(config, kv, hash_root(described)), mover=executor, compression=compression,
+            tiers=tiers, mover=executor, compression=compression,
         )  # fmt: skip
+        if config.cache.transfer is not None and kv.specs:
+            plugin = import_module(f"{config.cache.transfer.kv_connector_module_path}.exchange")
+            exchange: Connector = plugin.make_connector(config, directory, kv, scheduler.kv, executor, len(tiers))
+            scheduler.connectors.append(exchange)
+            scheduler.gates.append(exchange)
         kv_events = _kv_events(config, kv, rank)
     except ValueError:
         executor.shutdown()

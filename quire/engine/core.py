@@ -82,7 +82,7 @@ class EngineCore:
         self._pause, self._clears_cache, self._is_draining = PauseGate(), False, False
         self._asleep: set[str] = set()  # what sleeps: weights, kv_cache
         self._new_weights, self._fingerprint = Path(), fingerprint
-        scheduler.gates.append(self._pause)
+        scheduler.gates.insert(0, self._pause)  # what is ready during a pause must not begin to load blocks
         kv, longest = scheduler.kv, scheduler.kv.max_blocks(scheduler.limits.max_model_len)
         most = min(int(pinned_share * kv.pool.num_usable), kv.pool.num_usable - longest)  # the longest request must fit
         self._pins = PinnedPrefixes(kv, most)
@@ -125,8 +125,8 @@ class EngineCore:
 
     def _check_transfers(self) -> None:
         """Let requests pass that wait for late transfers."""
-        if self.scheduler.transfers is not None:
-            self.scheduler.transfers.check_time()
+        for connector in self.scheduler.connectors:
+            connector.check_time()
 
     def _wake(self) -> None:
         self.scheduler.wake()
@@ -161,15 +161,15 @@ class EngineCore:
     @property
     def stats(self) -> CoreStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        counts, transfers = scheduler.stats, scheduler.transfers
+        counts, connectors = scheduler.stats, scheduler.connectors
         return CoreStats(
             num_running=len(scheduler.running), num_waiting=len(scheduler.requests) - len(scheduler.running),
             kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable), preemptions=counts.preemptions,
             prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
             computed_tokens=counts.computed_tokens,
             is_paused=self._pause.is_closed, is_sleeping=bool(self._asleep),
-            external_queries=0 if transfers is None else transfers.num_queries,
-            external_hits=0 if transfers is None else transfers.num_hits,
+            external_queries=sum(connector.num_queries for connector in connectors),
+            external_hits=sum(connector.num_hits for connector in connectors),
             speculation=None if scheduler.speculation is None else scheduler.speculation.counts(),
         )  # fmt: skip
 
@@ -315,8 +315,8 @@ class EngineCore:
         if not self.has_paused:
             raise ValueError("the engine runs requests; pause it before it sleeps")
         self.reset_prefix_cache()
-        if self.scheduler.transfers is not None:
-            self.scheduler.transfers.finish_all(self.wake_up.wait)
+        for connector in self.scheduler.connectors:
+            connector.finish_all(self.wake_up.wait)
         self.executor.change(command)
         self._asleep = {"weights", "kv_cache"}
 
@@ -346,8 +346,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
-        if self.scheduler.transfers is not None:
-            self.scheduler.transfers.close()
+        for connector in self.scheduler.connectors:
+            connector.close()
         if self._kv_events is not None:
             self._kv_events.close()
         if self._lockstep is not None:

@@ -15,8 +15,8 @@ from quire.messages.lora import Adapter, LoRARequest
 from quire.models.description import describe
 from quire.options.declaration import imported
 from quire.text.chat_template import RESERVED, render
-from quire.text.parsing.reasoning import REASONING
-from quire.text.parsing.recognition import recognized
+from quire_parsing.reasoning import REASONING
+from quire_parsing.recognition import recognized
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
@@ -50,7 +50,7 @@ class Frontend:
             in_process=in_process and config.parallel.ranks == 1,
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
-            compresses=config.cache.compression is not None,
+            compresses=config.cache.compression is not None, transfer=config.cache.transfer,
         )  # fmt: skip
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:

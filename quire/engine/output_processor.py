@@ -38,6 +38,7 @@ class OutputProcessor:
 
     def add(self, request: ProcessedRequest) -> RequestOutput:
         output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids)
+        output.kv_transfer_params = request.kv_transfer_params
         queued_at = request.core_requests[0].arrival_time
         output.metrics = RequestStateStats(arrival_time=time.time(), queued_ts=queued_at)
         params = request.params
@@ -210,5 +211,5 @@ class DeltaReader:
         # dataclasses.replace would take a tenth of the time that a streamed token takes.
         return RequestOutput(
             output.request_id, output.prompt, output.prompt_token_ids, news, output.finished,
-            output.num_cached_tokens, prompt_logprobs, output.metrics,
+            output.num_cached_tokens, prompt_logprobs, output.metrics, output.kv_transfer_params,
         )  # fmt: skip

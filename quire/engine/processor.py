@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 
+from quire.engine.transfer_params import offer, read_transfer
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
-from quire.text.parsing.reasoning import ReasoningFormat
+from quire.options.kv_transfer import KVTransferOptions
 from quire.text.tokenizer import Tokenizer
+from quire_parsing.reasoning import ReasoningFormat
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
@@ -49,6 +51,7 @@ class ProcessedRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     core_requests: list[EngineCoreRequest]
+    kv_transfer_params: dict[str, Any] | None = None  # what the answer says of the prompt
 
 
 def end_of_sequence(tokenizer: Tokenizer, generation_config: dict[str, Any]) -> list[int]:
@@ -74,15 +77,17 @@ class Processor:
         scheduling_policy: str = "fcfs",
         reasoning: ReasoningFormat | None = None,
         compresses: bool = False,
+        transfer: KVTransferOptions | None = None,
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
         no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
         cannot be sent. reasoning: the format of the model's thinking, None if it is unknown. compresses: whether the
-        engine has kv_compression."""
+        engine has kv_compression. transfer: how it gives prompts to other engines or takes them."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
         self.scheduling_policy, self.reasoning, self.compresses = scheduling_policy, reasoning, compresses
+        self.transfer = transfer
         self.generation_config = generation_config
         self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
@@ -123,6 +128,7 @@ class Processor:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(62)
         bad_words = self._bad_words(params)
         thinking = self._thinking_limits(params, token_ids)
+        transfer = read_transfer(request_id, params.extra_args, self.transfer)
         # The logprobs of a prompt that is completed n times are computed once.
         later_params = params if params.prompt_logprobs is None or params.n == 1 else params.clone(prompt_logprobs=None)
         core_requests = [
@@ -140,10 +146,11 @@ class Processor:
                 bad_words=bad_words,
                 thinking=thinking,
                 adapter=adapter,
+                transfer=transfer,
             )
             for index in range(params.n)
         ]
-        return ProcessedRequest(request_id, text, token_ids, params, core_requests)
+        return ProcessedRequest(request_id, text, token_ids, params, core_requests, offer(transfer, self.transfer))
 
     def check_priority(self, priority: int) -> None:
         """Raises ValueError for a priority that is wrong or not in use."""

@@ -188,7 +188,7 @@ class Transfers:
     def on_cleared(self) -> None:
         """The same holds."""
 
-    def scheduled(self, step_id: int) -> None:
+    def scheduled(self, step_id: int, requests: Sequence[Holder]) -> None:
         """A step has been scheduled, which fills the blocks that became findable meanwhile."""
         if self._stored:
             self._by_step[step_id], self._stored = self._stored, []
@@ -284,8 +284,7 @@ class Transfers:
             self._wake()
 
     def finish_all(self, wait: Callable[[float], bool]) -> None:
-        """Wait until nothing is on its way. wait: sleeps for some seconds at most, or until the gate is woken. Raises
-        ValueError if a tier does not answer."""
+        """Wait until nothing is on its way. Raises ValueError if a tier does not answer."""
         late_at = time.monotonic() + LATE_SECONDS
         while self._moving:
             if time.monotonic() > late_at:

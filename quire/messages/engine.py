@@ -13,6 +13,7 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs, Pooled
 from quire.messages.structured_outputs import ThinkingLimits
+from quire.messages.transfers import TransferParams
 
 
 class FinishReason(StrEnum):
@@ -49,6 +50,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     pooling_params: PoolingParams | None = None
     thinking: ThinkingLimits | None = None
     adapter: Adapter | None = None
+    transfer: TransferParams | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:

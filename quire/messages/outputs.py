@@ -117,7 +117,8 @@ class RequestOutput:
     """A prompt and its completions so far.
 
     num_cached_tokens: prompt tokens that were found in the prefix cache. prompt_logprobs: if the request asked for
-    them, None for the first token and {token id: Logprob} for each later one.
+    them, None for the first token and {token id: Logprob} for each later one. kv_transfer_params: those of a request
+    to another engine, which goes on with the prompt, if this one was asked to offer it.
     """
 
     request_id: str
@@ -128,6 +129,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestStateStats | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

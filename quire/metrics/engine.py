@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ class EngineMetrics:
         metrics["generation_tokens"].inc(generated)
         if not self._counts_cores:
             return
-        if stats.computed_tokens < before.computed_tokens:
+        if _is_of_new_core(stats, before):
             before = CoreStats()
         queries, hits = stats.prefix_queries - before.prefix_queries, stats.prefix_hits - before.prefix_hits
         # A sequence's last token is generated but never computed, so a sequence has one token more than were computed.
@@ -244,6 +245,20 @@ class EngineMetrics:
                 queries,
                 hits,
             )
+
+
+def _is_of_new_core(stats: CoreStats, before: CoreStats) -> bool:
+    """Whether a core has counted less than before, so that it must be another one."""
+    drafts, earlier = stats.speculation, before.speculation
+    return (
+        stats.computed_tokens < before.computed_tokens
+        or stats.prefix_queries < before.prefix_queries
+        or stats.prefix_hits < before.prefix_hits
+        or stats.external_queries < before.external_queries
+        or stats.external_hits < before.external_hits
+        or stats.preemptions < before.preemptions
+        or (drafts is not None and earlier is not None and any(map(lt, drafts.counts, earlier.counts)))
+    )
 
 
 def _count_drafts(metrics: dict[Any, Any], stats: SpeculationStats, before: SpeculationStats) -> None:

@@ -9,7 +9,7 @@ from quire.options.declaration import ConfigError, check_type
 
 # vLLM's names of connectors that do what Quire's does, and the transports that they ask for; none: what both ends have.
 CONNECTORS = {
-    "QuireConnector": (), "P2pNcclConnector": (), "NixlConnector": ("nixl",),
+    "QuireConnector": (), "NixlConnector": ("nixl",), "P2pNcclConnector": (),
     "SharedMemoryConnector": ("shared_memory",), "TcpConnector": ("tcp",),
 }  # fmt: skip
 _NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
@@ -52,9 +52,20 @@ class KVTransferOptions:
             raise ConfigError(f"kv_transfer_config: kv_ip must be an IP address, got {options.kv_ip!r}") from None
         if not 1 <= options.kv_port <= 65535:
             raise ConfigError(f"kv_transfer_config: kv_port must be from 1 to 65535, got {options.kv_port}")
+        _ = options.producers  # raises ConfigError
         if options.kv_load_failure_policy != "recompute":
             raise ConfigError("kv_transfer_config: kv_load_failure_policy must be 'recompute'")
         return options
+
+    @property
+    def producers(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network] | None:
+        """The networks in which requests may name producers; None for all. Raises ConfigError."""
+        given = self.kv_connector_extra_config.get("producers")
+        try:
+            return None if given is None else [ipaddress.ip_network(network) for network in given]
+        except (TypeError, ValueError) as error:
+            raise ConfigError("kv_transfer_config: kv_connector_extra_config: producers must be a list of networks "
+                              f'such as ["10.0.0.0/24"], got {given!r}') from error  # fmt: skip
 
     @property
     def produces(self) -> bool:

@@ -26,6 +26,42 @@ class Gate(Protocol):
         """wake: call it, from any thread, when a request that had to wait may be ready. It does not block."""
 
 
+class Connector(Gate, Protocol):
+    """The scheduler's half of what moves blocks between the pool and places beyond it: tiers, or other engines. It says
+    what is there, what to load, what to save and what to hold. The workers' half is a Store (worker/kv_transfer.py).
+
+    All methods but `connect` are called on the thread of the engine core, and must not block. num_queries: tokens that
+    were looked up. num_hits: those that were loaded.
+    """
+
+    num_queries: int
+    num_hits: int
+
+    def scheduled(self, step_id: int, requests: Sequence[Request]) -> None:
+        """A step has been scheduled, with these requests."""
+
+    def withdrawn(self, step_id: int) -> None:
+        """A step is not run."""
+
+    def retired(self, step_id: int) -> None:
+        """A step has been run. Its requests still have the blocks that it filled."""
+
+    def finish(self, request: EngineCoreRequest) -> None:
+        """A request has ended, in any state."""
+
+    def settle(self) -> bool:
+        """Take note of transfers that have ended. Returns whether requests may run that could not before."""
+
+    def check_time(self) -> None:
+        """Let requests pass that have waited for too long. Called while nothing runs, every second."""
+
+    def finish_all(self, wait: Callable[[float], bool]) -> None:
+        """Wait until nothing is on its way. wait: sleeps for some seconds at most, or until the gate is woken. Raises
+        ValueError if that takes too long."""
+
+    def close(self) -> None: ...
+
+
 class WaitingRoom:
     """The requests that wait at gates. may_open: whether to ask the gates again; set from any thread."""
 

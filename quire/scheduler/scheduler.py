@@ -17,7 +17,7 @@ from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, 
 from quire.metrics.logging import logger
 from quire.scheduler.compression import Compression
 from quire.scheduler.constraints import ConstrainedRequests
-from quire.scheduler.gate import Gate, WaitingRoom
+from quire.scheduler.gate import Connector, Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
 from quire.scheduler.request import Request, Status
@@ -59,7 +59,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # all unfinished requests
         self.waiting = RequestQueue()
         self.transfers = None if mover is None or not tiers else Transfers(self.kv, tiers, mover)
-        self.gates = [*gates, *(gate for gate in (grammars, adapters, self.transfers) if gate is not None)]
+        self.connectors: list[Connector] = [] if self.transfers is None else [self.transfers]
+        self.gates = [*gates, *(gate for gate in (grammars, adapters) if gate is not None), *self.connectors]
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
         self._adapters, self.speculation, self._compression = adapters, speculation, compression
         self._gated = WaitingRoom(self.gates)
@@ -122,8 +123,8 @@ class Scheduler:
 
     def open_gates(self) -> list[EngineCoreOutput]:
         """Move the requests that pass all gates into the queue. Returns the outputs of requests that can never run."""
-        if self.transfers is not None and self.transfers.settle():
-            self._is_exhausted = False
+        for connector in self.connectors:
+            self._is_exhausted &= not connector.settle()
         if not self._gated.may_open:
             return []
         passed, failed = self._gated.open()
@@ -166,8 +167,8 @@ class Scheduler:
         self._schedule_waiting(step, requests, budget)
         if requests:
             self._submitted.append((step, requests))
-            if self.transfers is not None:
-                self.transfers.scheduled(step.step_id)
+            for connector in self.connectors:
+                connector.scheduled(step.step_id, requests)
         if self._compression is not None:
             self._compression.free_blocks(step, requests, self.kv)
         if self._constrained is not None:
@@ -322,8 +323,8 @@ class Scheduler:
             return self._end_epoch({requests[index]: reason for index, reason in output.refusals.items()})
         self._submitted.popleft()
         self._is_exhausted = False
-        if self.transfers is not None:
-            self.transfers.retired(step.step_id)
+        for connector in self.connectors:
+            connector.retired(step.step_id)
         self.stats.computed_tokens += sum(step.num_tokens)
         outputs: list[EngineCoreOutput] = []
         drafts = step.num_draft_tokens or repeat(0, len(requests))
@@ -421,8 +422,8 @@ class Scheduler:
         """
         last, requests = self._submitted.pop()
         assert last is step, "only the last step can be withdrawn"
-        if self.transfers is not None:
-            self.transfers.withdrawn(step.step_id)
+        for connector in self.connectors:
+            connector.withdrawn(step.step_id)
         drafts = step.num_draft_tokens or repeat(0, len(requests))
         for request, count, num_drafts in zip(requests, step.num_tokens, drafts, strict=True):
             start = request.num_computed_tokens - count
@@ -450,9 +451,10 @@ class Scheduler:
         del self.requests[request.request_id]
         if self.speculation is not None:
             self.speculation.finish(request)
-        for gate in (self._adapters, self.transfers):
-            if gate is not None:
-                gate.finish(request.source)
+        if self._adapters is not None:
+            self._adapters.finish(request.source)
+        for connector in self.connectors:
+            connector.finish(request.source)
         if request.constraint is not None and self._constrained is not None:
             self._constrained.count -= 1
         self._leave(request, Status.FINISHED)

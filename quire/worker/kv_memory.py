@@ -1,5 +1,9 @@
 """The memory of a rank's KV cache. Blocks can be copied, read and written as bytes."""
 
+import contextlib
+import mmap
+import os
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,11 +25,31 @@ class KVMemory:
     Call these methods from the thread that submits the steps.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_blocks: int, block_bytes: int, device: torch.device, shared: bool = False) -> None:
+        """shared: whether other processes may map the blocks. They are then in a file in memory, `handle`."""
+        self.handle: int | None = None
         # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: those of the null block, for
         # tokens that a window has left behind, with weight 0; and those of tokens that a drafter has missed.
-        self.blocks = zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+        if shared:
+            self.blocks = self._file(num_blocks * block_bytes).view(num_blocks, block_bytes)
+        else:
+            self.blocks = zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         self._words = self.blocks.view(torch.int64)  # torch moves words faster than bytes
+
+    def _file(self, size: int) -> Tensor:
+        """Zeros in a file that is deleted with this object, and costs nothing until it is touched."""
+        self.handle = os.memfd_create("quire-kv")
+        weakref.finalize(self, os.close, self.handle)
+        os.ftruncate(self.handle, size)
+        self._region = mmap.mmap(self.handle, size)
+        with contextlib.suppress(OSError):
+            self._region.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(self._region, dtype=torch.uint8)
+
+    def give_back(self) -> None:
+        """Give the pages of a shared file back to the system. When they are touched again, they are zeros."""
+        if self.handle is not None:
+            self._region.madvise(mmap.MADV_REMOVE)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy block sources[i] to block targets[i]. All sources are read before any target is written."""

@@ -99,13 +99,21 @@ class DeviceRows(Rows):
 
 
 class Store(ABC):
-    """One rank's part of a tier. Both methods return the indices of the blocks that they could not copy."""
+    """One rank's part of a tier. `save` and `load` return the indices of the blocks that they could not copy.
+
+    load_threads: how many threads may call `load` at the same time.
+    """
+
+    load_threads = 1
 
     @abstractmethod
     def save(self, rows: Rows, order: Transfer) -> list[int]: ...
 
     @abstractmethod
     def load(self, rows: Rows, order: Transfer) -> list[int]: ...
+
+    def close(self) -> None:  # noqa: B027
+        """Give up what is under way, and close what is open."""
 
 
 class MemoryStore(Store):
@@ -138,14 +146,16 @@ class MemoryStore(Store):
 
 
 class KVTransfers:
-    """Carries out transfers on two threads for each tier, so that nothing waits for another tier, or for what is being
+    """Carries out transfers on threads for each tier, so that nothing waits for another tier, or for what is being
     saved. What is saved must be there when `submit` is called: see `Rows.mark`."""
 
     def __init__(self, blocks: Tensor, stores: Sequence[Store]) -> None:
         self.rows, self._stores = Rows.of(blocks), stores
         self._threads = {
-            (number, is_load): ThreadPoolExecutor(1, f"quire-kv-{'load' if is_load else 'save'}-{number}")
-            for number in range(len(stores)) for is_load in (False, True)
+            (number, is_load): ThreadPoolExecutor(
+                store.load_threads if is_load else 1, f"quire-kv-{'load' if is_load else 'save'}-{number}"
+            )
+            for number, store in enumerate(stores) for is_load in (False, True)
         }  # fmt: skip
 
     def submit(self, order: Transfer) -> Future[list[int]]:
@@ -166,3 +176,5 @@ class KVTransfers:
     def close(self) -> None:
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
+        for store in self._stores:
+            store.close()

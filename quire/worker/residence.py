@@ -82,6 +82,7 @@ class Residence:
         self._is_gpu = model.kernels.target.device.type == "cuda"
         self._store: Store = DeviceMemory() if self._is_gpu else HostPages()
         self._cache: list[UntypedStorage] = []
+        self._kv_memory: KVMemory | None = None
         self._forward: object = None
         self._level = 0  # of sleep, as far as the weights are concerned; 0 while they are there
         self._has_cache = True
@@ -91,6 +92,7 @@ class Residence:
     def know(self, kv_memory: KVMemory, forward: object) -> None:
         """Called once, when the rest of the rank has been made."""
         self._cache, self._forward = [kv_memory.blocks.untyped_storage()], forward
+        self._kv_memory = kv_memory
 
     def change(self, change: Change) -> None:
         """Raises ValueError or OSError if it cannot be; then nothing has changed."""
@@ -111,6 +113,8 @@ class Residence:
             self._store.release(storage, keep=level == 1)
         for storage in self._cache if self._has_cache else ():
             self._store.release(storage, keep=False)
+        if self._kv_memory is not None and self._has_cache:
+            self._kv_memory.give_back()
         self._level, self._has_cache = max(level, self._level), False
         if self._is_gpu:
             torch.cuda.empty_cache()
@@ -140,8 +144,10 @@ class Residence:
             raise ValueError(f"there is no folder {folder}")
         if self._directory.is_file():
             raise ValueError("the weights of a GGUF file cannot be replaced")
-        if self._config.lora.enable_lora:
-            raise ValueError("weights cannot be replaced in an engine with enable_lora")
+        for name, given in (("enable_lora", self._config.lora.enable_lora),
+                            ("kv_transfer_config", self._config.cache.transfer is not None)):  # fmt: skip
+            if given:
+                raise ValueError(f"weights cannot be replaced in an engine with {name}")
         if self._config.parallel.enable_eplb:
             raise ValueError("weights cannot be replaced in an engine with enable_eplb, which has moved experts")
         options = self._config.model

@@ -1,8 +1,11 @@
 """Builds one rank's half of the tiers."""
 
+import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from quire.attention.base import AttentionBackend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
 from quire.kvcache.tiers import MEMORY_VARIABLE, memory_slots
@@ -14,9 +17,12 @@ from quire.worker.kv_transfer import KVTransfers, MemoryStore, Store
 _PAGE_BYTES = 4096  # of memory, at least
 
 
-def kv_transfers(config: EngineConfig, size: KVCacheSize, memory: KVMemory, mesh: Mesh) -> KVTransfers | None:
-    """What copies this rank's blocks to the tiers of the options and back; None if there are none. Raises
-    ConfigError."""
+def kv_transfers(
+    config: EngineConfig, directory: Path, size: KVCacheSize, memory: KVMemory, backends: Sequence[AttentionBackend],
+    mesh: Mesh,
+) -> KVTransfers | None:  # fmt: skip
+    """What copies this rank's blocks to the tiers of the options and back, the blocks of other engines being the last
+    tier; None if there are none. Raises ConfigError."""
     options, rank, ranks = config.cache, mesh.replica.rank, mesh.replica.size
     stores: list[Store] = []
     if options.kv_offloading_bytes:
@@ -40,6 +46,14 @@ def kv_transfers(config: EngineConfig, size: KVCacheSize, memory: KVMemory, mesh
                                     mesh.ranks_on_machine, deletes=first))  # fmt: skip
         except OSError as error:
             raise ConfigError(f"kv_offloading_path={options.kv_offloading_path!r}: {error_text(error)}") from error
+    if (transfer := config.cache.transfer) is not None and size.specs:
+        name = transfer.kv_connector_module_path + ".ranks"
+        try:
+            ranks_of_others = importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"kv_transfer_config: kv_connector_module_path: {name} cannot be imported: "
+                              f"{error_text(error)}") from error  # fmt: skip
+        stores.append(ranks_of_others.rank_store(config, directory, memory, size, backends, mesh))
     if not stores:
         return None
     transfers = KVTransfers(memory.blocks, stores)

@@ -56,6 +56,7 @@ class Worker:
     def __init__(self, config: EngineConfig, directory: Path, max_model_len: int, mesh: Mesh) -> None:
         """Raises ConfigError if the KV cache does not fit into memory, if the model cannot use its type, or if ranks
         would share a GPU that cannot."""
+        self._config = config
         self.device, group, replica = choose_device(config.kernels.device, mesh), mesh.tp, mesh.replica
         device, started, pools = self.device.torch_device, time.perf_counter(), config.model.runner == "pooling"
         sharing = mesh.ranks_on_device(device.type)
@@ -160,7 +161,7 @@ class Worker:
             chosen += self.drafter.backends
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout, block_size)
-        self.transfers = kv_transfers(config, self.kv_cache, self.kv_memory, mesh)
+        self.transfers = kv_transfers(config, directory, self.kv_cache, self.kv_memory, self.backends, mesh)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
@@ -184,7 +185,9 @@ class Worker:
         return runner
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
-        kv_memory = KVMemory(num_blocks, block_bytes, self.device.torch_device)
+        device, transfer = self.device.torch_device, self._config.cache.transfer
+        shared = device.type == "cpu" and transfer is not None and transfer.produces
+        kv_memory = KVMemory(num_blocks, block_bytes, device, shared)
         self.model.bind_cache(self.backends, [kv_memory.blocks] * len(self.backends))
         if self.drafter is not None:
             self.drafter.bind_cache(kv_memory.blocks, self._page_bytes)

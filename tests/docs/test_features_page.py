@@ -57,6 +57,7 @@ FEATURES = [
     "expert parallelism",
     "several machines",
     "KV tiers",
+    "prefill and decode apart",
     "structured outputs",
     "thinking budgets",
     "speculation",

@@ -89,6 +89,15 @@ def test_counters_go_on_and_gauges_are_zero_when_a_core_is_lost(clock) -> None:
     assert value(metrics, "iteration_tokens_total_sum") == 22
 
 
+@pytest.mark.parametrize("name", ["prefix_queries", "prefix_hits", "external_queries", "external_hits", "preemptions"])
+def test_the_last_report_of_a_lost_core_may_come_late(name: str) -> None:
+    metrics = EngineMetrics("quire", "m")
+    metrics.step([], CoreStats())
+    for stats in (CoreStats(**{name: 9}), CoreStats(computed_tokens=5, **{name: 4}), CoreStats(computed_tokens=6)):
+        metrics.step([], stats)
+    assert value(metrics, "iteration_tokens_total_sum") >= 6
+
+
 def test_parameters_are_counted_when_a_request_ends(clock) -> None:
     metrics = EngineMetrics("quire", "m")
     metrics.add(sequences("a", 20, n=3, max_tokens=40))

@@ -67,7 +67,6 @@ NOT_YET = [
     "--tensor-parallel-size 4 --cpu-offload-gb 8",
     "--enable-elastic-ep",
     "--otlp-traces-endpoint=http://127.0.0.1:4317",
-    '--kv-transfer-config \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'',
     "--cpu-offload-gb 10",
     "--enable-elastic-ep",
     "--task embed",

@@ -13,7 +13,7 @@ import pytest
 
 from quire.config import ConfigError
 from quire_route.call import MAX_PIECES, PIECE, Call, text_pieces
-from quire_route.config import RouteConfig
+from quire_route.config import PrefillServer, RouteConfig
 from quire_route.fleet import Backend, Fleet, Visit
 from quire_route.metrics import RouteMetrics
 
@@ -193,3 +193,30 @@ async def test_full_servers_get_nothing():
 def test_options_that_cannot_be_used_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         RouteConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "server"),
+    [
+        ("http://a:8001", ("http://a:8001", "a", 14579)),
+        ("http://a:8001/x/=10.0.0.1:5", ("http://a:8001/x", "10.0.0.1", 5)),
+        ("https://a=[::1]:5", ("https://a", "::1", 5)),
+        ("http://[::1]:8=b", ("http://[::1]:8", "b", 14579)),
+    ],
+)
+def test_prefill_servers_as_they_are_named(text, server):
+    assert PrefillServer.read(text) == PrefillServer(*server)
+
+
+@pytest.mark.parametrize("text", ["a", "http://a=b:c", "http://a=b:0", "http://a=:5", "http://a=b/c", "http://a=u@b:5"])
+def test_prefill_servers_that_cannot_be_used_are_named(text):
+    with pytest.raises(ConfigError, match="prefill"):
+        RouteConfig(("http://b",), prefill=(text,))
+
+
+def test_a_server_is_named_once():
+    for prefill in (("http://a",), ("http://b", "http://b/")):
+        with pytest.raises(ConfigError, match="twice"):
+            RouteConfig(("http://a",), prefill=prefill)
+    with pytest.raises(ConfigError, match="prefill_min_bytes"):
+        RouteConfig(("http://a",), prefill_min_bytes=-1)

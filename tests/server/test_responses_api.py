@@ -11,7 +11,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from quire.text.parsing.events import Content, Reasoning, ToolArguments, ToolCall
+from quire_parsing.events import Content, Reasoning, ToolArguments, ToolCall
 from quire_server.answering import Answer, FunctionCall
 from quire_server.response_items import Events, Output, ResponsesRequest
 from quire_server.response_store import ResponseStore

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.text.parsing.events import Content, Parser, Reasoning
-from quire.text.parsing.harmony import harmony
-from quire.text.parsing.reader import Parsing, Reader, Steps
-from quire.text.parsing.tables import formats
+from quire_parsing.events import Content, Parser, Reasoning
+from quire_parsing.harmony import harmony
+from quire_parsing.reader import Parsing, Reader, Steps
+from quire_parsing.tables import formats
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):

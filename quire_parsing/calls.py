@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from quire.text.parsing.events import Parser
-from quire.text.parsing.reader import Parsing, Reader, Steps
-from quire.text.parsing.values import STRING, from_python, json_text, parameter_types, parsed, typed, without_surrogates
+from quire_parsing.events import Parser
+from quire_parsing.reader import Parsing, Reader, Steps
+from quire_parsing.values import STRING, from_python, json_text, parameter_types, parsed, typed, without_surrogates
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]  # function → parameter → the JSON types that it may have
 

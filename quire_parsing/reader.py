@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from quire.text.parsing.events import Content, Event, ToolArguments, ToolCall
+from quire_parsing.events import Content, Event, ToolArguments, ToolCall
 
 Value = TypeVar("Value")
 Steps = Generator[None, None, Value]

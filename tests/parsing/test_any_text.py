@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from quire.text.parsing.answer import answer_parser
-from quire.text.parsing.formats import TOOLS
-from quire.text.parsing.reasoning import REASONING
+from quire_parsing.answer import answer_parser
+from quire_parsing.formats import TOOLS
+from quire_parsing.reasoning import REASONING
 from support.answers import DEFINITIONS, SAMPLES
 from support.parsing import Parsed, parse, parts_of
 

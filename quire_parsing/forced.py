@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.parsing.calls import ToolFormat, json_calls
-from quire.text.parsing.events import Parser
-from quire.text.parsing.reader import Parsing, Reader, Steps
+from quire_parsing.calls import ToolFormat, json_calls
+from quire_parsing.events import Parser
+from quire_parsing.reader import Parsing, Reader, Steps
 
 _FORCED = ToolFormat(body=json_calls, bare="[{")
 

@@ -1,7 +1,7 @@
 """Which parsers a model needs, from the markers in its chat template."""
 
-from quire.text.parsing.formats import TOOLS
-from quire.text.parsing.reasoning import REASONING
+from quire_parsing.formats import TOOLS
+from quire_parsing.reasoning import REASONING
 
 
 def recognized(chat_template: str) -> tuple[str | None, str | None]:

@@ -6,8 +6,8 @@
 
 import re
 
-from quire.text.parsing.events import Reasoning
-from quire.text.parsing.reader import Reader, Steps
+from quire_parsing.events import Reasoning
+from quire_parsing.reader import Reader, Steps
 
 _HEADERS = ("<|channel|>", "<|start|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", *_HEADERS)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.text.parsing.formats import TOOLS
-from quire.text.parsing.reasoning import REASONING
-from quire.text.parsing.recognition import recognized
+from quire_parsing.formats import TOOLS
+from quire_parsing.reasoning import REASONING
+from quire_parsing.recognition import recognized
 
 _LOOP = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endfor %}"
 

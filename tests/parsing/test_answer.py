@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.text.parsing.answer import answer_parser
+from quire_parsing.answer import answer_parser
 from support.answers import DEFINITIONS
 from support.parsing import parse, parts_of
 

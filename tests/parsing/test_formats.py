@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from quire.text.parsing.events import ToolArguments
-from quire.text.parsing.formats import TOOLS
+from quire_parsing.events import ToolArguments
+from quire_parsing.formats import TOOLS
 from support.answers import DEFINITIONS, PARIS, SAMPLES, Sample
 from support.parsing import parse, parts_of
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quire.text.parsing.values import from_python, parameter_types, typed
+from quire_parsing.values import from_python, parameter_types, typed
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from quire.text.parsing.events import Content, Event, Parser, ToolArguments, ToolCall
-from quire.text.parsing.forced import forced_calls
-from quire.text.parsing.formats import TOOLS
-from quire.text.parsing.reasoning import REASONING
+from quire_parsing.events import Content, Event, Parser, ToolArguments, ToolCall
+from quire_parsing.forced import forced_calls
+from quire_parsing.formats import TOOLS
+from quire_parsing.reasoning import REASONING
 
 
 def answer_parser(

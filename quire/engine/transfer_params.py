@@ -1,0 +1,62 @@
+"""kv_transfer_params of requests and answers, with vLLM's names."""
+
+import ipaddress
+from typing import Any
+
+import msgspec
+
+from quire.messages.errors import error_text
+from quire.messages.transfers import TransferParams
+from quire.options.kv_transfer import KVTransferOptions
+
+_NAME = "kv_transfer_params"
+
+
+def read_transfer(
+    request_id: str, extra_args: dict[str, Any] | None, options: KVTransferOptions | None
+) -> TransferParams | None:
+    """The request's parameters, with a transfer_id; None if it has none, or if they ask for nothing. Raises ValueError
+    if they are wrong, or if the engine's options do not allow them."""
+    given = (extra_args or {}).get(_NAME)
+    if not given:
+        return None
+    try:
+        params = msgspec.convert({k: v for k, v in given.items() if v is not None}, TransferParams)
+    except (msgspec.ValidationError, AttributeError) as error:
+        raise ValueError(f"{_NAME}: {error_text(error)}") from error
+    for name, allowed in (
+        ("do_remote_decode", options is not None and options.produces),
+        ("do_remote_prefill", options is not None and options.consumes),
+    ):
+        if getattr(params, name) and not allowed:
+            raise ValueError(f"{_NAME}: {name} needs an engine whose kv_transfer_config allows it "
+                             "(docs/disaggregation.md)")  # fmt: skip
+    if params.do_remote_prefill:
+        if not params.transfer_id or len(params.transfer_id) > 256:
+            raise ValueError(
+                f"{_NAME}: transfer_id must name the prompt at the other engine, in at most 256 characters"
+            )
+        try:
+            address = ipaddress.ip_address(params.remote_host)
+        except ValueError:
+            raise ValueError(f"{_NAME}: remote_host must be an IP address, got {params.remote_host!r}") from None
+        networks = None if options is None else options.producers
+        if networks is not None and not any(address in network for network in networks):
+            raise ValueError(f"{_NAME}: remote_host {params.remote_host} is not one of the producers that this server "
+                             "may connect to")  # fmt: skip
+        if not 1 <= params.remote_port <= 65535:
+            raise ValueError(f"{_NAME}: remote_port must be from 1 to 65535, got {params.remote_port}")
+    if not params.do_remote_prefill and not params.do_remote_decode:
+        return None
+    return msgspec.structs.replace(params, transfer_id=params.transfer_id or request_id)
+
+
+def offer(params: TransferParams | None, options: KVTransferOptions | None) -> dict[str, Any] | None:
+    """What the answer to a request tells of its prompt: the kv_transfer_params of a request to another engine, which
+    goes on with it. None if the prompt is not offered."""
+    if params is None or options is None or not params.do_remote_decode:
+        return None
+    return {
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": params.transfer_id,
+        "remote_host": options.kv_ip, "remote_port": options.kv_port, "remote_engine_id": options.engine_id,
+    }  # fmt: skip

@@ -1,0 +1,70 @@
+"""What a consumer's core and a producer's core say to each other, in msgpack."""
+
+import msgspec
+
+from quire.messages.transfers import Peer
+
+PROTOCOL = 1  # raise it when a message changes its meaning
+
+# ---- from the consumer
+
+
+class Fetch(msgspec.Struct, array_like=True, tag=True):
+    """Asks for the blocks of a prompt. number: of the consumer's own choice. digest: of the prompt, see `digest`.
+    starts: for each KV group, the index of the first block that is wanted. facts: what must be the same at both ends,
+    by name."""
+
+    number: int
+    transfer_id: str
+    digest: bytes
+    starts: list[int]
+    facts: dict[str, str]
+
+
+class Drop(msgspec.Struct, array_like=True, tag=True):
+    """The consumer has read what it was offered for a fetch, or wants no more of it."""
+
+    number: int
+
+
+class Beat(msgspec.Struct, array_like=True, tag=True):
+    """The consumer is there. sent_at: by its own clock. open: the numbers of the fetches that it has not dropped."""
+
+    sent_at: float
+    open: list[int]
+
+
+ToProducer = Fetch | Drop | Beat
+
+# ---- from the producer
+
+
+class Offer(msgspec.Struct, array_like=True, tag=True):
+    """Blocks that the consumer may read until it drops the fetch: block block_ids[i] is number indices[i] of the prompt
+    in KV group groups[i]. is_last: no more will come."""
+
+    number: int
+    peer: Peer
+    groups: list[int]
+    indices: list[int]
+    block_ids: list[int]
+    is_last: bool
+
+
+class Gone(msgspec.Struct, array_like=True, tag=True):
+    """No more blocks will come for a fetch. differs: engines do not fit together, which only an operator can change."""
+
+    number: int
+    reason: str
+    differs: bool = False
+
+
+class BeatBack(msgspec.Struct, array_like=True, tag=True):
+    """The answer to a beat. num_sent: for each of its fetches, how many messages the producer has sent for it before
+    this one; -1 if it holds nothing for the fetch."""
+
+    sent_at: float
+    num_sent: list[int]
+
+
+ToConsumer = Offer | Gone | BeatBack

@@ -1,0 +1,150 @@
+"""The scheduler's half of the connector: prompts that other engines compute, and prompts that others may read."""
+
+import time
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.cluster.secret import ClusterSecret
+from quire.config import ConfigError, EngineConfig
+from quire.executor.agreement import weights_digest
+from quire.kvcache.manager import Holder, KVCacheManager
+from quire.kvcache.specs import KVCacheSize
+from quire.kvcache.transfers import Mover
+from quire.loading.metadata import hf_config
+from quire.messages.engine import EngineCoreRequest
+from quire.messages.transfers import Peer
+from quire.metrics.logging import logger
+from quire_transfer.core_messages import PROTOCOL
+from quire_transfer.exports import Exports
+from quire_transfer.imports import Imports
+from quire_transfer.link import Asked, AskerLost, Confirmed, Link, Told
+from quire_transfer.sources import ask
+
+_LOOK_SECONDS = 0.5  # between two looks at the clock
+_END_SECONDS = 10.0  # how long consumers may take to finish before the engine sleeps
+
+
+class Exchange:
+    """A Connector (quire/scheduler/gate.py). A consumer's request passes when the blocks of its prompt are in the pool,
+    or will not come; what is missing is computed."""
+
+    def __init__(
+        self, kv: KVCacheManager, mover: Mover, tier: int, link: Link, facts: dict[str, str], peer: Peer
+    ) -> None:
+        """tier: the index of the workers' store for blocks of other engines. peer: what others need to read blocks."""
+        self._imports = Imports(kv, mover, tier, link, facts)
+        self._exports = Exports(kv, mover, tier, link, facts, peer)
+        self._link, self._look_at = link, 0.0
+
+    @property
+    def num_queries(self) -> int:
+        return self._imports.num_queries
+
+    @property
+    def num_hits(self) -> int:
+        return self._imports.num_hits
+
+    def connect(self, wake: Callable[[], None]) -> None:
+        self._link.wake = wake
+
+    def ready(self, request: EngineCoreRequest) -> bool:
+        if (params := request.transfer) is None:
+            return True
+        if params.do_remote_decode:
+            self._exports.add(request)
+        return not params.do_remote_prefill or not request.reads_prefix_cache or self._imports.ready(request)
+
+    def scheduled(self, step_id: int, requests: Sequence[Holder]) -> None:
+        self._imports.scheduled(requests)
+        self._exports.scheduled(step_id, requests)
+
+    def withdrawn(self, step_id: int) -> None:
+        self._exports.withdrawn(step_id)
+
+    def retired(self, step_id: int) -> None:
+        self._exports.retired(step_id)
+
+    def finish(self, request: EngineCoreRequest) -> None:
+        if request.transfer is not None:
+            self._imports.finish(request.request_id)
+            self._exports.finish(request.request_id)
+
+    def settle(self) -> bool:
+        if time.monotonic() >= self._look_at:
+            self.check_time()
+        events = self._link.events
+        while events:
+            event = events.popleft()
+            if isinstance(event, Asked):
+                self._exports.asked(event)
+            elif isinstance(event, AskerLost):
+                self._exports.asker_lost(event)
+            elif isinstance(event, Told):
+                self._imports.told(event)
+            elif isinstance(event, Confirmed):
+                self._imports.confirmed(event)
+            else:
+                self._imports.lost(event)
+        self._imports.settle()
+        self._exports.settle()
+        has_changed = self._imports.has_changed or self._exports.has_changed
+        self._imports.has_changed = self._exports.has_changed = False
+        return has_changed
+
+    def check_time(self) -> None:
+        now = time.monotonic()
+        self._look_at = now + _LOOK_SECONDS
+        self._imports.check_time(now)
+        self._exports.check_time(now)
+        if self._imports.has_changed or self._exports.has_changed:
+            self._link.wake()
+
+    def finish_all(self, wait: Callable[[float], bool]) -> None:
+        late_at = time.monotonic() + _END_SECONDS
+        self._imports.drop_all()
+        self._exports.drop_unwanted()
+        while not (self._imports.is_idle and self._exports.is_idle):
+            if time.monotonic() > late_at:
+                raise ValueError("other engines still read the KV blocks of this one; try again later")
+            wait(0.1)
+            self.settle()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def make_connector(
+    config: EngineConfig, directory: Path, size: KVCacheSize, kv: KVCacheManager, mover: Mover, tier: int
+) -> Exchange:
+    """directory: of the model. tier: see Exchange. Raises ConfigError."""
+    options, name = config.cache.transfer, config.cluster.cluster_secret_file
+    assert options is not None
+    assert name is not None
+    host = options.kv_ip
+    if host in ("0.0.0.0", "::") and options.produces:
+        raise ConfigError(f"kv_transfer_config: kv_ip is where consumers find this engine, so it cannot be {host!r}")
+    ports = tuple(options.kv_port + 1 + rank for rank in range(config.parallel.ranks))
+    secret = ClusterSecret.read(name)
+    link = Link(secret, (host, options.kv_port) if options.produces else None)
+    if options.produces:
+        logger.info("KV blocks of prompts can be read at %s:%d", host, options.kv_port)
+    peer = Peer(ask(host, ports[0], secret.secret).name if options.produces else "", host, ports)
+    return Exchange(kv, mover, tier, link, facts(config, directory, size), peer)
+
+
+def facts(config: EngineConfig, directory: Path, size: KVCacheSize) -> dict[str, str]:
+    """What must be the same at both ends, by name."""
+    fields: dict[str, Any] = hf_config(directory, config.model.hf_overrides)
+    text = msgspec.json.encode(fields, order="deterministic")
+    return {
+        "the protocol": str(PROTOCOL),
+        "the model's config.json": sha256(text).hexdigest()[:16],
+        "the model's weights": "none" if config.model.load_format == "dummy" else weights_digest(directory),
+        "quantization": str(config.model.quantization),
+        "block_size": str(size.block_size),
+        "the layout of the KV cache": size.layout,
+    }

@@ -1,0 +1,124 @@
+"""Where a rank keeps the entries of its layers in a block, and which bytes of other ranks' blocks fill its own.
+
+A block of a KV group has an entry for each layer of the group on this rank, at a multiple of entry_bytes. An entry has
+the rank's KV heads one after the other, each with head_bytes, and then padding:
+
+    | layer 0: head 2, head 3, padding | layer 5: head 2, head 3, padding | ...
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.layers.attention_spec import AttentionSpec, HeadShare
+
+if TYPE_CHECKING:
+    from quire.attention.base import AttentionBackend
+    from quire.kvcache.specs import KVCacheSpec
+    from quire.models.spec import MixerSpec
+    from quire.parallel.mesh import Communicator
+
+Run = tuple[int, int, int]  # offset in the other rank's block, offset in the own block, number of bytes
+Plan = tuple[dict[int, list[Run]], ...]  # for each KV group: what to read, by the number of the other rank
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank keeps of one layer: num_heads KV heads, from first_head on. Latents (MLA) count as one head."""
+
+    layer: int
+    first_head: int
+    num_heads: int
+
+
+class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
+    """The entries of one KV group. format: what the bytes of a head mean."""
+
+    format: str
+    entry_bytes: int
+    head_bytes: int
+    entries: tuple[Entry, ...]
+
+    def heads(self) -> Iterator[tuple[int, int, int]]:
+        """The layer and the number of each KV head, and its offset in the block."""
+        for index, entry in enumerate(self.entries):
+            for place in range(entry.num_heads):
+                yield entry.layer, entry.first_head + place, index * self.entry_bytes + place * self.head_bytes
+
+
+class RankLayout(msgspec.Struct, frozen=True, array_like=True):
+    """The layout of one rank's blocks."""
+
+    block_bytes: int
+    groups: tuple[GroupLayout, ...]
+
+
+def rank_layout(
+    mixers: "Sequence[MixerSpec]", tp: "Communicator", kv_specs: "Sequence[KVCacheSpec]",
+    backends: "Sequence[AttentionBackend]", block_bytes: int,
+) -> RankLayout:  # fmt: skip
+    """The layout of a rank. mixers: of all layers of the model. kv_specs, backends: of the rank's KV groups."""
+    groups = []
+    for spec, backend in zip(kv_specs, backends, strict=True):
+        num_heads, *rest = backend.block_shape
+        shape, size = backend.shape, backend.cache_dtype.itemsize
+        for number in rest:
+            size *= number
+        name = (f"{backend.name}, {backend.cache_dtype}, {shape.cell or shape.dtype}, heads of {shape.head_dim}, "
+                f"values of {shape.out_dim}, {backend.tokens_per_block} tokens")  # fmt: skip
+        entries = []
+        for layer in spec.layers:
+            mixer = mixers[layer]
+            heads = HeadShare.of(mixer, tp).kv_heads if isinstance(mixer, AttentionSpec) else range(1)
+            assert len(heads) == num_heads
+            entries.append(Entry(layer, heads.start, num_heads))
+        groups.append(GroupLayout(name, backend.entry_bytes(), size, tuple(entries)))
+    return RankLayout(block_bytes, tuple(groups))
+
+
+def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int) -> Plan:
+    """Which bytes of the others' blocks fill an own block, for each KV group. Adjacent runs are merged.
+
+    prefer: the own rank's number. Of several ranks that keep the same KV head, different numbers read different ones.
+    Raises ValueError if the own blocks cannot be filled.
+    """
+    if any(len(other.groups) != len(own.groups) for other in others):
+        raise ValueError(f"the engines have different numbers of KV groups: {len(own.groups)} here, "
+                         f"{len(others[0].groups)} there; give both the same max_model_len")  # fmt: skip
+    return tuple(
+        _plan_group(number, group, [other.groups[number] for other in others], prefer)
+        for number, group in enumerate(own.groups)
+    )
+
+
+def _plan_group(number: int, own: GroupLayout, others: Sequence[GroupLayout], prefer: int) -> dict[int, list[Run]]:
+    holders: dict[tuple[int, int], list[tuple[int, int]]] = {}  # of a layer's head: ranks, and offsets there
+    for rank, other in enumerate(others):
+        for layer, head, offset in other.heads():
+            holders.setdefault((layer, head), []).append((rank, offset))
+    runs: dict[int, list[Run]] = {}
+    for layer, head, offset in own.heads():
+        if (layer, head) not in holders:
+            raise ValueError(f"no rank of the other engine has layer {layer}, KV head {head} in its KV group {number}")
+        found = holders[layer, head]
+        rank, remote = found[prefer % len(found)]
+        other = others[rank]
+        if (other.format, other.head_bytes) != (own.format, own.head_bytes):
+            raise ValueError(f"layer {layer} has {own.head_bytes} bytes for each KV head here ({own.format}), and "
+                             f"{other.head_bytes} there ({other.format})")  # fmt: skip
+        of_rank = runs.setdefault(rank, [])
+        if of_rank and _follows(of_rank[-1], remote, offset, own, other):
+            first_remote, first, _ = of_rank[-1]
+            of_rank[-1] = first_remote, first, offset + own.head_bytes - first
+        else:
+            of_rank.append((remote, offset, own.head_bytes))
+    return runs
+
+
+def _follows(run: Run, remote: int, offset: int, own: GroupLayout, other: GroupLayout) -> bool:
+    """Whether a head stands right behind a run in both blocks, or behind the same padding in both."""
+    gap = offset - run[1] - run[2]
+    if remote - run[0] - run[2] != gap:
+        return False
+    starts_entries = not offset % own.entry_bytes and not remote % other.entry_bytes
+    return not gap or (starts_entries and gap < own.head_bytes)  # no other head fits into the gap

@@ -1,0 +1,57 @@
+"""Makes one rank's part in exchanging KV blocks with other engines: what reads theirs, and what lets them read ours."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.attention.base import AttentionBackend
+from quire.cluster.secret import ClusterSecret
+from quire.config import ConfigError, EngineConfig
+from quire.kvcache.specs import KVCacheSize
+from quire.messages.errors import error_text
+from quire.models.description import describe
+from quire.options.kv_transfer import CONNECTORS
+from quire.parallel.mesh import Mesh
+from quire.worker.kv_memory import KVMemory
+from quire.worker.kv_transfer import Rows
+from quire_transfer.layout import rank_layout
+from quire_transfer.nixl_reads import NixlMemory
+from quire_transfer.server import BlockServer
+from quire_transfer.store import TRANSPORTS, PeerStore
+
+_MOST_STREAMS = 16
+
+
+def rank_store(
+    config: EngineConfig, directory: Path, memory: KVMemory, size: KVCacheSize, backends: Sequence[AttentionBackend],
+    mesh: Mesh,
+) -> PeerStore:  # fmt: skip
+    """What reads blocks of other engines. If the options say so, other engines can read the blocks of this rank, too,
+    until it is closed. All ranks must call it together. Raises ConfigError."""
+    options, path, rank = config.cache.transfer, config.cluster.cluster_secret_file, mesh.replica.rank
+    assert options is not None
+    assert path is not None
+    secret, streams = ClusterSecret.read(path).secret, options.kv_connector_extra_config.get("streams", 2)
+    if not isinstance(streams, int) or not 1 <= streams <= _MOST_STREAMS:
+        raise ConfigError("kv_transfer_config: kv_connector_extra_config: streams must be a number from 1 to "
+                          f"{_MOST_STREAMS}, got {streams!r}")  # fmt: skip
+    transports = CONNECTORS[options.kv_connector] or TRANSPORTS
+    nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
+    if transports == ("nixl",) and nixl is None:
+        raise ConfigError(f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "
+                          "installed or cannot be used here: pip install nixl, or use QuireConnector")  # fmt: skip
+    mixers = describe(directory, config.model).spec.mixers
+    layout = rank_layout(mixers, mesh.tp, size.specs, backends, size.block_bytes)
+    name = f"{mesh.replica.minimum(secrets.randbits(62)):016x}"  # the ranks agree on one
+    server = None
+    if options.produces:
+        port = options.kv_port + 1 + rank
+        try:
+            server = BlockServer(
+                Rows.of(memory.blocks), layout, secret, options.kv_ip, port, name=name, handle=memory.handle,
+                nixl=None if nixl is None else nixl.describe(),
+            )  # fmt: skip
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "
+                              f"(kv_port + 1 + {rank}): {error_text(error)}") from error  # fmt: skip
+    return PeerStore(layout, rank, secret, transports=transports, streams=streams, nixl=nixl, server=server)

@@ -1,0 +1,126 @@
+"""Ranks of engines that exchange KV blocks, without the engines: layouts of models, and blocks whose bytes say what
+they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.base import AttentionShape
+from quire.attention.reference import ReferenceAttention
+from quire.kvcache.specs import group_entries
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
+from quire.layers.specs import NormSpec
+from quire.messages.transfers import Peer, Transfer
+from quire.parallel.mesh import Communicator
+from quire.worker.kv_memory import KVMemory
+from quire.worker.kv_transfer import Rows
+from quire_transfer.layout import RankLayout, rank_layout
+from quire_transfer.server import BlockServer
+
+SECRET, NAME = b"s" * 32, "producer-1"
+
+
+@dataclass(frozen=True)
+class ModelModel:
+    """What matters of a model. kv_heads: 0 for latents."""
+
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 8
+    windows: tuple[int | None, ...] = (None,)
+    block_size: int = 4
+
+    def layouts(self, tp: int, pp: int) -> list[RankLayout]:
+        """The layout of each rank."""
+        return [self.layout(rank % tp, tp, rank // tp, pp) for rank in range(tp * pp)]
+
+    def layout(self, rank: int, tp: int, stage: int, pp: int) -> RankLayout:
+        group = Communicator(rank, tp)
+        mixer: AttentionSpec | LatentAttentionSpec
+        if self.kv_heads:
+            mixer = AttentionSpec(self.heads * self.head_dim, self.heads, self.kv_heads, self.head_dim)
+        else:
+            mixer = LatentAttentionSpec(32, self.heads, None, 12, 8, 4, 8, NormSpec(12, 1e-6), 1.0)
+        windows = [self.windows[layer % len(self.windows)] for layer in range(self.layers)]
+        shapes = [mixer.cache_shape(group)] * self.layers
+        specs = group_entries([mixer.kv_spec(i, window) for i, window in enumerate(windows)], 64, shapes)
+        own = range(self.layers * stage // pp, self.layers * (stage + 1) // pp)
+        specs = [spec.of_layers(own) for spec in specs]
+        shape = AttentionShape(
+            shapes[0].num_heads, shapes[0].num_kv_heads, shapes[0].head_dim, self.block_size, torch.float32,
+            torch.device("cpu"), shapes[0].value_dim,
+        )  # fmt: skip
+        backends = [ReferenceAttention(shape)] * len(specs)
+        pages = (spec.page_bytes(backends[0].entry_bytes()) for spec in specs)
+        return rank_layout([mixer] * self.layers, group, specs, backends, max(*pages, 64))
+
+
+def content(group: int, layer: int, head: int, block: object, size: int) -> bytes:
+    """What a block has at a head of a layer."""
+    return random.Random(f"{group} {layer} {head} {block}").randbytes(size)
+
+
+def heads(layout: RankLayout) -> Iterator[tuple[int, int, int, int, int]]:
+    """Group, layer, head, offset and size of all heads that a rank keeps, counted independently of quire_transfer."""
+    for group, part in enumerate(layout.groups):
+        for index, entry in enumerate(part.entries):
+            for place in range(entry.num_heads):
+                offset = index * part.entry_bytes + place * part.head_bytes
+                yield group, entry.layer, entry.first_head + place, offset, part.head_bytes
+
+
+def fill(blocks: np.ndarray, layout: RankLayout, group_of: dict[int, int]) -> None:
+    """Write into each block of a producer's rank what a rank would have there. group_of: the KV group of each block."""
+    for block, own_group in group_of.items():
+        for group, layer, head, offset, size in heads(layout):
+            if group == own_group:
+                blocks[block, offset : offset + size] = np.frombuffer(
+                    content(group, layer, head, block, size), np.uint8
+                )
+
+
+def check(blocks: np.ndarray, layout: RankLayout, order: Transfer, untouched: int = 0) -> None:
+    """Compare a consumer's blocks with what they must have."""
+    for block, slot, (own_group, _) in zip(order.block_ids, order.slots, order.keys, strict=True):
+        for group, layer, head, offset, size in heads(layout):
+            if group == own_group:
+                assert bytes(blocks[block, offset : offset + size]) == content(group, layer, head, slot, size)
+    others = np.setdiff1d(np.arange(len(blocks)), order.block_ids)
+    assert (blocks[others] == untouched).all()
+
+
+class Producer:
+    """The servers of an engine's ranks. Block b from 1 to num_blocks - 1 belongs to KV group b % (number of groups)."""
+
+    def __init__(
+        self, layouts: Sequence[RankLayout], num_blocks: int = 12, rows: type[Rows] | None = None, shared: bool = False,
+        **options: object,
+    ) -> None:  # fmt: skip
+        self.layouts, self.servers = layouts, list[BlockServer]()
+        self.memories = []
+        self.group_of = {block: block % len(layouts[0].groups) for block in range(1, num_blocks)}
+        for layout in layouts:
+            memory = KVMemory(num_blocks, layout.block_bytes, torch.device("cpu"), shared)
+            fill(memory.blocks.numpy(), layout, self.group_of)
+            self.memories.append(memory)
+            made = (rows or Rows.of)(memory.blocks)  # type: ignore[operator]
+            settings = {"name": NAME, "handle": memory.handle, **options}
+            self.servers.append(BlockServer(made, layout, SECRET, "127.0.0.1", 0, **settings))  # type: ignore[arg-type]
+        self.peer = Peer(NAME, "127.0.0.1", tuple(server.port for server in self.servers))
+
+    def order(self, seed: int = 0, count: int = 7, num_blocks: int = 16) -> Transfer:
+        """Load some of the blocks into others."""
+        dice = random.Random(seed)
+        slots = dice.sample(sorted(self.group_of), count)
+        keys = [(self.group_of[slot], b"%d" % slot) for slot in slots]
+        return Transfer(1, 0, True, dice.sample(range(1, num_blocks), count), keys, slots, self.peer)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()

@@ -1,0 +1,187 @@
+"""Two engines: the answers of the one that reads a prompt from the other are those of an engine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from support.engines import make_llm
+
+COMBINES = [
+    "prefill and decode apart × prefix caching, chunked prefill, sliding window, latent attention, seeded sampling,"
+    " n > 1, tensor parallelism, pipeline parallelism"
+]
+SMALL: dict[str, Any] = {
+    "max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks_override": 200, "dtype": "float32",
+    "max_num_batched_tokens": 64,
+}  # fmt: skip
+TEXT = "Once upon a time there was a fox who lived near a river and told stories to everyone. "
+PROMPT = TEXT * 12
+GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    path = tmp_path / "secret"
+    path.write_text("a secret that both engines know, of some length\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def port(worker_id: str) -> int:
+    """The first of four free ports in a row, which other workers of pytest do not try."""
+    number = int(worker_id.removeprefix("gw")) if worker_id != "master" else 7
+    start = 16_000 + 2_000 * (number % 8)  # below the ports that the system gives out
+    for first in random.sample(range(start, start + 2_000, 4), 100):
+        with contextlib.ExitStack() as stack:
+            try:
+                for number in range(4):
+                    stack.enter_context(socket.create_server(("127.0.0.1", first + number)))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("there are no free ports")
+
+
+@asynccontextmanager
+async def engine(secret: str, role: str, **options: Any) -> AsyncIterator[AsyncLLM]:
+    connector, port = options.pop("connector", "QuireConnector"), options.pop("port", 14579)
+    transfer = {"kv_role": role, "kv_port": port, "kv_connector": connector}
+    llm = AsyncLLM(**{**SMALL, **options}, kv_transfer_config=transfer, cluster_secret_file=secret)
+    try:
+        await llm.start()
+        yield llm
+    finally:
+        await llm.shutdown()
+
+
+async def ask(llm: AsyncLLM, name: str, transfer: dict[str, Any], prompt: str = PROMPT, **fields: Any) -> RequestOutput:
+    extra = {"extra_args": {"kv_transfer_params": transfer}} if transfer else {}
+    outputs = [output async for output in llm.generate(prompt, SamplingParams(**{**GREEDY, **fields}, **extra), name)]
+    return outputs[-1]
+
+
+async def both(producer: AsyncLLM, consumer: AsyncLLM, port: int, name: str = "a", **fields: Any) -> RequestOutput:
+    """The consumer's answer, with the prompt from the producer; both are asked at once."""
+    here = {"do_remote_prefill": True, "transfer_id": name, "remote_host": "127.0.0.1", "remote_port": port}
+    there = {"do_remote_decode": True, "transfer_id": name}
+    prefill = ask(producer, f"p-{name}", there, **{**fields, "max_tokens": 1, "n": 1})
+    _, answer = await asyncio.gather(prefill, ask(consumer, f"c-{name}", here, **fields))
+    return answer
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 240))
+
+
+@cache
+def alone(prompt: str = PROMPT, **fields: Any) -> list[list[int]]:
+    (output,) = LLM(**SMALL).generate([prompt], SamplingParams(**{**GREEDY, **fields}), use_tqdm=False)
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+def tokens(output: RequestOutput) -> list[list[int]]:
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+@pytest.mark.parametrize("connector", ["SharedMemoryConnector", "TcpConnector", "NixlConnector"])
+def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(secret, port, connector):
+    if connector == "NixlConnector":
+        pytest.importorskip("nixl")
+
+    async def main() -> None:
+        async with (
+            engine(secret, "kv_producer", port=port) as p,
+            engine(secret, "kv_consumer", connector=connector) as c,
+        ):
+            answer = await both(p, c, port)
+            assert tokens(answer) == alone()
+            assert answer.num_cached_tokens == (len(answer.prompt_token_ids) - 1) // 16 * 16
+            twice = await both(p, c, port, "b", prompt=PROMPT + "It", n=2, temperature=1, seed=1)
+            assert tokens(twice) == alone(PROMPT + "It", n=2, temperature=1, seed=1)
+            # As proxies for vLLM do it: one after the other, with what the first answer says.
+            first = await ask(p, "x", {"do_remote_decode": True}, "So " + PROMPT, max_tokens=1)
+            params = first.kv_transfer_params
+            assert params is not None
+            assert (params["remote_host"], params["remote_port"]) == ("127.0.0.1", port)
+            later = await ask(c, "y", params, "So " + PROMPT)
+            assert tokens(later) == alone("So " + PROMPT)
+            assert later.num_cached_tokens == (len(later.prompt_token_ids) - 1) // 16 * 16
+
+    run(main())
+
+
+VARIANTS = ["llama", "mistral-window-20", "gemma3", "deepseek_v3"]
+OTHERS: list[Any] = [
+    pytest.param({}, {"tensor_parallel_size": 2}, id="1-2"),
+    pytest.param({"tensor_parallel_size": 2}, {}, id="2-1"),
+    pytest.param({"pipeline_parallel_size": 2}, {}, id="2 stages-1", marks=pytest.mark.slow),
+    pytest.param({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, id="2-2 stages", marks=pytest.mark.slow),
+]
+ROWS = [[3 + (7 * i + 5 * j + j // 9) % 90 for j in range(200 - 3 * i)] for i in range(4)]
+
+
+async def compare(path: Path, secret: str, port: int, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Prompts that are read from the other engine, several at once, say what one engine says that computes them."""
+    options = {"max_model_len": 256, "num_gpu_blocks_override": 200}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = make_llm(path, **options).generate(ROWS, params, use_tqdm=False)
+    async with (
+        engine(secret, "kv_producer", model=str(path), port=port, **options, **there) as p,
+        engine(secret, "kv_consumer", model=str(path), port=port, connector="TcpConnector", **options, **here) as c,
+    ):
+        prompts: list[Any] = [{"prompt_token_ids": row} for row in ROWS]
+        asked = [both(p, c, port, str(i), prompt=prompt, max_tokens=8) for i, prompt in enumerate(prompts)]
+        for output, wanted, row in zip(await asyncio.gather(*asked), expected, ROWS, strict=True):
+            assert tokens(output) == tokens(wanted)
+            assert output.num_cached_tokens == (len(row) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_windows_latents_and_several_groups(checkpoints, secret, port, variant):
+    run(compare(checkpoints.path(variant), secret, port, {}, {}))
+
+
+@pytest.mark.parametrize(("there", "here"), OTHERS)
+def test_the_ends_may_have_different_numbers_of_ranks(checkpoints, secret, port, there, here):
+    run(compare(checkpoints.path("llama"), secret, port, there, here))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS[1:])
+def test_other_models_with_different_numbers_of_ranks(checkpoints, secret, port, variant):
+    run(compare(checkpoints.path(variant), secret, port, {"tensor_parallel_size": 2}, {}))
+
+
+def test_engines_that_do_not_fit_say_so_and_answer(secret, port):
+    async def main() -> None:
+        async with (
+            engine(secret, "kv_producer", port=port) as p,
+            engine(secret, "kv_consumer", port=port, block_size=32, num_gpu_blocks_override=100) as c,
+        ):
+            assert tokens(await both(p, c, port)) == alone()
+
+    run(main())
+
+
+def test_a_producer_that_is_lost_is_done_without(secret, port):
+    async def main() -> None:
+        async with engine(secret, "kv_consumer", port=port) as c:
+            async with engine(secret, "kv_producer", port=port) as p:
+                assert tokens(await both(p, c, port)) == alone()
+            prompt = "Then " + PROMPT
+            here = {"do_remote_prefill": True, "transfer_id": "c", "remote_host": "127.0.0.1", "remote_port": port}
+            assert tokens(await ask(c, "c", here, prompt)) == alone(prompt)
+
+    run(main())

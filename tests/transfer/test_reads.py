@@ -1,0 +1,401 @@
+"""Blocks that ranks of one engine read from ranks of another, over real sockets and shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.messages.transfers import Peer, Transfer
+from quire.worker.kv_transfer import Rows
+from quire_transfer import server as server_module
+from quire_transfer import wire
+from quire_transfer.layout import RankLayout
+from quire_transfer.messages import Describe, Hello, Problem, Read
+from quire_transfer.sources import TcpSource, _answers, ask
+from quire_transfer.store import PeerStore
+from support.kv_peers import NAME, SECRET, ModelModel, Producer, check
+
+GQA, LATENTS, WINDOWS = ModelModel(), ModelModel(kv_heads=0), ModelModel(layers=8, windows=(8, None))
+NUM_BLOCKS = 16
+
+
+class CopiedRows(Rows):
+    """Rows that CPU code cannot reach directly, like those of a GPU."""
+
+    def pin(self, memory: Tensor) -> None: ...
+
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target.copy_(self.blocks[block_id])
+
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+        for block_id, source in zip(block_ids, sources, strict=True):
+            self.blocks[block_id] = source
+
+
+class Consumer:
+    """The ranks of an engine that read."""
+
+    def __init__(self, layouts: Sequence[RankLayout], rows: type[Rows] | None = None, **options: object) -> None:
+        self.layouts = layouts
+        self.blocks = [torch.zeros(NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8) for layout in layouts]
+        self.rows = [(rows or Rows.of)(blocks) for blocks in self.blocks]  # type: ignore[operator]
+        secret = options.pop("secret", SECRET)
+        self.stores = [
+            PeerStore(layout, rank, secret, **options) for rank, layout in enumerate(layouts)  # type: ignore[arg-type]
+        ]  # fmt: skip
+
+    def load(self, order: Transfer) -> list[list[int]]:
+        """Each rank's failures."""
+        return [store.load(rows, order) for store, rows in zip(self.stores, self.rows, strict=True)]
+
+    def check(self, order: Transfer) -> None:
+        for layout, blocks in zip(self.layouts, self.blocks, strict=True):
+            check(blocks.numpy(), layout, order)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+Make = Callable[..., tuple[Producer, Consumer]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes a producer and a consumer, and closes them."""
+    made: list[Producer | Consumer] = []
+
+    def both(
+        model: ModelModel = GQA, theirs: tuple[int, int] = (1, 1), ours: tuple[int, int] = (1, 1),
+        producer: dict[str, object] | None = None, **consumer: object,
+    ) -> tuple[Producer, Consumer]:  # fmt: skip
+        pair = Producer(model.layouts(*theirs), **(producer or {})), Consumer(model.layouts(*ours), **consumer)  # type: ignore[arg-type]
+        made.extend(pair)
+        return pair
+
+    yield both
+    for thing in reversed(made):
+        thing.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("model", [GQA, LATENTS, WINDOWS], ids=["gqa", "latents", "windows"])
+@pytest.mark.parametrize(("theirs", "ours"), [((1, 1), (1, 1)), ((2, 2), (1, 1)), ((1, 1), (4, 1)), ((4, 1), (2, 2))])
+def test_blocks_arrive_whole(
+    make: Make, transport: str, model: ModelModel, theirs: tuple[int, int], ours: tuple[int, int]
+) -> None:
+    shared = transport == "shared_memory"
+    producer, consumer = make(model, theirs, ours, {"shared": shared}, transports=[transport])
+    for seed in range(2):
+        order = producer.order(seed)
+        assert consumer.load(order) == [[]] * len(consumer.stores)
+        consumer.check(order)
+        for blocks in consumer.blocks:
+            blocks.zero_()
+
+
+@pytest.mark.parametrize("blocks_in_buffer", [1, 3, 100])
+def test_blocks_of_devices_go_through_buffers(
+    make: Make, monkeypatch: pytest.MonkeyPatch, blocks_in_buffer: int
+) -> None:
+    monkeypatch.setattr(server_module, "BUFFER_BYTES", blocks_in_buffer * GQA.layout(0, 2, 0, 2).block_bytes)
+    producer, consumer = make(GQA, (2, 2), (1, 1), {"rows": CopiedRows}, rows=CopiedRows)
+    order = producer.order()
+    assert consumer.load(order) == [[]]
+    consumer.check(order)
+
+
+def test_long_transfers_are_divided(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_transfer.sources._BATCH_BLOCKS", 2)
+    monkeypatch.setattr("quire_transfer.wire._IOV_MAX", 3)
+    producer, consumer = make(GQA, (1, 1), (2, 1), streams=3)
+    order = producer.order(count=11)
+    assert consumer.load(order) == [[], []]
+    consumer.check(order)
+
+
+def test_without_an_option_the_best_transport_is_taken(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    for shared, transport in ((True, "shared_memory"), (False, "tcp")):
+        producer, consumer = make(producer={"shared": shared})
+        order = producer.order()
+        assert consumer.load(order) == [[]]
+        consumer.check(order)
+        assert caplog.messages[-1] == f"KV blocks of the engine at 127.0.0.1 are read by {transport}"
+
+
+def test_a_file_of_another_process_is_not_mistaken_for_the_memory(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", 0.0)
+    producer, consumer = make(producer={"shared": True}, transports=["shared_memory"])
+    hello = producer.servers[0]._hello
+    assert hello.file is not None
+    with (tmp_path / "other").open("wb") as other:
+        changed = {"handle": other.fileno()}, {"boot_id": "another"}, {"inode": hello.file.inode + 1}
+        for fields in changed:
+            file = type(hello.file)(**{**{f: getattr(hello.file, f) for f in hello.file.__struct_fields__}, **fields})
+            producer.servers[0]._hello = Hello(hello.name, hello.layout, hello.num_blocks, file)
+            assert consumer.load(producer.order()) == [list(range(7))]
+        assert len(caplog.messages) == 3
+
+
+def test_several_loads_at_once_and_after_a_pause(make: Make) -> None:
+    producer, consumer = make(GQA, (2, 1), (1, 1), idle=0.2)
+    for _ in range(2):
+        orders = [producer.order(seed, count=1) for seed in range(6)]
+        for number, order in enumerate(orders, start=1):
+            order.block_ids[0] = number
+        threads = [threading.Thread(target=consumer.load, args=(order,)) for order in orders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ids, keys = [order.block_ids[0] for order in orders], [order.keys[0] for order in orders]
+        consumer.check(Transfer(1, 0, True, ids, keys, [order.slots[0] for order in orders]))
+        consumer.blocks[0].zero_()
+        _until(lambda: not consumer.stores[0]._links)  # nobody uses the connections any more
+        _until(lambda: not any(server._links for server in producer.servers))
+
+
+# ---- what goes wrong
+
+
+def test_the_wrong_secret_is_refused_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make(secret=b"x" * 32)
+    for _ in range(3):
+        assert consumer.load(producer.order()) == [list(range(7))]
+    _until(lambda: not producer.servers[0]._links)
+    assert len(caplog.messages) == 2, caplog.messages
+    assert any("does not have this cluster's secret" in message for message in caplog.messages)
+    assert any("has another cluster_secret_file" in message for message in caplog.messages)
+
+
+def test_another_engine_at_the_same_address_is_not_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make(producer={"name": "another"})
+    assert consumer.load(producer.order()) == [list(range(7))]
+    assert "the one that was asked has ended" in caplog.messages[-1]
+
+
+def test_an_engine_that_was_restarted_is_connected_anew(make: Make) -> None:
+    producer, consumer = make()
+    assert consumer.load(producer.order()) == [[]]
+    producer.close()
+    assert consumer.load(producer.order()) == [list(range(7))]
+    again, _ = make()
+    order = again.order()
+    assert consumer.load(order) == [[]]
+    consumer.check(order)
+
+
+def test_layouts_that_do_not_fit_are_refused(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, _ = make(WINDOWS)
+    _, consumer = make(GQA)
+    assert consumer.load(producer.order()) == [list(range(7))] == consumer.load(producer.order())[:1]
+    assert len([message for message in caplog.messages if "different numbers of KV groups" in message]) == 1
+
+
+@pytest.mark.parametrize("block_id", [0, 12, -1, 2**40])
+@pytest.mark.parametrize("shared", [False, True])
+def test_blocks_that_nobody_has_are_refused(make: Make, block_id: int, shared: bool) -> None:
+    producer, consumer = make(producer={"shared": shared})
+    order = producer.order()
+    order.slots[3] = block_id
+    assert consumer.load(order) == [list(range(7))]
+    order = producer.order(1)
+    assert consumer.load(order) == [[]]  # the next one may be right
+
+
+@pytest.mark.parametrize("runs", [[(-1, 4)], [(0, 0)], [(0, 1 << 20)], [(0, -5)], [(1 << 40, 1)], [(0, 1)] * 40_000])
+def test_bytes_outside_of_blocks_are_refused(
+    make: Make, caplog: pytest.LogCaptureFixture, runs: list[tuple[int, int]]
+) -> None:
+    producer, _ = make()
+    connection = wire.connect("127.0.0.1", producer.peer.ports[0], SECRET)
+    connection.send(Read([1, 2], runs))
+    assert isinstance(connection.receive(_answers), Problem)
+    assert connection.receive(_answers) is None
+    connection.close()
+    _until(lambda: any("has ended" in message for message in caplog.messages))
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n" * 9, b"", b"\0" * 64, b"\xff" * 100_000])
+def test_garbage_disturbs_nobody(make: Make, garbage: bytes) -> None:
+    producer, consumer = make(producer={"handshake": 0.5})
+    port = producer.peer.ports[0]
+    with socket.create_connection(("127.0.0.1", port)) as link:
+        try:
+            link.sendall(garbage)
+            while link.recv(1 << 16):
+                pass  # the server ends it, even if nothing is sent
+        except ConnectionError:
+            pass
+    assert consumer.load(producer.order()) == [[]]
+
+
+def test_frames_that_are_too_long_or_changed_end_the_connection(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, _ = make()
+    for damage, message in (
+        (lambda frame: b"\x7f" + frame[1:], "too long"), (lambda frame: frame[:-1] + b"x", "not authentic"),
+        (lambda frame: frame[:4] + bytes(32) + frame[36:], "not authentic"),
+        (lambda frame: frame + frame, "not authentic"),
+    ):  # fmt: skip
+        connection = wire.connect("127.0.0.1", producer.peer.ports[0], SECRET)
+        real, sent = connection._link, bytearray()
+
+        class Recorder:
+            def sendmsg(self, views: list[memoryview], sent: bytearray = sent) -> int:
+                sent += b"".join(views)
+                return len(b"".join(views))
+
+        connection._link = Recorder()  # type: ignore[assignment]
+        connection.send(Describe())
+        connection._link = real
+        real.sendall(damage(bytes(sent)))
+        with contextlib.suppress(ConnectionError):
+            while connection.receive(_answers) is not None:
+                pass
+        connection.close()
+        _until(lambda message=message: any(message in text for text in caplog.messages))  # type: ignore[misc]
+        caplog.clear()
+    with pytest.raises(ValueError, match="too long"):
+        connection.send(Problem("x" * 2_000_000))
+
+
+def test_connections_are_bounded(make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_transfer.store._REST_SECONDS", 0.2)
+    producer, consumer = make(producer={"most_connections": 2}, streams=1)
+    port = producer.peer.ports[0]
+    held = [TcpSource("127.0.0.1", port, SECRET) for _ in range(2)]
+    with pytest.raises(ConnectionError):
+        ask("127.0.0.1", port, SECRET)
+    assert "there are 2 connections already" in caplog.messages[-1]
+    assert consumer.load(producer.order()) == [list(range(7))]
+    for source in held:
+        source.close()
+    _until(lambda: not producer.servers[0]._links)
+    assert consumer.load(producer.order()) == [list(range(7))]  # without a new attempt
+    time.sleep(0.2)
+    assert consumer.load(producer.order()) == [[]]
+
+
+class Stuck(CopiedRows):
+    """Rows of an engine that stops while it sends."""
+
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+        time.sleep(3.0)
+
+
+def test_a_peer_that_stops_answering_is_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make(producer={"rows": Stuck}, timeout=0.3)
+    started = time.monotonic()
+    assert consumer.load(producer.order()) == [list(range(7))]
+    assert time.monotonic() - started < 2.0
+    assert "timed out" in caplog.messages[-1]
+
+
+def test_a_client_that_stops_reading_is_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    model = ModelModel(head_dim=512, block_size=64)  # 4 MB a block
+    producer, _ = make(model, producer={"timeout": 0.3})
+    connection = wire.connect("127.0.0.1", producer.peer.ports[0], SECRET)
+    size = producer.layouts[0].block_bytes
+    connection.send(Read(list(range(1, 12)), [(0, size)]))
+    _until(lambda: not producer.servers[0]._links)
+    assert "timed out" in caplog.messages[-1]
+    connection.close()
+
+
+def test_nobody_listens(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    producer, consumer = make()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        order = producer.order()
+        order.peer = Peer(NAME, "127.0.0.1", (free.getsockname()[1],))
+        assert consumer.load(order) == [list(range(7))]
+    assert "refused" in caplog.messages[-1]
+
+
+_OTHER_PROCESS = """
+import sys, time
+sys.path[:0] = {path}
+from support.kv_peers import ModelModel, Producer
+producer = Producer(ModelModel(head_dim=512, block_size=64).layouts(2, 1), shared={shared})
+print(*producer.peer.ports, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
+    """Blocks come from another process. When it is killed in the middle, they are reported as failed, or were read."""
+    model = ModelModel(head_dim=512, block_size=64)
+    path = [str(Path(__file__).parents[1]), *sys.path]
+    other = subprocess.Popen(
+        [sys.executable, "-c", _OTHER_PROCESS.format(path=path, shared=shared)], stdout=-1, text=True
+    )
+    consumer = Consumer(model.layouts(1, 1))
+    try:
+        assert other.stdout is not None
+        ports = tuple(map(int, other.stdout.readline().split()))
+        slots = list(range(1, 12))
+        order = Transfer(1, 0, True, slots, [(0, b"")] * 11, slots, Peer(NAME, "127.0.0.1", ports))
+        assert consumer.load(order) == [[]]
+        consumer.check(order)
+        threading.Timer(0.02, other.send_signal, (signal.SIGKILL,)).start()
+        results = [consumer.load(order) for _ in range(100)]
+        assert all(failed in ([[]], [slots and list(range(11))]) for failed in results)
+        assert shared or results[-1] == [list(range(11))]
+    finally:
+        other.kill()
+        other.communicate()
+        consumer.close()
+
+
+def test_to_save_is_to_wait_for_the_steps_before(make: Make) -> None:
+    producer, consumer = make()
+    assert consumer.stores[0].save(consumer.rows[0], producer.order()) == []
+
+
+def test_closing_ends_what_is_under_way(make: Make) -> None:
+    producer, consumer = make(producer={"rows": Stuck})
+    results: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: results.append(consumer.load(producer.order())))
+    thread.start()
+    _until(lambda: any(link.sources for link in consumer.stores[0]._links.values()))
+    time.sleep(0.1)
+    started = time.monotonic()
+    consumer.close()
+    thread.join()
+    assert time.monotonic() - started < 1.5
+    assert results == [[list(range(7))]]
+
+
+def test_shared_memory_is_given_back(make: Make) -> None:
+    producer, _ = make(producer={"shared": True})
+    memory = producer.memories[0]
+    assert memory.handle is not None
+    assert os.fstat(memory.handle).st_blocks
+    memory.give_back()
+    assert not os.fstat(memory.handle).st_blocks
+    assert not memory.blocks.any()
+
+
+def _until(holds: Callable[[], object]) -> None:
+    ends = time.monotonic() + 5.0
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
