@@ -76,9 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="6000x500,6000x2000,30000x2000", help="prompt x output, in tokens")
     options = parser.parse_args()
-    print(
-        "| prompt, output | ratio | requests at once | decoding, tokens/s | with prompts, tokens/s |\n|---|---|---|---|---|"
-    )
+    print("| prompt, output | ratio | requests at once | decoding, tokens/s | with prompts, tokens/s |")
+    print("|---|---|---|---|---|")
     for lengths in options.lengths.split(","):
         prompt, output = map(int, lengths.split("x"))
         base: tuple[float, ...] = ()
