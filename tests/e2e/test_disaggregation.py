@@ -17,6 +17,7 @@ import pytest
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.nodes import ADDRESSES, Machines, OnMachine, two_machines
+from support.server import request
 from support.streams import MODEL, STREAMS, drawing
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,14 @@ TEXT = "a fox who lived near a river and told stories to all the animals that ca
 TOKENS = 40
 OPTIONS = ["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "1100", "--max-num-seqs", "40",
            "--max-num-batched-tokens", "64", "--served-model-name", MODEL]  # fmt: skip
+
+
+LONG = [{"role": "user", "content": f"Tell me about {TEXT * 15}"}]
+OTHER_APIS = {
+    "/v1/chat/completions": {"messages": [{"role": "system", "content": "Be brief."}, *LONG], "max_tokens": 5},
+    "/v1/messages": {"messages": LONG, "max_tokens": 5, "system": "Be kind."},
+    "/v1/responses": {"input": LONG, "max_output_tokens": 5, "instructions": "Be nice.", "store": False},
+}
 
 
 class RouteOnMachine(OnMachine):
@@ -113,6 +122,12 @@ def test_prompts_come_from_the_other_machine(machines, expected):
         # All but the last block, and what the prefix cache has, came over the link.
         assert consumer.metric("external_prefix_cache_hits_total") > 0.8 * consumer.metric("prompt_tokens_total") - 600
         consumer.wait_until_idle()
+        for path, body in OTHER_APIS.items():
+            before = consumer.metric("external_prefix_cache_hits_total")
+            content = json.dumps({"model": MODEL, **body}).encode()
+            answer = request(route.url, "POST", path, content, Content_Type="application/json")
+            assert answer.status == 200, answer.body
+            assert consumer.metric("external_prefix_cache_hits_total") > before + 200, path
         machines.delay_packets(0.2)
         check(route, expected)
         machines.mend()
