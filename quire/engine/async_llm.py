@@ -16,10 +16,15 @@ from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import pooling_request_output
 from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.changes import (
+    WEIGHT_GROUP,
+    Command,
+    JoinGroup,
+    LeaveGroup,
     Pause,
     PauseMode,
     PinPrefix,
     ReadWeights,
+    ReceiveWeights,
     Resume,
     Sleep,
     TakeWeights,
@@ -96,6 +101,7 @@ class AsyncLLM:
             core.since_start, core.first,
         )  # fmt: skip
         self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
+        self._weights_lock = asyncio.Lock()
         self._pinning: set[asyncio.Task[None]] = set()
         core.on_replaced = self._pin_again
         self._running: dict[str, _Running] = {}  # by request id
@@ -237,15 +243,66 @@ class AsyncLLM:
 
         The cache is invalidated. Raises ValueError, without any change, if the weights do not fit the model.
         """
-        try:
-            await self.client.carry_out(ReadWeights(directory))
-        except ValueError:
-            await self.client.carry_out(TakeWeights(use=False))
-            raise
-        self.client.standing.pop("weights", None)
-        self.client.standing = {"weights": (ReadWeights(directory), TakeWeights(use=True)), **self.client.standing}
-        await self.client.carry_out(TakeWeights(use=True))
-        self._pin_again(*self.client.ready)
+        read = ReadWeights(directory)
+        await self._replace_weights([read], read, TakeWeights(use=True))
+
+    async def init_weights_update_group(
+        self, master_address: str, master_port: int, world_size: int, rank_offset: int = 1,
+        group_name: str = WEIGHT_GROUP, backend: str | None = None, timeout: float = 60.0,
+    ) -> None:  # fmt: skip
+        """Join a process group of `world_size` ranks, whose rank 0 is a trainer that has torch's TCPStore at the
+        master's address. All ranks of the engine join, from the number rank_offset on. Requests run meanwhile.
+
+        backend: gloo or nccl; None for nccl on GPUs and gloo on CPUs. timeout: in seconds, for joining and for each
+        tensor that is sent later. A group of the same name is replaced. Raises ValueError.
+        """
+        ranks, cores = self.config.parallel.ranks, self.client.ready
+        place = master_address, master_port, world_size, rank_offset, group_name, backend, timeout
+        joins = [JoinGroup(ranks * len(cores), *place, core * ranks) for core in cores]
+        if len(cores) < len(self.client.sizes):
+            raise ValueError("a replica is starting again; call init_weights_update_group later")
+        async with self._weights_lock:
+            problems = await asyncio.gather(*map(self.client.carry_out_at, cores, joins), return_exceptions=True)
+            if problem := next(filter(None, problems), None):
+                await self.client.carry_out(LeaveGroup(group_name))
+                raise problem
+
+    async def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
+        """Leave a trainer's process group. Nothing happens if there is none."""
+        async with self._weights_lock:
+            await self.client.carry_out(LeaveGroup(group_name))
+
+    async def update_weights_from_distributed(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str = WEIGHT_GROUP,
+        last: bool = True,
+    ) -> None:  # fmt: skip
+        """Receive tensors that rank 0 of the group broadcasts in this order: names, types and shapes as in the model's
+        checkpoint. They are kept until a call with `last`; by then all must have come, and replace the weights in use.
+
+        Raises ValueError, without any change. What had come is dropped then, and if not all came, the group is left. A
+        replica that replaces a lost one later cannot have these weights, so it pauses.
+        """
+        receive = ReceiveWeights(names, dtypes, shapes, group_name)
+        read = [ReadWeights(f"received-{token_hex(16)}", received=True)] if last else []
+        await self._replace_weights([receive, *read], *([Pause("keep")] if last else []))
+
+    async def _replace_weights(self, steps: Sequence[ReadWeights | ReceiveWeights], *standing: Command) -> None:
+        """standing: what a core is told that replaces a lost one later; if nothing, the steps are not all yet."""
+        async with self._weights_lock:
+            restarts = self.client.restarts
+            try:
+                for step in steps:
+                    await self.client.carry_out(step)
+                if self.client.restarts != restarts:
+                    raise ValueError("a replica was lost meanwhile; update the weights again")
+            except ValueError:
+                await self.client.carry_out(TakeWeights(use=False))
+                raise
+            if standing:
+                self.client.standing.pop("weights", None)
+                self.client.standing = {"weights": standing, **self.client.standing}
+                await self.client.carry_out(TakeWeights(use=True))
+                self._pin_again(*self.client.ready)
 
     async def pin_prefix(
         self, prompt: Prompt, *, add_special_tokens: bool = True, adapter: Adapter | None = None

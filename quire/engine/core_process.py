@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
-from quire.messages.changes import Pause
+from quire.messages.changes import Exchange, Pause
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
@@ -163,6 +164,7 @@ def _serve(core: EngineCore, inbox: "zmq.Socket[bytes]", report: Callable[[CoreR
                 has_output = True
                 report(messages.FirstOutput())
         clients.finish_pause()
+        clients.finish_exchanges()
 
 
 class _Clients:
@@ -176,6 +178,7 @@ class _Clients:
         self._owners: dict[str, bytes] = {}  # of unfinished requests
         self._load_is_due = 0.0
         self._pausing: list[tuple[bytes, messages.CarriedOut]] = []  # pauses that have not been reached
+        self._exchanging: list[tuple[Future[None], bytes, messages.CarriedOut]] = []  # with trainers, not ended
         self._carried_out: defaultdict[bytes, list[messages.CarriedOut]] = defaultdict(list)  # not reported
 
     def obey(self, client: bytes, order: messages.CoreOrder) -> None:
@@ -211,6 +214,9 @@ class _Clients:
 
     def _carry_out(self, client: bytes, order: messages.CarryOut) -> None:
         done = messages.CarriedOut(order.number)
+        if isinstance(order.command, Exchange):
+            self._exchanging.append((self._core.exchange(order.command), client, done))
+            return
         try:
             outputs = self._core.carry_out(order.command)
         except (ValueError, OSError) as error:
@@ -230,6 +236,16 @@ class _Clients:
             for client, done in self._pausing:
                 self._carried_out[client].append(done)
             self._pausing.clear()
+            self.report([])
+
+    def finish_exchanges(self) -> None:
+        """Tell the clients of exchanges that have ended."""
+        for exchange in [exchange for exchange in self._exchanging if exchange[0].done()]:
+            future, client, done = exchange
+            self._exchanging.remove(exchange)
+            if error := future.exception():
+                done.problem = error_text(error)
+            self._carried_out[client].append(done)
             self.report([])
 
     def report(self, outputs: list[EngineCoreOutput]) -> None:

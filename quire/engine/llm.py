@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
@@ -18,7 +19,17 @@ from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
 from quire.engine.processor import ProcessedRequest, Prompt
-from quire.messages.changes import Pause, ReadWeights, Sleep, TakeWeights, wake_up
+from quire.messages.changes import (
+    WEIGHT_GROUP,
+    JoinGroup,
+    LeaveGroup,
+    Pause,
+    ReadWeights,
+    ReceiveWeights,
+    Sleep,
+    TakeWeights,
+    wake_up,
+)
 from quire.messages.engine import FinishReason
 from quire.messages.lora import LoRARequest
 from quire.messages.outputs import (
@@ -276,12 +287,31 @@ class LLM:
     def update_weights(self, directory: str) -> None:
         """Replace the model's weights by those in a folder; the cache is invalidated. Raises ValueError, without any
         change, if they do not fit the model."""
+        self._replace_weights(ReadWeights(directory))
+
+    def init_weights_update_group(self, *place: Any, **options: Any) -> None:
+        """Join a trainer's process group, as AsyncLLM does."""
+        self.core.exchange(JoinGroup(self.config.parallel.ranks, *place, **options)).result()
+
+    def destroy_weights_update_group(self, group_name: str = WEIGHT_GROUP) -> None:
+        self.core.exchange(LeaveGroup(group_name)).result()
+
+    def update_weights_from_distributed(self, *tensors: Any, last: bool = True, **options: Any) -> None:
+        """Receive tensors from the trainer, as AsyncLLM does."""
+        read = ReadWeights(f"received-{token_hex(16)}", received=True) if last else None
+        self._replace_weights(read, ReceiveWeights(*tensors, **options))
+
+    def _replace_weights(self, read: ReadWeights | None, receive: ReceiveWeights | None = None) -> None:
         try:
-            self.core.carry_out(ReadWeights(directory))
+            if receive is not None:
+                self.core.exchange(receive).result()
+            if read is not None:
+                self.core.carry_out(read)
         except ValueError:
             self.core.carry_out(TakeWeights(use=False))
             raise
-        self.core.carry_out(TakeWeights(use=True))
+        if read is not None:
+            self.core.carry_out(TakeWeights(use=True))
 
     def shutdown(self) -> None:
         """End the engine's processes. The object cannot be used afterwards."""

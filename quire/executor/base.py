@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.changes import Change
+from quire.messages.changes import Change, Exchange
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 
@@ -45,6 +45,11 @@ class Executor(ABC):
 
         Raises ValueError if a rank cannot, for example because a checkpoint does not fit the model.
         """
+
+    @abstractmethod
+    def exchange(self, exchange: Exchange) -> Future[None]:
+        """Have all ranks join a trainer's process group, or receive weights in it, while steps run. The result raises
+        ValueError if a rank cannot, or if the trainer does not answer in time."""
 
     @abstractmethod
     def transfer(self, order: Transfer) -> Future[list[int]]:

@@ -6,7 +6,7 @@ import msgspec
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.changes import Change
+from quire.messages.changes import Change, Exchange
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.parallel.sizes import MeshSizes
@@ -68,7 +68,7 @@ class DropAdapter(msgspec.Struct, array_like=True, tag=True):
     key: str
 
 
-Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Change | Transfer | Heartbeat
+Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Change | Exchange | Transfer | Heartbeat
 
 
 # ---- from a rank to the executor
@@ -94,8 +94,8 @@ class Result(msgspec.Struct, array_like=True, tag=True):
     output: ModelRunnerOutput
 
 
-class AdapterLoaded(msgspec.Struct, array_like=True, tag=True):
-    """The rank has read an adapter, or cannot use it, for the given reason."""
+class Loaded(msgspec.Struct, array_like=True, tag=True):
+    """The rank has carried out an order with a key while steps ran, or cannot, for the given reason."""
 
     key: str
     problem: str | None = None
@@ -121,7 +121,7 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
     by_user: bool = False
 
 
-Reply = Hello | Ready | Result | AdapterLoaded | Changed | Transferred | Broken | Heartbeat
+Reply = Hello | Ready | Result | Loaded | Changed | Transferred | Broken | Heartbeat
 
 
 # ---- between the executor and the agent of another machine, which passes orders on to its ranks, and replies back

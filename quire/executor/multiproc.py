@@ -17,7 +17,7 @@ from quire.executor import messages
 from quire.executor.base import Executor
 from quire.executor.local_ranks import END_SECONDS, HOST, LocalRanks
 from quire.executor.ranks import Ranks
-from quire.messages.changes import Change
+from quire.messages.changes import Change, Exchange
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -85,6 +85,9 @@ class MultiprocExecutor(Executor):
     def change(self, change: Change) -> None:
         self._ranks.change(change).result()
 
+    def exchange(self, exchange: Exchange) -> Future[None]:
+        return self._ranks.load(exchange)
+
     def transfer(self, order: Transfer) -> Future[list[int]]:
         return self._ranks.transfer(order)
 
@@ -109,8 +112,8 @@ class _Ranks:
         self.groups: list[Ranks] = []
         self._closing: list[Callable[[], None]] = []
         self._results: dict[int, Future[ModelRunnerOutput]] = {}  # by step
-        # Adapters by key, with the ranks' replies.
-        self._loading: dict[str, tuple[Future[None], list[messages.AdapterLoaded]]] = {}
+        # Adapters, and exchanges with trainers, by key, with the ranks' replies.
+        self._loading: dict[str, tuple[Future[None], list[messages.Loaded]]] = {}
         self._changing: tuple[Future[None], list[messages.Changed]] = Future(), []  # the last change, with the replies
         self._changing[0].set_result(None)
         self._moving: dict[int, tuple[Future[list[int]], list[list[int]]]] = {}  # transfers, with the ranks' failures
@@ -132,9 +135,13 @@ class _Ranks:
                 result.set_exception(self._problem)
         return result
 
-    def load(self, order: messages.LoadAdapter) -> Future[None]:
+    def load(self, order: messages.LoadAdapter | Exchange) -> Future[None]:
         loaded: Future[None] = Future()
-        self._loading[order.key] = loaded, []
+        with self._lock:
+            if self._problem is not None:
+                loaded.set_exception(self._problem)
+                return loaded
+            self._loading[order.key] = loaded, []
         self.order(order)
         return loaded
 
@@ -180,7 +187,7 @@ class _Ranks:
                 taken = messages.Take(reply.output.step_id, reply.output.sampled_token_ids)
                 self.order(taken, self._other_stages)
             self._take(reply.output)
-        elif isinstance(reply, messages.AdapterLoaded):
+        elif isinstance(reply, messages.Loaded):
             self._note_loaded(reply)
         elif isinstance(reply, messages.Changed):
             self._note_changed(reply)
@@ -203,6 +210,9 @@ class _Ranks:
                     result.set_exception(problem)
                 if not self._changing[0].done():
                     self._changing[0].set_exception(problem)
+                loading, self._loading = self._loading, {}
+                for loaded, _ in loading.values():
+                    loaded.set_exception(problem)
                 moving, self._moving = self._moving, {}
                 for moved, _ in moving.values():
                     moved.set_exception(problem)
@@ -222,11 +232,11 @@ class _Ranks:
             del self._moving[reply.number]
         moved.set_result(sorted(set().union(*failures)))
 
-    def _note_loaded(self, reply: messages.AdapterLoaded) -> None:
+    def _note_loaded(self, reply: messages.Loaded) -> None:
         with self._lock:
-            loaded, replies = self._loading[reply.key]
+            loaded, replies = self._loading.get(reply.key, (None, []))
             replies.append(reply)
-            if len(replies) < len(self.all):
+            if loaded is None or len(replies) < len(self.all):
                 return
             del self._loading[reply.key]
         problem = next((reply.problem for reply in replies if reply.problem is not None), None)

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -21,14 +22,13 @@ import msgspec
 
 from quire.executor import messages
 from quire.executor.link import Link
-from quire.messages.changes import Change
+from quire.messages.changes import Change, Exchange
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
 
 if TYPE_CHECKING:
-    from quire.lora.store import AdapterStore
     from quire.worker.worker import Worker
 
 SILENCE_SECONDS = 10.0  # the rank ends after so long without a message from the executor
@@ -105,7 +105,10 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
         elif isinstance(order, Change):
             link.send(messages.encode(messages.Changed(_change(worker, order))))
         elif isinstance(order, messages.LoadAdapter):
-            threading.Thread(target=_load_adapter, args=(link, worker.runner.adapters, order), daemon=True).start()
+            assert worker.runner.adapters is not None
+            _begin(link, order.key, partial(worker.runner.adapters.load, order.key, order.path))
+        elif isinstance(order, Exchange):
+            _begin(link, order.key, partial(worker.residence.exchange, order))
         elif isinstance(order, Transfer):
             assert worker.transfers is not None
             worker.transfers.submit(order).add_done_callback(partial(_report_transfer, link, order.number))
@@ -122,16 +125,19 @@ def _change(worker: "Worker", change: Change) -> str | None:
     return None
 
 
-def _load_adapter(link: Link, adapters: "AdapterStore | None", order: messages.LoadAdapter) -> None:
-    """Read an adapter, and report that to the executor."""
-    assert adapters is not None
-    problem = None
-    try:
-        adapters.load(order.key, order.path)
-    except Exception as error:
-        problem = error_text(error)
-    with contextlib.suppress(OSError):
-        link.send(messages.encode(messages.AdapterLoaded(order.key, problem)))
+def _begin(link: Link, key: str, work: Callable[[], None]) -> None:
+    """Do what the order with the key asks for on a thread, and report that to the executor."""
+
+    def run() -> None:
+        problem = None
+        try:
+            work()
+        except Exception as error:
+            problem = error_text(error)
+        with contextlib.suppress(OSError):
+            link.send(messages.encode(messages.Loaded(key, problem)))
+
+    threading.Thread(target=run, daemon=True).start()
 
 
 def _report_transfer(link: Link, number: int, transfer: Future[list[int]]) -> None:

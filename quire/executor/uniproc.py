@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.messages.changes import Change
+from quire.messages.changes import Change, Exchange
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -45,7 +45,7 @@ class UniprocExecutor(Executor):
         self._residence = worker.residence
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
         self._transfers = worker.transfers
-        self._loader = ThreadPoolExecutor(1, "quire-adapters")  # starts a thread when it is used
+        self._loader = ThreadPoolExecutor(1, "quire-loader")  # starts a thread when it is used
 
     def submit(self, step: SchedulerOutput) -> None:
         self.runner.submit(step)
@@ -63,6 +63,9 @@ class UniprocExecutor(Executor):
 
     def change(self, change: Change) -> None:
         self._residence.change(change)
+
+    def exchange(self, exchange: Exchange) -> Future[None]:
+        return self._loader.submit(self._residence.exchange, exchange)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         assert self._transfers is not None

@@ -21,6 +21,8 @@ from quire.loading.errors import ModelNotFoundError, WeightError
 from quire.loading.hub import read_json
 from quire.messages.errors import error_text
 
+Parts = Mapping[str, Sequence[tuple[slice, ...]]]  # picks of WeightSlots by the names of a checkpoint's tensors
+
 
 class Checkpoint(ABC):
     """The tensors of a checkpoint by name. A part of a tensor can be read without reading the whole."""
@@ -30,6 +32,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, slot: WeightSlot) -> Tensor:
         """The slot's part of its tensor. Raises WeightError if the tensor does not have the slot's shape."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor with one of the `names`. Raises WeightError in formats whose tensors are not the model's."""
+        raise WeightError("weights in this format can be replaced from a folder only")
 
     def alias(self, name: str) -> str:
         """The checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger model."""
@@ -58,7 +64,7 @@ _READ_AT_ONCE = 1 << 20  # bytes that one thread reads at least
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
-def _checked(slot: WeightSlot, shape: Sequence[int]) -> None:
+def check_shape(slot: WeightSlot, shape: Sequence[int]) -> None:
     """Dimensions of size 1 before the others do not matter."""
     outer = len(shape) - len(slot.shape)
     if outer > 0 and slot.shape and set(shape[:outer]) == {1}:
@@ -105,7 +111,7 @@ class SafetensorsCheckpoint(Checkpoint):
         direct = same_type and whole_rows and step == 1 and slot.shape and not slot.transposed
         if not direct or not target.is_contiguous() or target.device.type != "cpu" or not target.numel():
             return super().copy_into(slot)
-        _checked(slot, source.get_shape())
+        check_shape(slot, source.get_shape())
         row_bytes = math.prod(slot.shape[1:]) * target.element_size()
         memory = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         begin += first_row * row_bytes
@@ -116,10 +122,14 @@ class SafetensorsCheckpoint(Checkpoint):
             raise WeightError(f"{file} ends within tensor {name}")
         return None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        with safe_open(self.names[name][0], framework="pt") as tensors:
+            return tuple(tensors.get_slice(name).get_shape())
+
     def read(self, slot: WeightSlot) -> Tensor:
         with safe_open(self.names[slot.name][0], framework="pt") as tensors:
             source = tensors.get_slice(slot.name)
-            _checked(slot, source.get_shape())
+            check_shape(slot, source.get_shape())
             if not slot.pick or any(s.step not in (None, 1) for s in slot.pick):
                 whole: Tensor = tensors.get_tensor(slot.name)
                 return whole[slot.pick]
@@ -156,10 +166,21 @@ class TorchCheckpoint(Checkpoint):
                 raise WeightError(f"{file} is no table of tensors")
             self.names.update(tensors)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.names[name].shape)
+
     def read(self, slot: WeightSlot) -> Tensor:
         tensor = self.names[slot.name]
-        _checked(slot, tensor.shape)
+        check_shape(slot, tensor.shape)
         return tensor[slot.pick]
+
+
+def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
+    """Which parts of which tensors the slots of `builder` need."""
+    parts: dict[str, list[tuple[slice, ...]]] = {}
+    for slot in builder.slots:
+        parts.setdefault(checkpoint.alias(slot.name), []).append(slot.pick)
+    return parts
 
 
 def _files(directory: Path, single: str, pattern: str) -> list[Path]:

@@ -1,6 +1,7 @@
 """What an engine can be told besides requests. The core passes those that change memory on to its ranks."""
 
 from collections.abc import Sequence
+from secrets import token_hex
 from typing import Literal
 
 import msgspec
@@ -8,6 +9,7 @@ import msgspec
 from quire.messages.lora import Adapter
 
 PauseMode = Literal["abort", "wait", "keep"]
+WEIGHT_GROUP = "weight_update_group"  # the usual name of a trainer's process group
 
 
 class Pause(msgspec.Struct, array_like=True, tag=True):
@@ -53,9 +55,13 @@ class WakeUp(msgspec.Struct, array_like=True, tag=True):
 
 
 class ReadWeights(msgspec.Struct, array_like=True, tag=True):
-    """Read other weights for the same model from a folder, and keep them beside those in use."""
+    """Read other weights for the same model from a folder, and keep them beside those in use.
+
+    received: take the tensors that came by `ReceiveWeights` instead. `directory` is then only a name for them.
+    """
 
     directory: str
+    received: bool = False
 
 
 class TakeWeights(msgspec.Struct, array_like=True, tag=True):
@@ -64,6 +70,44 @@ class TakeWeights(msgspec.Struct, array_like=True, tag=True):
     use: bool
 
 
+class JoinGroup(msgspec.Struct, array_like=True, tag=True):
+    """Join a process group. Its rank 0 is a trainer, which has the group's store at the master's address.
+
+    ranks: of the engine, of which the first gets the number rank_offset in the group. backend: None for the usual one
+    of the device. timeout: in seconds, of joining and of each tensor that is sent later. first: the number of the
+    replica's first rank in the engine. key: of this order.
+    """
+
+    ranks: int
+    master_address: str
+    master_port: int
+    world_size: int
+    rank_offset: int = 1
+    group_name: str = WEIGHT_GROUP
+    backend: str | None = None
+    timeout: float = 60.0
+    first: int = 0
+    key: str = msgspec.field(default_factory=lambda: token_hex(8))
+
+
+class ReceiveWeights(msgspec.Struct, array_like=True, tag=True):
+    """Receive tensors in a trainer's process group, and keep them until they are read."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = WEIGHT_GROUP
+    key: str = msgspec.field(default_factory=lambda: token_hex(8))
+
+
+class LeaveGroup(msgspec.Struct, array_like=True, tag=True):
+    """Leave a trainer's process group, if the rank is in it."""
+
+    group_name: str = WEIGHT_GROUP
+    key: str = msgspec.field(default_factory=lambda: token_hex(8))
+
+
+Exchange = JoinGroup | ReceiveWeights | LeaveGroup  # with a trainer, while steps run
 Change = Sleep | WakeUp | ReadWeights | TakeWeights  # of a rank's memory, while no step is in flight
 Command = Pause | Resume | PinPrefix | UnpinPrefix | Change
 

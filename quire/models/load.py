@@ -13,7 +13,7 @@ from quire.loading.gguf import read_gguf
 from quire.loading.gguf_checkpoint import GgufCheckpoint
 from quire.loading.gguf_models import gguf_tensors
 from quire.loading.mxfp4 import Mxfp4Checkpoint
-from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint
+from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.model import Model
@@ -69,12 +69,12 @@ def load_model(
     mesh: Mesh,
     show_progress: bool,
     adapters: AdapterSlots | None = None,
-    weights: Path | None = None,
+    weights: Path | Checkpoint | None = None,
 ) -> Model:
     """Build this rank's part of the model of a checkpoint's directory or GGUF file, with its pooler, and fill the
     parameters.
 
-    adapters: see Builder. weights: the folder of the tensors, if it is another one.
+    adapters: see Builder. weights: the tensors or their folder, if they are others.
     """
     description = describe(directory, config.model)
     spec = description.spec
@@ -87,7 +87,7 @@ def load_model(
     elif config.model.load_format == "dummy" and weights is None:
         method_of = quantization_method(description.config)
     else:
-        checkpoint = open_checkpoint(weights or directory)
+        checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
         if any(name.endswith("_blocks") for name in checkpoint.names):
             checkpoint = Mxfp4Checkpoint(checkpoint)
         method_of = quantization_method(description.config, checkpoint.has)
@@ -110,11 +110,13 @@ def load_model(
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
     if description.pooling is not None and model.stage.has_head:
-        model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else weights or directory)
+        folder = weights if isinstance(weights, Path) else directory
+        model.pooler = Pooler(builder, description.pooling.pooler, None if checkpoint is None else folder)
     if checkpoint is None:
         load_dummy(builder, show_progress)
     else:
         tied = (rf"{spec.names['lm_head']}\.weight$",) if spec.tie_embeddings else ()
         ignored = (*spec.ignored, *extra_tensors(description.config), *tied)
+        model.parts = parts_of(checkpoint, builder)
         load_weights(checkpoint, builder, ignored, show_progress, elsewhere)
     return model

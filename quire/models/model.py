@@ -10,6 +10,7 @@ from quire.kvcache.specs import AttentionKVSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
+from quire.loading.weights import Parts
 from quire.models.pooler import Pooler
 from quire.ops import Kernels
 from quire.parallel.experts import ExpertRanks
@@ -26,7 +27,8 @@ class Model(Protocol):
     for a model without a cache. cache_shapes: for each KV group, the sizes of what this rank caches in one layer.
     pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts:
     the ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
-    residual_stream: which tokens are the rank's own, whose norms and residual sums it computes.
+    residual_stream: which tokens are the rank's own, whose norms and residual sums it computes. parts: what the rank
+    has of which tensors of the checkpoint; nothing, if there was none.
     """
 
     kernels: Kernels
@@ -42,6 +44,7 @@ class Model(Protocol):
     pooler: Pooler | None
     adapters: AdapterSlots | None = None
     experts: ExpertRanks | None = None
+    parts: Parts = {}  # noqa: RUF012
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.

@@ -4,6 +4,7 @@ import ctypes
 import mmap
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, Protocol
@@ -13,7 +14,8 @@ from torch import Tensor, UntypedStorage
 
 from quire.config import EngineConfig
 from quire.layers.lora import AdapterSlots
-from quire.messages.changes import Change, ReadWeights, Sleep, TakeWeights, WakeUp
+from quire.loading.weights import Checkpoint
+from quire.messages.changes import Change, Exchange, ReadWeights, Sleep, TakeWeights, WakeUp
 from quire.models.description import describe
 from quire.models.model import Model
 from quire.ops import Kernels
@@ -71,12 +73,14 @@ class DeviceMemory:
 class Residence:
     """Carries out the executor's changes. Made right after the model is loaded: what it has by then are the weights.
 
-    load: makes the same model anew, with weights from the given folder, or from the model's own if there is none.
+    load: makes the same model anew, with the given weights, those from a folder, or (None) from the model's own. rank:
+    the number of this rank in its replica.
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, directory: Path, load: Callable[[Path | None], Model]
-    ) -> None:
+        self, model: Model, config: EngineConfig, directory: Path,
+        load: Callable[[Path | Checkpoint | None], Model], rank: int = 0,
+    ) -> None:  # fmt: skip
         self._model, self._config, self._directory, self._load = model, config, directory, load
         self._weights = list(_tensors(model, set()))
         self._is_gpu = model.kernels.target.device.type == "cuda"
@@ -86,8 +90,10 @@ class Residence:
         self._forward: object = None
         self._level = 0  # of sleep, as far as the weights are concerned; 0 while they are there
         self._has_cache = True
-        self._folder: Path | None = None  # from which the weights in use were read, if not from the model's own
-        self._staged: tuple[Path, Model] | None = None
+        self._source: ReadWeights | None = None  # of the weights in use, if they are not the model's own
+        self._staged: tuple[ReadWeights, Model] | None = None
+        self._rank = rank
+        self._groups: Any = None  # those of trainers: a plug-in, which is loaded when one is met
 
     def know(self, kv_memory: KVMemory, forward: object) -> None:
         """Called once, when the rest of the rank has been made."""
@@ -101,9 +107,18 @@ class Residence:
         elif isinstance(change, WakeUp):
             self._wake_up(change)
         elif isinstance(change, ReadWeights):
-            self._read(Path(change.directory))
+            self._read(change)
         else:
             self._take(change)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Meet a trainer, or receive weights that `ReadWeights` takes later. Called on another thread than `change`.
+        Raises ValueError if it cannot be."""
+        if self._groups is None:
+            self._check_replaceable()
+            make = import_module("quire_transfer.weight_groups").WeightGroups
+            self._groups = make(self._model.kernels.target.device, self._rank, self._directory, self._model.parts)
+        self._groups.exchange(exchange)
 
     def _storages(self) -> list[UntypedStorage]:
         return list({t.untyped_storage()._cdata: t.untyped_storage() for t in self._weights}.values())
@@ -120,10 +135,12 @@ class Residence:
             torch.cuda.empty_cache()
 
     def _wake_up(self, wanted: WakeUp) -> None:
+        if wanted.weights and self._level == 2 and self._source is not None and self._source.received:
+            raise ValueError("the weights were sent by a process group; send them again, which wakes them up")
         if wanted.weights and self._level:
             self._restore_weights()
             if self._level == 2:
-                self._copy(self._load(self._folder))
+                self._copy(self._load(None if self._source is None else Path(self._source.directory)))
             self._level = 0
         if wanted.kv_cache and not self._has_cache:
             for storage in self._cache:
@@ -138,10 +155,25 @@ class Residence:
         for storage in self._storages():
             self._store.restore(storage)
 
-    def _read(self, folder: Path) -> None:
-        self._staged = None
-        if not folder.is_dir():
+    def _read(self, change: ReadWeights) -> None:
+        self._staged, folder = None, Path(change.directory)
+        if not change.received and not folder.is_dir():
             raise ValueError(f"there is no folder {folder}")
+        self._check_replaceable()
+        options = self._config.model
+        if (folder / "config.json").is_file() and describe(folder, options).spec != describe(
+            self._directory, options
+        ).spec:
+            raise ValueError(f"config.json in {folder} describes another model")
+        try:
+            self._staged = change, self._load(self._groups.received if change.received else folder)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                "there is no memory for the new weights beside the old ones; sleep at level 2 first"
+            ) from error
+
+    def _check_replaceable(self) -> None:
+        """Raises ValueError if the weights cannot be replaced."""
         if self._directory.is_file():
             raise ValueError("the weights of a GGUF file cannot be replaced")
         for name, given in (("enable_lora", self._config.lora.enable_lora),
@@ -150,25 +182,16 @@ class Residence:
                 raise ValueError(f"weights cannot be replaced in an engine with {name}")
         if self._config.parallel.enable_eplb:
             raise ValueError("weights cannot be replaced in an engine with enable_eplb, which has moved experts")
-        options = self._config.model
-        if (folder / "config.json").is_file() and describe(folder, options).spec != describe(
-            self._directory, options
-        ).spec:
-            raise ValueError(f"config.json in {folder} describes another model")
-        try:
-            self._staged = folder, self._load(folder)
-        except torch.OutOfMemoryError as error:
-            raise ValueError(
-                "there is no memory for the new weights beside the old ones; sleep at level 2 first"
-            ) from error
 
     def _take(self, change: TakeWeights) -> None:
         staged, self._staged = self._staged, None
+        if self._groups is not None:
+            self._groups.forget()
         if not change.use or staged is None:
             return
         if self._level:
             self._restore_weights()
-        self._folder, model = staged
+        self._source, model = staged
         self._copy(model)
         self._level = 0
 

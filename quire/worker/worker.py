@@ -76,7 +76,7 @@ class Worker:
             adapters = AdapterSlots(lora.max_loras, lora.max_lora_rank) if lora.enable_lora else None
             load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
             model = load(adapters)
-        self.residence = Residence(model, config, directory, lambda folder: load(weights=folder))
+        self.residence = Residence(model, config, directory, lambda weights: load(weights=weights), mesh.replica.rank)
         with memory.explained("the drafter's weights", device):
             speculation, self.drafter = config.scheduler.speculation, None
             if speculation is not None and speculation.on_device and model.stage.has_head:

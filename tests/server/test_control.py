@@ -21,6 +21,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.llm import LLM
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from support.server import Host, Service, eventually
+from support.trainer import Trainer, described
 
 COMBINES = ["pauses and sleep, new weights × data parallelism, prefix caching", "new weights × replay after a crash"]
 
@@ -210,6 +211,10 @@ def test_orders_need_the_option_and_the_key(host, folder):
     for path in ORDERS:
         answer = closed.request("POST", path)
         assert (answer.status, "--enable-admin-api" in answer.error["message"]) == (403, True)
+    place = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2}
+    for path, fields in (("/init_weights_update_group", place), ("/destroy_weights_update_group", {})):
+        assert closed.post(path, fields).status == 403
+    assert closed.post("/update_weights", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}).status == 403
     for path in ("/is_paused", "/is_sleeping"):
         assert closed.get(path).status == 403
     assert closed.post("/update_weights", {"path": "new"}).status == 403
@@ -228,6 +233,115 @@ def test_orders_that_have_no_meaning_are_refused(service, path):
     answer = service.request("POST", path)
     assert answer.status == 400, answer.body
     assert service.get("/is_paused").json == {"is_paused": False}
+
+
+def test_a_trainer_sends_weights_while_a_request_runs(host, service, expected, folder):
+    old = Path(LLM(**OPTIONS).frontend.directory)
+    half = len(described(old)["names"]) // 2
+    with Trainer(2) as trainer:
+        request = Running(service)
+        runs(host)
+        assert service.post("/init_weights_update_group", trainer.place).json == {"status": "joined"}
+        first, rest = (described(old)["names"][part] for part in (slice(half), slice(half, None)))
+        answer = service.post("/update_weights", {**trainer.send(folder / "new", first), "last": False})
+        assert (answer.status, answer.json) == (200, {"status": "received"})
+        answer = service.post("/update_weights", {**trainer.send(folder / "new", rest), "flush_cache": False})
+        assert (answer.status, answer.json) == (200, {"status": "updated"})
+        assert service.complete(**LONG)["choices"][0]["text"] == expected["new"]
+        assert request.end()["text"][:1] == expected["old"][:1]
+        order(service, "/pause?mode=keep")
+        waiting = Running(service)
+        typed = trainer.send(old)
+        typed["dtypes"] = [f"torch.{dtype}" for dtype in typed["dtypes"]]
+        assert service.post("/update_weights", typed).status == 200
+        assert service.get("/is_paused").json == {"is_paused": True}
+        order(service, "/resume")
+        assert waiting.end()["text"] == expected["old"]
+        assert service.post("/destroy_weights_update_group", {}).json == {"status": "destroyed"}
+        refused = service.post("/update_weights", described(old))
+        assert (refused.status, refused.error["param"]) == (400, "group_name")
+
+
+def test_requests_run_while_a_trainer_is_awaited(host, service, expected):
+    with Trainer(2, "other") as trainer:  # which waits in a group of another name
+        answers: list[Any] = []
+        place = {**trainer.place, "timeout": 4}
+        joining = threading.Thread(target=lambda: answers.append(service.post("/init_weights_update_group", place)))
+        joining.start()
+        time.sleep(0.5)
+        assert service.complete(**{**LONG, "max_tokens": 20})["choices"][0]["text"]
+        assert not answers
+        joining.join()
+        assert answers[0].status == 400
+        assert "the group 'weight_update_group' was not joined in 4 s" in answers[0].error["message"]
+
+
+PLACE: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 9, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"master_address": "example.org"}, "master_address"),
+        ({"master_port": 0}, "master_port"),
+        ({"rank_offset": 2}, "world_size"),
+        ({"backend": "mpi"}, "backend"),
+        ({"backend": "nccl"}, "backend"),
+        ({"timeout": 1e9}, "timeout"),
+        ({"group_name": ""}, "group_name"),
+    ],
+)
+def test_groups_that_have_no_meaning_are_refused(service, changes, param):
+    answer = service.post("/init_weights_update_group", {**PLACE, **changes})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, None),
+        ({"path": "new", "names": ["a"]}, None),
+        ({"names": []}, "names"),
+        ({"names": ["a"], "dtypes": ["float32"], "shapes": [["x"]]}, "shapes[0][0]"),
+        ({"names": ["a"], "dtypes": ["float32"], "shapes": [[1 << 70]]}, "shapes[0][0]"),
+    ],
+)
+def test_updates_that_have_no_meaning_are_refused(service, fields, param):
+    answer = service.post("/update_weights", fields)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+@pytest.mark.slow
+def test_all_replicas_take_weights_from_a_trainer_and_one_that_cannot_have_them_pauses(expected, folder):
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def ask(llm: AsyncLLM, name: str) -> str:
+        async for output in llm.generate(TEXT, params, name):
+            return output.outputs[0].text
+        raise AssertionError
+
+    async def check() -> None:
+        llm = AsyncLLM(**OPTIONS, data_parallel_size=2)
+        await llm.start()
+        with Trainer(3) as trainer:
+            await llm.init_weights_update_group(**trainer.place)
+            await llm.update_weights_from_distributed(**trainer.send(folder / "new"))
+            assert [await ask(llm, "a"), await ask(llm, "b")] == [expected["new"]] * 2
+            os.kill(llm.client.process_ids[0], signal.SIGKILL)
+            while len(llm.client.ready) == 2:
+                await asyncio.sleep(0.02)
+            while len(llm.client.ready) < 2 or not llm.client.stats.is_paused:
+                await asyncio.sleep(0.05)
+            with pytest.raises(ValueError, match="there is no group"):
+                await llm.update_weights_from_distributed(**trainer.send(folder / "new"))
+        with Trainer(3) as trainer:
+            await llm.init_weights_update_group(**trainer.place)
+            await llm.update_weights_from_distributed(**trainer.send(folder / "new"))
+            await llm.resume_generation()
+            assert [await ask(llm, "c"), await ask(llm, "d")] == [expected["new"]] * 2
+        await llm.shutdown()
+
+    asyncio.run(asyncio.wait_for(check(), 200))
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ WITH_BODY = [
     "/abort_requests",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
-    *("/update_weights", "/v1/prefixes"),
+    *("/update_weights", "/init_weights_update_group", "/destroy_weights_update_group", "/v1/prefixes"),
     *("/v1/embeddings", "/v2/embed", "/v1/score", "/v1/rerank", "/classify", "/pooling"),
 ]
 TRANSLATED = [
