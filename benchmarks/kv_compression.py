@@ -15,6 +15,8 @@ was trained on (tools/demo_corpus.py). `quality` prints a row for each method an
 The first part of a prompt is computed once, and its cache is restored for each variant, which computes the last 144
 tokens of the prompt, compresses it, and goes on.
 
+`continuous` compresses again while a text goes on, see the function.
+
 `speed` runs the same requests through an engine with a small pool, with and without compression: how many run at once,
 and tokens in a second.
 """
@@ -23,13 +25,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -91,7 +94,7 @@ class Variants:
     @torch.inference_mode()
     def run(self, count: int, num_kept_blocks: int | None = None) -> Tensor:
         """Hidden states of the next tokens, with which the prompt ends if it is compressed."""
-        compressions = [] if num_kept_blocks is None else [(0, num_kept_blocks)]
+        compressions = [] if num_kept_blocks is None else [(0, num_kept_blocks, 0)]
         step = SchedulerOutput(0, [], [0], [count], compressions=compressions)
         flat = self.batch.flatten(step)
         return self.runner.forward(self.runner.staging.stage(flat, flat.size, step, {})[0])  # type: ignore[no-any-return]
@@ -188,7 +191,7 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("inputs", "quality", "speed", "table"))
+    parser.add_argument("what", choices=("inputs", "quality", "continuous", "speed", "table"))
     parser.add_argument("--model", help="default: the bundled model")
     parser.add_argument("--file", type=Path, help="the inputs")
     parser.add_argument("--json", type=Path, help="where results go, or come from for `table`")
@@ -200,6 +203,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "table":
         print(table(json.loads(options.json.read_text())))
+        return
+    if options.what == "continuous":
+        print(continuous(options.model, options.dtype, options.length, options.texts, 4))
         return
     if options.what == "speed":
         result = speed()
@@ -221,6 +227,61 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(result))
     print(table(result))
+
+
+def continuous(model: str | None, dtype: str, length: int, num_texts: int, ratio: float) -> str:
+    """Rows of Markdown: what compression in intervals does to texts of 200 tokens of prompt and `length` of output.
+
+    The output is given, as if another core had generated it: the engine computes it in chunks that end where it would
+    have been compressed, over the same caches. Each gives logits behind all its tokens.
+    """
+    rows = ["| method | interval | blocks | perplexity |", "|---|---|---|---|"]
+    longest, base, ids = 200 + length, 0.0, list[int]()
+    for method, interval in (("", 0), ("kv_compress", 0), *product(METHODS, (128, 256, 512))):
+        options = {"method": method, "ratio": ratio, "interval": interval} if method else {}
+        llm = LLM(
+            model, dtype=dtype, max_model_len=longest, max_num_seqs=1, enable_prefix_caching=False,
+            num_gpu_blocks_override=longest // 16 + 2, kv_compression=options,
+        )  # fmt: skip
+        if not ids:
+            ids = library(llm.get_tokenizer(), model is None)
+        runner: Any = llm.core.executor.runner
+        pool, run, model_logits = llm.core.scheduler.kv.pool, runner.forward.run, runner.model.logits
+        losses, held, logits = list[float](), 0, list[Tensor]()
+
+        def observed(
+            inputs: Any, wanted: Any = None, run: Any = run, model_logits: Any = model_logits, seen: Any = logits
+        ) -> Any:
+            hidden = run(inputs)
+            seen.append(model_logits(hidden))
+            return hidden if wanted is None else hidden[wanted]
+
+        runner.forward.run = observed
+        for i in range(num_texts):
+            start = i * (len(ids) - longest) // num_texts
+            text = ids[start : start + longest]
+            logits.clear()
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+            request = llm.processor.process(f"{i}", text[:200], params).core_requests[0]
+            request.output_token_ids = text[200:-1]
+            llm.core.add_request(request)
+            while llm.core.has_unfinished:
+                llm.core.step()
+            known = torch.cat(logits)[199:].float()
+            losses.append(torch.nn.functional.cross_entropy(known, torch.tensor(text[200:])).item())
+        runner.forward.run = run
+        request = llm.processor.process("own", text[:200], params).core_requests[0]
+        llm.core.add_request(request)
+        while llm.core.has_unfinished:
+            llm.core.step()
+            held = max(held, pool.num_usable - pool.num_free)
+        llm.core.shutdown()
+        mean = sum(losses) / len(losses)
+        base = base or mean
+        change = f"{math.exp(mean):.3f}" if not method else f"{100 * (math.exp(mean - base) - 1):+.2f} %"
+        rows.append(f"| {method or 'none'} | {interval or ''} | {held} | {change} |")
+        print(rows[-1], flush=True)
+    return "\n".join(rows)
 
 
 PROMPT, OUTPUT = 3072, 48  # tokens

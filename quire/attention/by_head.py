@@ -1,4 +1,4 @@
-"""Attention with lengths by head, for requests whose prompt was compressed: its KV heads keep different tokens.
+"""Attention with lengths by head, for requests that were compressed: its KV heads keep different tokens.
 
 A block of the pool consists of slices, one for each layer and KV head, and each slice has the layout of a block of a
 model with one layer and one KV head. So the whole pool is also a cache of such a model, with many small blocks:
@@ -20,21 +20,28 @@ from torch import Tensor
 
 from quire.attention.base import AttentionBackend, Preparation, PreparingBackend, Scores, StepLayout
 
-# (queries [window, heads, head_dim], keys [tokens, kv_heads, head_dim], scale, soft cap) -> scores [kv_heads, tokens]
-ScoreKeys = Callable[[Tensor, Tensor, float, float | None], Tensor]
+# (queries [window, heads, head_dim], keys [tokens, kv_heads, head_dim], how many of the first of them are missing
+# [kv_heads], scale, soft cap) -> scores [kv_heads, tokens]
+ScoreKeys = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
 
 
 @dataclass
-class EndingPrompt:
-    """A prompt that ends with a step and is compressed behind it. row: of its request. queries: the last ones, as a
-    range of the step's tokens. blocks: of the prompt, [blocks]. scores: of its keys, [kv_heads, num_tokens] for each
-    layer that has been computed."""
+class EndingText:
+    """A prompt, or a text so far, that ends with a step and is compressed behind it.
+
+    row: of its request. num_tokens: of the head that has the most; the first `missing` ones of the others [layers,
+    kv_heads] are none of theirs. queries: the last ones, as a range of the step's tokens. blocks: of the request,
+    [blocks]. slices: of the heads, [layers, kv_heads, blocks], those that are missing included. scores: of the keys,
+    [kv_heads, num_tokens] for each layer that has been computed.
+    """
 
     row: int
     num_tokens: int
     num_kept_blocks: int
     queries: slice
     blocks: Tensor
+    slices: Tensor
+    missing: Tensor
     score_keys: ScoreKeys
     scores: list[Tensor] = field(default_factory=list)
 
@@ -47,7 +54,7 @@ class HeadLayout:
     tables: slices, [layers, kv_heads * requests, most slices], int32. lengths: [layers, kv_heads * requests], int32.
     """
 
-    endings: Sequence[EndingPrompt]
+    endings: Sequence[EndingText]
     tables: Tensor | None = None
     lengths: Tensor | None = None
 
@@ -58,7 +65,7 @@ class ByHeadPlan:
 
     inner: Any
     heads: list[Any]
-    endings: Sequence[EndingPrompt] = ()
+    endings: Sequence[EndingText] = ()
 
 
 class AttentionByHead(AttentionBackend):
@@ -100,24 +107,29 @@ class AttentionByHead(AttentionBackend):
         self.inner.store(cache, k, v, plan.inner)
 
     def attend(self, q: Tensor, cache: Tensor, plan: ByHeadPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
-        for prompt in plan.endings:
-            keys = self.inner.read(cache, prompt.blocks, 0)[: prompt.num_tokens]
-            prompt.scores.append(prompt.score_keys(q[prompt.queries], keys, scores["scale"], scores.get("soft_cap")))
+        first, kv_heads = self.slices.storage_offset(), self.shape.num_kv_heads
+        layer = (cache.storage_offset() - first) * cache.element_size() // self.entry_bytes()
+        for text in plan.endings:
+            keys = self.heads.read(self.slices, text.slices[layer].flatten(), 0)
+            keys = keys.view(kv_heads, -1, keys.shape[-1])[:, : text.num_tokens].transpose(0, 1)
+            how = text.missing[layer], scores["scale"], scores.get("soft_cap")
+            text.scores.append(text.score_keys(q[text.queries], keys, *how))
         if not plan.heads:
             return self.inner.attend(q, cache, plan.inner, **scores)
-        first = self.slices.storage_offset()
-        layer = (cache.storage_offset() - first) * cache.element_size() // self.entry_bytes()
-        (tokens, heads, _), kv_heads = q.shape, self.shape.num_kv_heads
+        tokens, heads, _ = q.shape
         by_head = q.reshape(tokens, kv_heads, self.group, -1).transpose(0, 1).flatten(0, 1)
         out, lse = self.heads.attend(by_head, self.slices, plan.heads[layer], **scores)
         out = out.view(kv_heads, tokens, self.group, -1).transpose(0, 1).reshape(tokens, heads, -1)
         return out, lse.view(kv_heads, tokens, self.group).transpose(0, 1).reshape(tokens, heads)
 
-    def move(self, sources: Tensor, tokens: Tensor, slots: Tensor) -> None:
-        """Move entries between slices. sources: slices, [slices]. tokens: indices into the tokens of these slices, one
-        after the other, [tokens]. slots: where they go, [tokens], -1 for nowhere. All are read before any is written.
-        """
+    def pick(self, sources: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values. sources: slices, [slices]. tokens: indices into the tokens of these slices, one after the
+        other, [tokens]."""
         keys, values = (self.heads.read(self.slices, sources, plane)[tokens] for plane in (0, 1))
+        return keys, values
+
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write keys and values into slots of slices, [tokens], -1 for nowhere."""
         bounds = torch.arange(2, dtype=torch.int32, device=slots.device) * len(slots)
         table = bounds[None, :1]
         self.heads.store(self.slices, keys, values, self.heads.plan(StepLayout(bounds, bounds[1:], slots, table)))

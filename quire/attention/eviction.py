@@ -1,4 +1,4 @@
-"""Which keys of a prompt a compressed cache keeps: scores of keys, budgets of heads, and the choice."""
+"""Which keys of a text a compressed cache keeps: scores of keys, budgets of heads, and the choice."""
 
 import torch
 from torch import Tensor
@@ -10,32 +10,39 @@ from quire.options.kv_compression import KVCompressionOptions
 class Eviction:
     """Keeps the keys with the highest scores, in whole blocks for each KV head. A subclass says how many each has.
 
-    The score of a key is the attention that the prompt's last queries give it, averaged over neighbouring keys and over
+    The score of a key is the attention that the text's last queries give it, averaged over neighbouring keys and over
     the query heads of its KV head (SnapKV, arXiv:2404.14469).
     """
 
     def __init__(self, options: KVCompressionOptions, block_size: int) -> None:
         self.options, self.block_size = options, block_size
 
-    def scores(self, q: Tensor, k: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, missing: Tensor, scale: float, soft_cap: float | None) -> Tensor:
         """q: [window, heads, head_dim], the last queries. k: [tokens, kv_heads, head_dim] -> [kv_heads, tokens]. Keys
-        that are always kept have an infinite score."""
+        that are always kept have an infinite score. missing: how many of the first keys a head does not have,
+        [kv_heads]; their score is minus infinity."""
         options, (window, heads, dim), (tokens, kv_heads, _) = self.options, q.shape, k.shape
         rows = q.float().view(window, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         future = torch.ones(window, window, dtype=torch.bool, device=q.device).triu(1)
         pool = avg_pool1d if options.pooling == "avg" else max_pool1d
-        of_heads = []
-        for queries, keys in zip(rows, k.unbind(1), strict=True):  # one by one, for attention takes much memory
+        of_heads, absent = [], torch.arange(tokens, device=q.device) < missing[:, None]
+        for queries, keys, gone in zip(
+            rows, k.unbind(1), absent, strict=True
+        ):  # one by one, for attention takes much memory
             logits = queries @ keys.float().T * scale  # [group, window, tokens]
             if soft_cap is not None:
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             logits[..., tokens - window :].masked_fill_(future, float("-inf"))
+            logits.masked_fill_(gone, float("-inf"))
             weights = self.weigh(logits.softmax(-1))[:, : tokens - window]  # [group, tokens before the window]
             of_heads.append(pool(weights, options.kernel_size, 1, options.kernel_size // 2).mean(0))
         scores = torch.stack(of_heads)
-        scores = torch.nn.functional.pad(scores, (0, window), value=float("inf"))
-        scores[:, : options.sinks] = float("inf")
-        return scores
+        return self._bounded(torch.nn.functional.pad(scores, (0, window), value=float("inf")), missing)
+
+    def _bounded(self, scores: Tensor, missing: Tensor) -> Tensor:
+        """With infinite scores where all keys are kept, or missing."""
+        places = torch.arange(scores.shape[1], device=scores.device) - missing[:, None]
+        return scores.masked_fill(places < self.options.sinks, float("inf")).masked_fill(places < 0, float("-inf"))
 
     def weigh(self, attention: Tensor) -> Tensor:
         """attention: [..., window, tokens] -> [..., tokens]"""
@@ -64,7 +71,7 @@ class Eviction:
     def shared_counts(self, blocks: Tensor, num_blocks: int) -> Tensor:
         """The numbers of blocks of heads that share a budget: the best blocks of all are kept. blocks: [..., heads,
         blocks] -> [..., heads]"""
-        fewest = torch.isinf(blocks).sum(-1, keepdim=True).clamp(min=int(self.options.safeguard * num_blocks))
+        fewest = torch.isposinf(blocks).sum(-1, keepdim=True).clamp(min=int(self.options.safeguard * num_blocks))
         index = torch.arange(blocks.shape[-1], device=blocks.device)
         scores = blocks.masked_fill(index < fewest, float("inf")).flatten(-2)
         best = scores.topk(blocks.shape[-2] * num_blocks, dim=-1).indices
@@ -101,16 +108,20 @@ class PyramidKV(Eviction):
         last = max(min(fewest, num_blocks), num_blocks / self.options.steepness, 2 * num_blocks - most)
         budgets = torch.linspace(2 * num_blocks - last, last, layers, dtype=torch.float64, device=blocks.device)
         ends = budgets.cumsum(0).round().long()  # rounded sums, so that the differences have the right sum
-        return torch.diff(ends, prepend=ends.new_zeros(1))[:, None].expand(layers, kv_heads)
+        wanted = torch.diff(ends, prepend=ends.new_zeros(1))
+        # A layer may have too few blocks left for that. Then the first of the others have more.
+        held = torch.isneginf(blocks[:, 0]).logical_not().sum(-1)
+        counts = torch.minimum(wanted, held)
+        room = held - counts
+        more = (layers * num_blocks - counts.sum() - room.cumsum(0) + room).clamp(min=0)
+        return (counts + torch.minimum(more, room))[:, None].expand(layers, kv_heads)
 
 
 class StreamingLLM(Eviction):
     """The first and the last tokens are kept (StreamingLLM, arXiv:2309.17453), at the positions that they had."""
 
-    def scores(self, q: Tensor, k: Tensor, scale: float, soft_cap: float | None) -> Tensor:
-        scores = torch.arange(len(k), dtype=torch.float32, device=k.device).repeat(k.shape[1], 1)
-        scores[:, : self.options.sinks] = float("inf")
-        return scores
+    def scores(self, q: Tensor, k: Tensor, missing: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+        return self._bounded(torch.arange(len(k), dtype=torch.float32, device=k.device).repeat(k.shape[1], 1), missing)
 
 
 METHODS: dict[str, type[Eviction]] = {

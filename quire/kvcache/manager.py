@@ -175,12 +175,12 @@ class KVCacheManager:
             edits.block_ids.extend([block.block_id for block in table])
 
     def drop_blocks(self, request: Holder, first: int, last: int) -> None:
-        """Free the blocks first, ..., last - 1 of a request whose prompt is compressed. Its table closes up, so the
-        tokens behind them have lower indices than their positions say."""
+        """Free the blocks first, ..., last - 1 of a request that is compressed. Its table closes up, so the tokens
+        behind them have lower indices than their positions say."""
         for table in request.block_tables:
             self.pool.release(reversed(table[first:last]))
             del table[first:last]
-        request.num_removed_tokens = (last - first) * self.block_size
+        request.num_removed_tokens += (last - first) * self.block_size
 
     def _free_unneeded(self, request: Holder) -> None:
         """Replace blocks that no query reads any more by the null block. The tables of the workers need no edit."""

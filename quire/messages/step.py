@@ -74,8 +74,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     draft_tokens: these drafts.
     num_next_drafts: how many drafts the drafter on the device makes for rows[i] behind this step; an empty list if none
         for any row. The row has cache slots for so many tokens behind those of the step.
-    compressions: (i, blocks) for each rows[i] whose prompt ends with this step and is compressed: its KV heads keep so
-        many full blocks each on average. They are its first blocks then, followed by the last one if that is not full.
+    compressions: (i, blocks, again) for each rows[i] whose text up to the end of this step is compressed: its KV heads
+        keep so many full blocks each on average. They are its first blocks then, followed by the last one if that is
+        not full. The first `again` of the row's tokens have been computed before.
     known_tokens: tokens of rows of this step that were not sampled: those that a grammar forces. No earlier step of
         such a row is in flight.
     """
@@ -90,7 +91,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     known_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
     draft_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
     num_next_drafts: list[int] = msgspec.field(default_factory=list)
-    compressions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    compressions: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
 
 
 class StepCosts(msgspec.Struct, array_like=True, frozen=True):

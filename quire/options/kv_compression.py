@@ -1,4 +1,4 @@
-"""The fields of the option kv_compression, and how many blocks a compressed prompt keeps."""
+"""The fields of the option kv_compression, and how many blocks a compressed text keeps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ class KVCompressionOptions:
     sinks: so are those of the first tokens. kernel_size, pooling: the score of a key is the average ("avg") or the
     largest ("max") score of so many neighbours; 1 for its own. safeguard: of adakv and kv_compress, the share of the
     average budget that every head has. steepness: of pyramidkv, how much smaller than the average the last layer's
-    budget is.
+    budget is. interval: after so many more tokens, a request's cache is compressed again; 0 for never.
     """
 
     method: str = "kv_compress"
@@ -27,6 +27,7 @@ class KVCompressionOptions:
     pooling: str = "avg"
     safeguard: float = 0.2
     steepness: float = 20.0
+    interval: int = 0
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -48,17 +49,18 @@ class KVCompressionOptions:
             ("pooling", options.pooling in ("avg", "max"), "avg or max"),
             ("safeguard", 0 <= options.safeguard <= 1, "a number from 0 to 1"),
             ("steepness", 1 <= options.steepness <= 1024, "a number from 1 to 1024"),
+            ("interval", options.interval in (0, max(options.interval, options.window)), "0 or at least the window"),
         ):
             if not valid:
                 raise ConfigError(f"kv_compression: {name} must be {rule}, got {getattr(options, name)!r}")
         return options
 
     def fewest_blocks(self, num_tokens: int, block_size: int) -> int:
-        """How many of a prompt's full blocks each head keeps at least: as many as its sinks and its window need."""
+        """How many of a text's full blocks each head keeps at least: as many as its sinks and its window need."""
         return -(-(self.sinks + max(0, self.window - num_tokens % block_size)) // block_size)
 
     def kept_blocks(self, num_tokens: int, block_size: int, ratio: float | None = None) -> int | None:
-        """How many full blocks a prompt of `num_tokens` keeps, besides the last one that is not full. None if it keeps
+        """How many full blocks a text of `num_tokens` keeps, besides the last one that is not full. None if it keeps
         all of them. ratio: the request's own."""
         full, tail = divmod(num_tokens, block_size)
         kept = int(num_tokens / (ratio or self.ratio) - tail) // block_size

@@ -1,5 +1,6 @@
-"""The part of the scheduler that compresses: it counts the blocks that prompts keep. Workers choose the keys."""
+"""The part of the scheduler that compresses: it counts the blocks that requests keep. Workers choose the keys."""
 
+import sys
 from collections.abc import Sequence
 
 from quire.kvcache.manager import KVCacheManager
@@ -11,18 +12,20 @@ from quire.scheduler.request import Request
 
 
 class Compression:
-    """Compresses the KV cache of prompts when they have been computed.
+    """Compresses the KV cache of prompts when they have been computed, and again after each `interval` of more tokens.
 
     All heads together keep exactly as many blocks as are granted here, however they share them. So nothing needs to be
-    reported by workers, and the other blocks go back to the pool as soon as the step is scheduled that computes the end
-    of the prompt: all later steps are run after the worker has moved the kept keys.
+    reported by workers, and the other blocks go back to the pool as soon as the step is scheduled that computes the
+    last tokens: all later steps are run after the worker has moved the kept keys.
 
-    A request that is preempted, or continued in another core, computes its prompt anew, compresses it as before, and
-    computes its output over the compressed prompt. So it goes on with the same tokens.
+    A request is compressed at numbers of tokens that follow from its prompt alone. One that is preempted, or continued
+    in another core, computes its tokens anew, and is compressed at the same numbers. So it goes on with the same
+    tokens.
     """
 
     def __init__(self, options: KVCompressionOptions, block_size: int) -> None:
         self.options, self.block_size = options, block_size
+        self.interval = -(-options.interval // block_size) * block_size
 
     def check(self, limits: SchedulerLimits) -> None:
         """Raises ConfigError if steps may have no room for a whole window."""
@@ -35,26 +38,49 @@ class Compression:
             )
 
     def plan(self, request: Request) -> None:
-        """Decide how many blocks a new request's prompt keeps."""
+        """Decide when a request is compressed first of which nothing is computed, and how many blocks it keeps then."""
         params = request.source.sampling_params
-        chosen = None if params is None else params.kv_compression
-        if params is None or chosen is False:
-            return
+        if params is not None and params.kv_compression is not False:
+            self._aim(request, request.num_prompt_tokens)
+
+    def _aim(self, request: Request, num_tokens: int) -> None:
+        """Find the first number of tokens at which the request loses blocks: this one, or some intervals more."""
+        assert request.source.sampling_params is not None
+        chosen = request.source.sampling_params.kv_compression
         ratio = chosen.get("ratio") if isinstance(chosen, dict) else None
-        request.num_kept_blocks = self.options.kept_blocks(request.num_prompt_tokens, self.block_size, ratio) or 0
+        while num_tokens < request.max_total_tokens:
+            held = (num_tokens - request.num_removed_tokens) // self.block_size
+            kept = self.options.kept_blocks(num_tokens, self.block_size, ratio)
+            if kept is not None and kept < held:
+                request.compress_at, request.num_kept_blocks = num_tokens, kept
+                return
+            if not self.interval:
+                break
+            num_tokens += self.interval
+        request.compress_at = sys.maxsize
 
-    def limit(self, request: Request, count: int) -> int:
-        """How many of its next `count` tokens a request computes in a step: none beyond the end of its prompt, and the
-        last part of a prompt has all queries that score keys."""
-        left = request.num_prompt_tokens - request.num_computed_tokens
-        if left <= 0:
-            return count
-        return left if count >= left else max(0, min(count, left - self.options.window))
+    def span(self, request: Request, known: int, room: int) -> tuple[int, int]:
+        """Where the next tokens start that a request computes in a step with room for so many, and their number.
 
-    @staticmethod
-    def free_blocks(step: SchedulerOutput, requests: Sequence[Request], kv: KVCacheManager) -> None:
-        """Free the blocks that are not kept of the prompts that end with a step. The step itself still reads them, so
-        this is called when it is complete."""
-        for index, num_kept_blocks in step.compressions:
+        A step has none beyond the next compression, and before it, all queries that score keys. After tokens that were
+        sampled one by one, these are computed again: they see the same keys as before. known: how many tokens are known
+        or in flight, at most. The request waits if it cannot tell.
+        """
+        computed, end, window = request.num_computed_tokens, request.compress_at, self.options.window
+        if known < end:
+            return computed, min(room, known - computed)
+        if request.num_in_flight_samples:
+            return computed, 0
+        start = min(computed, end - window)
+        if end - start <= room:
+            return start, end - start
+        return computed, max(0, min(room, end - window - computed))
+
+    def free_blocks(self, step: SchedulerOutput, requests: Sequence[Request], kv: KVCacheManager) -> None:
+        """Free the blocks that are not kept of the requests that are compressed behind a step. The step itself still
+        reads them, so this is called when it is complete."""
+        for index, num_kept_blocks, _ in step.compressions:
             request = requests[index]
-            kv.drop_blocks(request, num_kept_blocks, request.num_prompt_tokens // kv.block_size)
+            end = request.compress_at
+            kv.drop_blocks(request, num_kept_blocks, (end - request.num_removed_tokens) // kv.block_size)
+            self._aim(request, end + self.interval if self.interval else sys.maxsize)

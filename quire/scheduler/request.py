@@ -1,5 +1,6 @@
 """A request as the scheduler sees it: counters of positions, never of KV slots."""
 
+import sys
 from enum import Enum, auto
 
 from quire.kvcache.block_pool import Block
@@ -28,10 +29,10 @@ class Request:
     Steps hand out tokens until num_computed_tokens has caught up with the tokens that are known or in flight.
     """
 
-    __slots__ = """block_hashes block_tables cache_salt capacity constraint constraints_ahead drafts extra_keys holds
-        key max_total_tokens min_total_tokens next_hash_at num_cached_tokens num_computed_tokens
-        num_device_drafts num_hashed_blocks num_in_flight_samples num_kept_blocks num_preemptions
-        num_prompt_tokens num_removed_tokens num_reported_tokens num_retired_tokens
+    __slots__ = """block_hashes block_tables cache_salt capacity compress_at constraint constraints_ahead drafts
+        extra_keys holds key max_total_tokens min_total_tokens next_hash_at num_cached_tokens
+        num_computed_tokens num_device_drafts num_hashed_blocks num_in_flight_samples num_kept_blocks
+        num_preemptions num_prompt_tokens num_removed_tokens num_reported_tokens num_retired_tokens
         num_tokens_at_last_free repetition request_id row source status stop_token_ids takes_ahead
         token_ids""".split()
 
@@ -64,12 +65,13 @@ class Request:
         self.holds = 0  # number of submitted steps that name it; its row and blocks stay until this is 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.num_kept_blocks = 0  # full blocks that the prompt keeps when it is compressed; 0 if it is not
+        self.compress_at = sys.maxsize  # number of computed tokens at which the cache is compressed next
+        self.num_kept_blocks = 0  # full blocks that are kept then, or were kept last; 0 if it is never compressed
         # Owned by the KV cache manager.
         self.extra_keys = extra_keys
         self.block_tables: list[list[Block]] = []  # one for each KV group
         self.capacity = 0  # tokens that the block tables have slots for
-        self.num_removed_tokens = 0  # tokens by whose blocks the compressed prompt is shorter, in whole blocks
+        self.num_removed_tokens = 0  # tokens by whose blocks the compressed text is shorter, in whole blocks
         self.num_tokens_at_last_free = 0  # retired tokens when unneeded blocks were last given back
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0

@@ -285,7 +285,7 @@ class Scheduler:
         if count > self._longest_chunk:
             count = self._longest_chunk
         if request.num_kept_blocks and self._compression is not None:
-            count = self._compression.limit(request, count)
+            computed, count = self._compression.span(request, known, min(budget, self._longest_chunk))
         if not count:
             return 0
         end = computed + count
@@ -293,20 +293,22 @@ class Scheduler:
             return None
         num_drafts, drafting = 0, self.speculation
         if drafting is not None and end == known:
-            num_drafts = drafting.add_drafts(request, min(budget, self._longest_chunk) - count, step, self.kv)
+            room = min(budget, self._longest_chunk) - count
+            num_drafts = drafting.add_drafts(request, min(room, request.compress_at - 1 - end), step, self.kv)
             count, end, known = count + num_drafts, end + num_drafts, known + num_drafts
             drafting.ask(request, end, len(self.running) + min(len(self.waiting), len(self._free_rows)), step, self.kv)
         step.rows.append(request.row)
         step.num_tokens.append(count)
         requests.append(request)
-        request.num_computed_tokens = end
+        again, request.num_computed_tokens = request.num_computed_tokens - computed, end
         request.holds += 1
         if end == known:
             request.num_in_flight_samples = in_flight + 1 + num_drafts
         if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
-        if request.num_kept_blocks and end == request.num_prompt_tokens:
-            step.compressions.append((len(step.rows) - 1, request.num_kept_blocks))
+        if end == request.compress_at:
+            step.compressions.append((len(step.rows) - 1, request.num_kept_blocks, again))
+            request.num_retired_tokens -= again
         return count
 
     def update(self, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -485,4 +487,6 @@ class Scheduler:
         request.num_computed_tokens = 0
         if request.status is Status.PREEMPTED:
             self._num_preempted -= 1
+            if self._compression is not None:
+                self._compression.plan(request)
             self._enqueue(request)

@@ -11,17 +11,18 @@ KV head that keep 1 and 3 blocks:
 Layers are compressed one after the other, those that keep the least first, and the slices are dealt in that order: all
 slices of the first of these layers, then all of the second. So a layer's tokens are moved into slices of its own or of
 layers that have been compressed already, and need no memory besides. The slices of later tokens are where they are
-without compression: only attention has to know of all this.
+without compression: only attention has to know of all this. When a request is compressed again, its layers have slices
+of each other, so what all of them keep is read before any of it is written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attention.by_head import AttentionByHead, EndingPrompt, HeadLayout
+from quire.attention.by_head import AttentionByHead, EndingText, HeadLayout
 from quire.attention.eviction import METHODS
 from quire.config import ConfigError
 from quire.layers.attention_spec import AttentionSpec
@@ -37,6 +38,7 @@ from quire.worker.device import Device
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
+from quire.worker.state import DeviceState
 
 
 def check_compression(spec: DecoderSpec, max_model_len: int) -> None:
@@ -56,8 +58,8 @@ def check_compression(spec: DecoderSpec, max_model_len: int) -> None:
 
 
 class CompressedRows:
-    """Which slices the KV heads of compressed requests have, by row. counts: how many of the prompt's blocks each head
-    keeps. firsts: the number of its first slice, as slices are dealt. order: the layers in which slices are dealt."""
+    """Which slices the KV heads of compressed requests have, by row. counts: how many blocks each head kept last.
+    firsts: the number of its first slice, as slices are dealt. order: the layers in which slices are dealt."""
 
     def __init__(self, options: KVCompressionOptions, batch: InputBatch, device: Device) -> None:
         self.batch, self.device, self.block_size = batch, device, batch.block_size
@@ -66,6 +68,7 @@ class CompressedRows:
         self.num_kept = np.zeros(rows, np.int64)  # blocks; 0 for a row that is not compressed
         self.num_removed = np.zeros(rows, np.int64)  # tokens
         self.most_kept = np.zeros(rows, np.int64)  # at least the most blocks that a head keeps
+        self.reads: dict[int, Callable[[], list[Tensor]]] = {}  # by row: the exact number, when it has been computed
 
     tables: Tensor  # the block tables on the device, [groups, rows, blocks]
 
@@ -110,24 +113,32 @@ class CompressedRows:
         lengths = ends[:, None, None] + (counts - kept[:, None, None]) * self.block_size
         grown = -(-(flat.seq_lens - self.num_removed[flat.rows]) // self.block_size) - self.num_kept[flat.rows]
         width = int((self.most_kept[flat.rows] + grown).max())
-        tables = self._tables(
-            rows, table, kept, -(-width // 16) * 16
-        )  # Triton compiles anew for strides of other kinds
+        numbers = torch.arange(-(-width // 16) * 16, device=device)  # Triton compiles anew for strides of other kinds
+        tables = self._tables(rows, table, kept, numbers)
         inputs.by_head.lengths = lengths.permute(1, 2, 0).flatten(1).int()
         inputs.by_head.tables = tables.permute(1, 2, 0, 3).flatten(1, 2).int()
 
-    def _ending(self, flat: FlatBatch, inputs: StepInputs, index: int, num_kept_blocks: int) -> EndingPrompt:
+    def _ending(self, flat: FlatBatch, inputs: StepInputs, index: int, num_kept_blocks: int, again: int) -> EndingText:
         start, end = flat.query_start_loc[index : index + 2].tolist()
-        num_tokens, window = int(flat.seq_lens[index]), self.eviction.options.window
-        blocks = inputs.block_tables[0, index, : -(-num_tokens // self.block_size)].clone()
+        row, window, size = int(flat.rows[index]), self.eviction.options.window, self.block_size
+        if again and self.num_kept[row] and row in self.reads:  # it has sampled since, so this does not wait
+            self.most_kept[row] = int(self.reads.pop(row)()[0].numpy()[0])
+        num_tokens = int(flat.seq_lens[index] - self.num_removed[row])
+        kept, most = int(self.num_kept[row]), int(self.most_kept[row])
+        blocks = inputs.block_tables[0, index, : -(-num_tokens // size)].long()
+        missing = most - self.counts[row]  # blocks
+        numbers = torch.arange(len(blocks) + most - kept, device=blocks.device) - missing[..., None]
+        rows = torch.full((1,), row, device=blocks.device)
+        slices = self._tables(rows, blocks[None], torch.full_like(rows, kept), numbers.clamp_(min=0))[0]
         queries = slice(max(start, end - window), end)
-        row, score_keys = int(flat.rows[index]), self.eviction.scores
-        return EndingPrompt(row, num_tokens, num_kept_blocks, queries, blocks, score_keys)
+        num_tokens += (most - kept) * size
+        return EndingText(
+            row, num_tokens, num_kept_blocks, queries, blocks, slices, missing * size, self.eviction.scores
+        )
 
-    def _tables(self, rows: Tensor, table: Tensor, kept: Tensor, width: int) -> Tensor:
-        """The slices of all heads, [requests, layers, kv_heads, width]. table: block ids, [requests, blocks]. kept: how
-        many of these have been dealt, [requests]."""
-        number = torch.arange(width, device=table.device)  # of a slice of a head
+    def _tables(self, rows: Tensor, table: Tensor, kept: Tensor, number: Tensor) -> Tensor:
+        """The slices with these numbers of all heads, [requests, layers, kv_heads, numbers]. table: block ids,
+        [requests, blocks]. kept: how many of these have been dealt, [requests]."""
         counts, kept = self.counts[rows][..., None], kept[:, None, None, None]
         own = torch.arange(self.slices, device=table.device).view(1, self.layers, self.kv_heads, 1)
         dealt = number < counts
@@ -146,43 +157,51 @@ class CompressedRows:
         layer = order.gather(1, turn.clamp(max=self.layers - 1).flatten(1)).view_as(turn)
         return rest // self.kv_heads, layer * self.kv_heads + rest % self.kv_heads
 
-    def compress(self, prompt: EndingPrompt) -> None:
-        """Compress a prompt whose last step has been launched."""
-        size, row, kept = self.block_size, prompt.row, prompt.num_kept_blocks
-        full, tail = divmod(prompt.num_tokens, size)
-        self.evict(prompt, full)
+    def compress(self, text: EndingText) -> None:
+        """Compress a text whose last step has been launched."""
+        size, row, kept = self.block_size, text.row, text.num_kept_blocks
+        most, tail = divmod(text.num_tokens, size)
+        full, is_first = len(text.blocks) - (tail > 0), not self.num_kept[row]
+        self.evict(text, full, is_first)
         if tail:  # the last block follows the kept ones
             self.batch.block_tables[0, row, kept] = self.batch.block_tables[0, row, full]
-        self.num_kept[row], self.num_removed[row] = kept, (full - kept) * size
-        self.most_kept[row] = full if self.device.is_async else int(self.counts[row].max())
+        self.num_kept[row] = kept
+        self.num_removed[row] += (full - kept) * size
+        self.most_kept[row] = most if self.device.is_async else int(self.counts[row].max())
+        if self.device.is_async and self.eviction.options.interval:
+            self.reads[row] = self.device.download(self.counts[row].max()[None])
 
-    def evict(self, prompt: EndingPrompt, full: int) -> None:
-        """Choose the tokens that heads keep, and move their keys and values. full: the prompt's full blocks."""
-        size, row, kept = self.block_size, prompt.row, prompt.num_kept_blocks
-        counts, tokens = self.eviction.choose(torch.stack(prompt.scores), prompt.num_tokens, kept)
+    def evict(self, text: EndingText, full: int, is_first: bool) -> None:
+        """Choose the tokens that heads keep, and move their keys and values. full: the request's full blocks."""
+        size, row, kept = self.block_size, text.row, text.num_kept_blocks
+        counts, tokens = self.eviction.choose(torch.stack(text.scores), text.num_tokens, kept)
         order = counts.sum(1).argsort(stable=True)
         dealt = counts[order].flatten()
         firsts = torch.empty_like(counts)
         firsts[order] = (dealt.cumsum(0) - dealt).view_as(counts)
         self.counts[row], self.firsts[row], self.order[row] = counts, firsts, order
-        most = full if self.device.is_async else int(counts.max())
-        self._move(prompt, tokens[..., : most * size], full, torch.full((1, 1), kept, device=counts.device))
-        if prompt.num_tokens % size:
+        if not self.device.is_async:
+            tokens = tokens[..., : int(counts.max()) * size]
+        moves = self._moves(text, tokens, full, torch.full((1, 1), kept, device=counts.device))
+        for keys, values, slots in moves if is_first else list(moves):
+            self.backend.put(keys, values, slots)
+        if text.num_tokens % size:
             self.tables[0, row, kept] = self.tables[0, row, full]
 
-    def _move(self, prompt: EndingPrompt, tokens: Tensor, full: int, kept: Tensor) -> None:
+    def _moves(self, text: EndingText, tokens: Tensor, full: int, kept: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The keys and values that each layer keeps, and their new slots."""
         size, heads, device = self.block_size, torch.arange(self.kv_heads, device=tokens.device), tokens.device
-        blocks, rank = prompt.blocks[:full].long(), torch.arange(tokens.shape[-1], device=device)
+        rank, most = torch.arange(tokens.shape[-1], device=device), text.num_tokens // size
         for turn in range(self.layers):
-            layer = self.order[prompt.row, turn : turn + 1]
-            sources = blocks * self.slices + (layer * self.kv_heads + heads)[:, None]  # [kv_heads, full]
+            layer = self.order[text.row, turn : turn + 1]
+            sources = text.slices[..., :most].index_select(0, layer)[0]  # [kv_heads, most]
             chosen = tokens.index_select(0, layer)[0]  # [kv_heads, tokens]
-            numbers = self.firsts[prompt.row].index_select(0, layer)[0][:, None] + rank // size
-            block, place = self._dealt(self.order[prompt.row][None], numbers[None], kept)
-            targets = blocks[block[0].clamp(max=full - 1)] * self.slices + place[0]
-            slots = torch.where(chosen < full * size, targets * size + rank % size, -1)
-            entries = chosen.clamp(max=full * size - 1) + heads[:, None] * full * size
-            self.backend.move(sources.flatten(), entries.flatten(), slots.flatten())
+            numbers = self.firsts[text.row].index_select(0, layer)[0][:, None] + rank // size
+            block, place = self._dealt(self.order[text.row][None], numbers[None], kept)
+            targets = text.blocks[block[0].clamp(max=full - 1)] * self.slices + place[0]
+            slots = torch.where(chosen < most * size, targets * size + rank % size, -1).flatten()
+            entries = chosen.clamp(max=most * size - 1) + heads[:, None] * most * size
+            yield *self.backend.pick(sources.flatten(), entries.flatten()), slots
 
 
 class CompressingStaging(Staging):
@@ -198,13 +217,16 @@ class CompressingStaging(Staging):
     def stage(
         self, flat: FlatBatch, size: StepSize, step: SchedulerOutput, extra: Mapping[str, Array]
     ) -> tuple[StepInputs, dict[str, Tensor]]:
+        for index, _, again in step.compressions:
+            if again and isinstance(self.state, DeviceState):
+                self.state.num_computed[step.rows[index]] -= again
         inputs, tensors = super().stage(flat, size, step, extra)
         self.rows.prepare(flat, inputs, step)
         return inputs, tensors
 
 
 class CompressingForward(Forward):
-    """Compresses the prompts that end with a step. It is eager, since attention by head is planned anew for each layer
+    """Compresses the texts that end with a step. It is eager, since attention by head is planned anew for each layer
     of each step."""
 
     def __init__(self, model: Model, backends: Sequence[Any], rows: CompressedRows) -> None:
@@ -216,6 +238,6 @@ class CompressingForward(Forward):
         if inputs.by_head is None or not inputs.by_head.endings:
             return super().run(inputs, rows)
         hidden = pick(super().run(inputs), rows)  # the last layer computes all queries, since they score its keys
-        for prompt in inputs.by_head.endings:
-            self.rows.compress(prompt)
+        for text in inputs.by_head.endings:
+            self.rows.compress(text)
         return hidden

@@ -163,6 +163,8 @@ class InputBatch:
         """Concatenate the step's tokens, by whole-array operations, and advance `num_computed` of its rows."""
         rows = np.asarray(step.rows, np.int64)
         counts = np.asarray(step.num_tokens, np.int64)
+        for index, _, again in step.compressions:
+            self.num_computed[step.rows[index]] -= again
         spans = Spans.of(rows, self.num_computed[rows], counts)
         query_start_loc, seq_lens, positions = spans.query_start_loc, spans.seq_lens, spans.positions
         self.num_computed[rows] = seq_lens

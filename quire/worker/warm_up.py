@@ -80,7 +80,7 @@ def _compressed(
     if length > min(max_model_len, most_tokens):
         return
     step = _step([length], [_GREEDY])
-    step.compressions.append((0, 1))
+    step.compressions.append((0, 1, 0))
     yield step
     for requests in _sizes(min(most_requests, most_tokens)):
         yield _step([1] * requests, [_GREEDY])

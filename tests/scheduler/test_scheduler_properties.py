@@ -66,8 +66,14 @@ KV_GROUPS: dict[str, list[str]] = {
     "hybrid": ["full", "state", "6"],
     "heads": ["full", "heads"],
     "compressed": ["full"],
+    "compressed again": ["full"],
+    "compressed again and again": ["full"],
 }
-COMPRESSION = KVCompressionOptions(ratio=2, window=3, sinks=1)
+COMPRESSION = {
+    "compressed": KVCompressionOptions(ratio=2, window=3, sinks=1),
+    "compressed again": KVCompressionOptions(ratio=2, window=3, sinks=1, interval=7),
+    "compressed again and again": KVCompressionOptions(ratio=3, window=2, sinks=1, interval=4),
+}
 HEAD_BUDGETS = (8, 20, 4)
 
 
@@ -234,15 +240,17 @@ class Row:
     computed: int
     num_prompt: int
     drafts: list[int] = field(default_factory=list)
-    dropped: range = range(0)  # blocks of a compressed prompt; those behind them moved up
+    kept: list[int] | None = None  # the blocks that a compressed text keeps, the last of which may be partly filled
 
     def moved(self, places: list[Place]) -> list[Place]:
         """Where these places are in the block table, without those that were dropped."""
-        behind = len(self.dropped)
+        if self.kept is None:
+            return places
+        index_of, behind = {block: index for index, block in enumerate(self.kept)}, len(self.kept) - self.kept[-1] - 1
         return [
-            (index - (behind if index >= self.dropped.stop else 0), offset, position)
+            (index_of.get(index, index + behind), offset, position)
             for index, offset, position in places
-            if index not in self.dropped
+            if index in index_of or index > self.kept[-1]
         ]
 
 
@@ -304,6 +312,8 @@ class WorkerModel:
         for number, position, token in zip(drafts.rows, drafts.positions, drafts.token_ids, strict=True):
             assert position == len(self.rows[number].tokens), f"a draft of {self.rows[number]} is out of place"
             self.append(self.rows[number], token)
+        for place, _, again in step.compressions:
+            self.rows[step.rows[place]].computed -= again
         num_drafts = step.num_draft_tokens or [0] * len(step.rows)
         if not drafts.rows:  # they are on the device already
             for number, count in zip(step.rows, num_drafts, strict=True):
@@ -346,16 +356,20 @@ class WorkerModel:
             for group, position in product(range(len(self.groups)), range(next_drafts)):
                 [(index, _, _)] = row.moved([((row.computed + position) // BLOCK_SIZE, 0, 0)])
                 assert self.tables[group, number, index] > 0, f"{row} has no slots for its drafts"
-        for place, num_kept in step.compressions:
+        for place, num_kept, _ in step.compressions:
             self.compress(step.rows[place], num_kept, accesses[place])
         return sampled, accesses
 
     def compress(self, number: int, num_kept: int, access: Access) -> None:
-        """Drop blocks of a prompt. (A real worker puts the tokens that it keeps into the others.)"""
+        """Drop blocks of a text. (A real worker puts the tokens that it keeps into the others.)"""
         row = self.rows[number]
-        full, tail = divmod(row.num_prompt, BLOCK_SIZE)
-        row.dropped = range(num_kept, full)
-        access.dropped = {self.tables[0, number, index] for index in row.dropped}
+        full, tail = divmod(row.computed, BLOCK_SIZE)
+        before = row.kept or []
+        held = [*before, *range(before[-1] + 1 if before else 0, full + 1)]  # the last one may be of tokens to come
+        full = held.index(full)
+        assert num_kept < full
+        access.dropped = {self.tables[0, number, index] for index in range(num_kept, full)}
+        row.kept = held[:num_kept] + held[full:]
         if tail:
             self.tables[0, number, num_kept] = self.tables[0, number, full]
 
@@ -477,11 +491,12 @@ class House:
     def __init__(self, setting: Setting) -> None:
         groups = [make_group(kind, layer, setting.depth) for layer, kind in enumerate(KV_GROUPS[setting.groups])]
         specs = [spec for spec, _ in groups]
-        if setting.groups == "compressed":  # which excludes drafters on the device
+        self.compression = COMPRESSION.get(setting.groups)
+        if self.compression is not None:  # which excludes drafters on the device
             setting = replace(setting, drafts_stay=False)
         budget, threshold, compression = max(setting.budget, setting.max_num_seqs), setting.threshold, None
-        if setting.groups == "compressed":
-            window, compression = COMPRESSION.window, Compression(COMPRESSION, BLOCK_SIZE)
+        if self.compression is not None:
+            window, compression = self.compression.window, Compression(self.compression, BLOCK_SIZE)
             budget, threshold = max(budget, setting.max_num_seqs - 1 + window), threshold and max(threshold, window)
         limits = SchedulerLimits(
             setting.max_num_seqs, budget, MAX_MODEL_LEN, setting.policy, setting.depth, threshold,
@@ -572,7 +587,8 @@ class House:
         assert gated <= self.doors.closed | loading or self.pause_gate.is_closed
         tables = {id: {b.block_id for t in r.block_tables for b in t} for id, r in scheduler.requests.items()}
         step = scheduler.schedule()
-        compressed = {step.rows[place] for place, _ in step.compressions}
+        compressed = {step.rows[place] for place, _, _ in step.compressions}
+        self.check_compressed(step)
         for request in scheduler.running:  # steps are run in their order, so later ones may write to what is dropped
             for access in (access for other in self.in_flight for access in other.accesses):
                 if request.row in compressed and access.request_id == request.request_id:
@@ -607,8 +623,8 @@ class House:
                 if access.request_id == request.request_id and sampled
             )
             last = len(truth.tokens) + flying >= len(truth.source.prompt_token_ids) + truth.source.max_tokens
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            waits = request.num_kept_blocks and 0 < left <= COMPRESSION.window  # until a step has room for all of these
+            left = request.compress_at - request.num_computed_tokens  # a step must have room for all of these
+            waits = self.compression is not None and 0 < left <= self.compression.window
             if request.request_id not in scheduled and not last and not waits:
                 assert leaving, f"{request} got no token"
                 assert not step.new_requests, f"requests entered while {request} waits for blocks"
@@ -623,6 +639,31 @@ class House:
                 assert not blocks_come_back, "preempted, though blocks were coming back"
                 assert all(key < request.key for key in stayed), "not the last in the order of service was preempted"
         return step
+
+    def check_compressed(self, step: SchedulerOutput) -> None:
+        """Requests are compressed at the right numbers of tokens to the right numbers of blocks, and stay small."""
+        options = self.compression
+        if options is None:
+            assert not step.compressions
+            return
+        interval = -(-options.interval // BLOCK_SIZE) * BLOCK_SIZE
+        compressed = {step.rows[place]: (kept, again) for place, kept, again in step.compressions}
+        for request in self.scheduler.running:
+            end, num_prompt = request.num_computed_tokens, request.num_prompt_tokens
+            table = request.block_tables[0]
+            if request.row in compressed:
+                kept, again = compressed[request.row]
+                assert end == num_prompt or (end - num_prompt) % interval == 0
+                assert kept == options.kept_blocks(end, BLOCK_SIZE)
+                assert len(table) == kept + (end % BLOCK_SIZE > 0)
+                assert again < step.num_tokens[step.rows.index(request.row)]
+                assert again == 0 or end > num_prompt
+            points = [num_prompt, *(range(num_prompt + interval, end + 1, interval) if interval else ())]
+            last = max((p for p in points if p <= end), default=0)
+            most = options.kept_blocks(last, BLOCK_SIZE) if last else None
+            if most is not None and last < num_prompt + self.truths[request.request_id].source.max_tokens:
+                ahead = -(-max(request.capacity, end) // BLOCK_SIZE) - last // BLOCK_SIZE
+                assert len(table) <= most + ahead, f"{request} holds more than it keeps"
 
     def submit(self, step: SchedulerOutput, refused: Sequence[int] = (), out_of_memory: bool = False) -> None:
         """refused: places of the step. The worker skips it if there are any, or if it has skipped one of its epoch."""

@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 
 
 def key_scores(options: KVCompressionOptions, q: Tensor, k: Tensor) -> list[list[float]]:
-    """The score of each key by KV head. q: [heads, tokens, dim], k: [kv_heads, tokens, dim]"""
+    """The score of each key by KV head. q: [heads, queries, dim], k: [kv_heads, tokens, dim]; both end together."""
     tokens, dim = k.shape[1:]
     window, group = options.window, len(q) // len(k)
     if options.method == "streaming_llm":
@@ -30,10 +30,10 @@ def key_scores(options: KVCompressionOptions, q: Tensor, k: Tensor) -> list[list
         for head in range(kv_head * group, (kv_head + 1) * group):
             plain = [0.0] * (tokens - window)
             for position in range(tokens - window, tokens):
-                attention = (keys[: position + 1] @ q[head, position] / math.sqrt(dim)).softmax(0)
+                attention = (keys[: position + 1] @ q[head, position - tokens] / math.sqrt(dim)).softmax(0)
                 power = 2 if options.method == "kv_compress" else 1
-                for t in range(tokens - window):
-                    plain[t] += attention[t].item() ** power / window
+                for t, weight in enumerate(attention.tolist()[: tokens - window]):
+                    plain[t] += weight**power / window
             reach = options.kernel_size // 2
             for t in range(tokens - window):
                 near = plain[max(0, t - reach) : t + reach + 1]
@@ -49,15 +49,18 @@ def kept_tokens(
     options: KVCompressionOptions, scores: Sequence[Sequence[list[float]]], num_blocks: int
 ) -> list[list[list[int]]]:
     """The tokens of full blocks that each KV head of each layer keeps. scores: by layer, KV head and token."""
-    full = len(scores[0][0]) // BLOCK_SIZE
     best = [
-        [sorted(range(full * BLOCK_SIZE), key=lambda t, s=of_head: (-s[t], t)) for of_head in layer] for layer in scores
+        [
+            sorted(range(len(of_head) // BLOCK_SIZE * BLOCK_SIZE), key=lambda t, s=of_head: (-s[t], t))
+            for of_head in layer
+        ]
+        for layer in scores
     ]
     worth = {
         (layer, head, b): sum(scores[layer][head][t] for t in tokens[b * BLOCK_SIZE : (b + 1) * BLOCK_SIZE])
         for layer, heads in enumerate(best)
         for head, tokens in enumerate(heads)
-        for b in range(full)
+        for b in range(len(tokens) // BLOCK_SIZE)
     }
     least = int(options.safeguard * num_blocks)
 
@@ -77,25 +80,29 @@ def kept_tokens(
         counts = share(list(counts))
     if options.method == "pyramidkv":
         fewest = math.ceil((options.sinks + options.window) / BLOCK_SIZE)
-        last = max(min(fewest, num_blocks), num_blocks / options.steepness, 2 * num_blocks - full)
+        held = [len(layer[0]) // BLOCK_SIZE for layer in best]
+        last = max(min(fewest, num_blocks), num_blocks / options.steepness, 2 * num_blocks - max(held))
         step = (2 * num_blocks - 2 * last) / (len(scores) - 1)
         sums = [0]
         for layer in layers:
             sums.append(round(sum(2 * num_blocks - last - step * i for i in range(layer + 1))))
-            counts |= {(layer, head): sums[-1] - sums[-2] for head in heads}
+            counts |= {(layer, head): min(held[layer], sums[-1] - sums[-2]) for head in heads}
+        for layer in layers:  # what some layers do not have is given to the first ones that have more
+            missing = len(scores) * num_blocks - sum(counts[other, 0] for other in layers)
+            counts |= {(layer, head): min(held[layer], counts[layer, 0] + missing) for head in heads}
     return [[sorted(best[layer][head][: counts[layer, head] * BLOCK_SIZE]) for head in heads] for layer in layers]
 
 
 @dataclass
 class MaskedModel:
-    """A model of transformers whose queries behind the prompt see only some keys of it.
+    """A model of transformers whose queries behind some points see only some keys before them.
 
-    kept: by layer and KV head, the tokens of the prompt's full blocks that are seen; empty for all.
+    points: where the text was compressed, and by layer and KV head, the tokens of full blocks before that which are
+    seen behind it.
     """
 
     model: Any
-    num_prompt: int
-    kept: list[list[list[int]]] = field(default_factory=list)
+    points: list[tuple[int, list[list[list[int]]]]] = field(default_factory=list)
     queries: list[Tensor] = field(default_factory=list)  # [heads, tokens, dim] by layer, of the last forward
     keys: list[Tensor] = field(default_factory=list)
 
@@ -105,10 +112,10 @@ class MaskedModel:
         self.keys.append(k)
         tokens, group = q.shape[1], len(q) // len(k)
         seen = torch.ones(len(k), tokens, tokens, dtype=torch.bool).tril()
-        if self.kept:
-            for head, kept in enumerate(self.kept[layer]):
-                removed = sorted(set(range(self.num_prompt // BLOCK_SIZE * BLOCK_SIZE)) - set(kept))
-                seen[head, self.num_prompt :, removed] = False
+        for end, kept in self.points:
+            for head, of_head in enumerate(kept[layer]):
+                removed = sorted(set(range(end // BLOCK_SIZE * BLOCK_SIZE)) - set(of_head))
+                seen[head, end:, removed] = False
         scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * scaling
         scores = scores.masked_fill(~seen.repeat_interleave(group, 0), -math.inf)
         return (scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1)[None], None
@@ -126,10 +133,36 @@ class MaskedModel:
         finally:
             self.model.set_attn_implementation(before)
 
-    def compress(self, options: KVCompressionOptions, prompt: list[int], num_blocks: int) -> None:
-        self.logits(prompt)
-        scores = [key_scores(options, q, k) for q, k in zip(self.queries, self.keys, strict=True)]
-        self.kept = kept_tokens(options, scores, num_blocks)
+    def compress(self, options: KVCompressionOptions, text: list[int], num_blocks: int) -> None:
+        self.logits(text)
+        before, last = self.points[-1] if self.points else (0, None)
+        behind, held, scores = list(range(before // BLOCK_SIZE * BLOCK_SIZE, len(text))), [], []
+        for layer, (q, k) in enumerate(zip(self.queries, self.keys, strict=True)):
+            groups = q.chunk(len(k))
+            held.append([(last[layer][head] if last else []) + behind for head in range(len(k))])
+            heads = zip(groups, k, held[-1], strict=True)
+            scores.append([key_scores(options, queries, keys[None, seen])[0] for queries, keys, seen in heads])
+        chosen = kept_tokens(options, scores, num_blocks)
+        kept = [
+            [[seen[i] for i in of_head] for seen, of_head in zip(*layers, strict=True)]
+            for layers in zip(held, chosen, strict=True)
+        ]
+        self.points.append((len(text), kept))
+
+    def generate(self, options: KVCompressionOptions, prompt: list[int], count: int, ratio: float) -> list[int]:
+        """The likeliest tokens, compressed behind the prompt and after each interval."""
+        self.points, text, held, before = [], list(prompt), 0, 0
+        for _ in range(count):
+            length = len(text)
+            logits = self.logits(text)[-1]
+            if length == len(prompt) or (options.interval and (length - len(prompt)) % options.interval == 0):
+                held += length // BLOCK_SIZE - before // BLOCK_SIZE
+                before, kept = length, options.kept_blocks(length, BLOCK_SIZE, ratio)
+                if kept is not None and kept < held:
+                    self.compress(options, text, kept)
+                    held = kept
+            text.append(int(logits.argmax()))
+        return text[len(prompt) :]
 
 
 @torch.inference_mode()
@@ -147,7 +180,7 @@ def compressed_logits(
         step = SchedulerOutput(index, [new] if index == 0 else [], [row], [size], edits)
         end += size
         if end == num_prompt:
-            step.compressions.append((0, num_blocks))
+            step.compressions.append((0, num_blocks, 0))
         runner.batch.edit_block_tables(step)
         flat = runner.batch.flatten(step)
         found.append(runner.model.logits(runner.forward(runner.staging.stage(flat, flat.size, step, {})[0])))

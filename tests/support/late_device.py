@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.attention.by_head import EndingPrompt
+from quire.attention.by_head import EndingText
 from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
@@ -259,8 +259,8 @@ class LateBackend(_Late):
 
 
 class LateRows(CompressedRows):
-    def evict(self, prompt: EndingPrompt, full: int) -> None:
-        self.device.stream.queue.append(lambda: super(LateRows, self).evict(prompt, full))
+    def evict(self, text: EndingText, full: int, is_first: bool) -> None:
+        self.device.stream.queue.append(lambda: super(LateRows, self).evict(text, full, is_first))
 
 
 class LateKernels(_Late):

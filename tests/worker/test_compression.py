@@ -35,7 +35,7 @@ def test_logits_behind_a_compressed_prompt_are_those_with_a_mask_for_each_head(
     num_blocks = options.kept_blocks(NUM_PROMPT, BLOCK_SIZE)
     assert num_blocks == 4
     text = text_of(333)
-    masked = MaskedModel(references.model(VARIANT), NUM_PROMPT)
+    masked = MaskedModel(references.model(VARIANT))
     plain = masked.logits(text)
     masked.compress(options, text[:NUM_PROMPT], num_blocks)
     expected = masked.logits(text)
@@ -58,7 +58,7 @@ def test_the_kept_tokens_are_those_of_a_choice_in_plain_loops(method: str, pooli
     k = torch.randn(layers, kv_heads, tokens, dim, generator=draw)
     eviction = METHODS[method](options, BLOCK_SIZE)
     scores = [
-        eviction.scores(x[:, -20:].transpose(0, 1), y.transpose(0, 1), dim**-0.5, None)
+        eviction.scores(x[:, -20:].transpose(0, 1), y.transpose(0, 1), torch.zeros(kv_heads), dim**-0.5, None)
         for x, y in zip(q, k, strict=True)
     ]
     counts, kept = eviction.choose(torch.stack(scores), tokens, num_blocks)
