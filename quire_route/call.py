@@ -25,6 +25,7 @@ class Call:
     ) -> None:
         self.method, self.target, self.headers, self.body, self.request_id = method, target, headers, body, request_id
         self.session: bytes | None = None
+        self.tokens: list[int] = []  # of the prompt, if the policy has asked for them
 
     @cached_property
     def fields(self) -> dict[str, msgspec.Raw]:

@@ -8,7 +8,7 @@ from quire.config import ConfigError
 from quire.options.declaration import at_least
 from quire.options.kv_transfer import KVTransferOptions
 
-Policy = Literal["least-loaded", "prefix", "round-robin"]
+Policy = Literal["least-loaded", "prefix", "cached", "round-robin"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,15 @@ class RouteConfig:
 
     backend: the servers' URLs. session_header, session_field: the header and the field of the body that name a
     session. max_connections: to each server. prefill: servers that only compute prompts, as PrefillServer.read takes
-    them. prefill_min_bytes: of the bodies whose prompts they compute. Times are in seconds.
+    them. prefill_min_bytes: of the bodies whose prompts they compute. kv_events: for each backend, the ZeroMQ addresses
+    of its KV events, separated by commas. Times are in seconds.
     """
 
     backend: tuple[str, ...]
     prefill: tuple[str, ...] = ()
     prefill_min_bytes: int = 1024
     policy: Policy = "least-loaded"
+    kv_events: tuple[str, ...] = ()
     session_header: str | None = None
     session_field: str | None = None
     max_retries: int = 1
@@ -64,6 +66,9 @@ class RouteConfig:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
         object.__setattr__(self, "backend", tuple(_base_url("backend", url) for url in self.backend))
         object.__setattr__(self, "prefill", tuple(self.prefill))
+        object.__setattr__(self, "kv_events", tuple(self.kv_events))
+        if (self.policy == "cached") != bool(self.kv_events) or len(self.kv_events) not in (0, len(self.backend)):
+            raise ConfigError("policy=cached needs kv_events, with an address for each backend, in their order")
         if not self.backend:
             raise ConfigError("backend must name at least one server, such as http://127.0.0.1:8001")
         urls = [*self.backend, *(server.url for server in self.prefill_servers)]

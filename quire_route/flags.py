@@ -35,8 +35,14 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
         choice, "policy", str,
         "least-loaded: the server with the fewest requests, where one without an answer so far counts four times; "
         "prefix: the one that got the longest beginning of the text before, unless it is far busier than others; "
+        "cached: the one whose cache has the longest beginning of the prompt, as --kv-events say, likewise; "
         "round-robin: each in turn",
         choices=get_args(Policy),
+    )  # fmt: skip
+    choice.add_argument(
+        "--kv-events", metavar="ENDPOINT", nargs="+", action="extend", default=[],
+        help="for --policy cached: the KV events of each server of --backend, in their order, such as "
+        "tcp://10.0.0.5:5557; those of several replicas are separated by commas",
     )  # fmt: skip
     _add(
         choice, "session_header", str,

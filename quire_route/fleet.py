@@ -4,13 +4,16 @@ import asyncio
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from quire.engine.router import Router
 from quire.metrics.logging import logger
 from quire_route.call import Call, text_pieces
 from quire_route.config import RouteConfig
 from quire_route.metrics import BackendMetrics, RouteMetrics
+
+if TYPE_CHECKING:
+    from quire_route.cached import CachedPrefixes
 
 
 class Backend:
@@ -41,7 +44,7 @@ class Backend:
 
 class Policy(Protocol):
     """Which server gets a request. Servers have numbers. quire.engine.router.Router is one; what it is told about
-    prefixes comes from the texts of requests, and could come from the servers' KV events."""
+    prefixes comes from the texts of requests, or from the servers' KV events."""
 
     def route(self, request: Call, ready: Sequence[int], core: int | None = None) -> int: ...
     def report(self, core: int, waiting: int, running: int, received: int) -> None: ...
@@ -67,21 +70,25 @@ class RoundRobin:
         pass
 
 
-def _policy(config: RouteConfig, count: int) -> Policy:
+def _policy(config: RouteConfig, count: int, cached: "CachedPrefixes | None") -> Policy:
     if config.policy == "round-robin":
         return RoundRobin(count)
-    return Router(count, text_pieces if config.policy == "prefix" else None)
+    if cached is not None:
+        return Router(count, cached.pieces, prefixes=cached)
+    return Router(count, text_pieces if config.policy in ("prefix", "cached") else None)
 
 
 class Fleet:
     """All servers of a kind: those that answer requests ("backend"), or those that only compute prompts."""
 
     def __init__(
-        self, config: RouteConfig, metrics: RouteMetrics, kind: Literal["backend", "prefill"] = "backend"
-    ) -> None:
+        self, config: RouteConfig, metrics: RouteMetrics, kind: Literal["backend", "prefill"] = "backend",
+        cached: "CachedPrefixes | None" = None,
+    ) -> None:  # fmt: skip
+        """cached: what the servers have, if their KV events say so."""
         urls = config.backend if kind == "backend" else tuple(server.url for server in config.prefill_servers)
         self.backends = [Backend(i, url, metrics.of_backend(kind, url)) for i, url in enumerate(urls)]
-        self._policy, self._max_connections = _policy(config, len(urls)), config.max_connections
+        self._policy, self._max_connections = _policy(config, len(urls), cached), config.max_connections
 
     @property
     def healthy(self) -> list[Backend]:

@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -21,6 +21,9 @@ from quire_route.headers import header, request_id_of, to_client, to_server
 from quire_route.metrics import RouteMetrics
 from quire_route.prefill import Prefill, Prefills
 
+if TYPE_CHECKING:
+    from quire_route.cached import Tokens
+
 Send = Callable[[Any], Awaitable[None]]
 
 _SHUTTING_DOWN = RouteError(503, "the proxy is shutting down", "shutting_down")
@@ -29,7 +32,8 @@ _INTERNAL_ERROR = RouteError(500, "internal error; the proxy's log says more", "
 
 class Proxy:
     """config: says what may be retried. keys: the API keys of which a request must carry one, if there are any.
-    prefills: asks other servers to compute prompts, if there are such servers."""
+    prefills: asks other servers to compute prompts, if there are such servers. tokens: finds out the tokens of
+    requests, if the policy needs them."""
 
     def __init__(
         self,
@@ -40,9 +44,10 @@ class Proxy:
         fleet: Fleet,
         metrics: RouteMetrics,
         prefills: Prefills | None = None,
+        tokens: "Tokens | None" = None,
     ) -> None:
         self.config, self.client, self.bodies, self.fleet, self.metrics = config, client, bodies, fleet, metrics
-        self.prefills = prefills
+        self.prefills, self._tokens = prefills, tokens
         self._keys = [key.encode() for key in keys]
         self._session_header = (config.session_header or "").lower().encode()
         self._own = {"/health": self._show_health, "/metrics": self._show_metrics}
@@ -130,6 +135,8 @@ class Proxy:
         """
         avoided: set[Backend] = set()
         losses, may_avoid = 0, True
+        if self._tokens is not None and call.session is None:
+            await self._tokens.find(call)
         prefill = None if self.prefills is None else self.prefills.of(call)
         while True:
             backend = self.fleet.choose(call, avoided)

@@ -29,7 +29,12 @@ def serve(config: RouteConfig, server_config: ServerConfig) -> int:
 
 async def _serve(config: RouteConfig, server_config: ServerConfig, listening: socket.socket) -> None:
     metrics = RouteMetrics()
-    fleet = Fleet(config, metrics)
+    cached = None
+    if config.policy == "cached":
+        from quire_route.cached import CachedPrefixes, Tokens, listen
+
+        cached = CachedPrefixes(len(config.backend))
+    fleet = Fleet(config, metrics, cached=cached)
     prefill_fleet = Fleet(config, metrics, "prefill") if config.prefill else None
     bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes)
     keys = server_config.api_key
@@ -37,11 +42,18 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
         fleets = [fleet] if prefill_fleet is None else [fleet, prefill_fleet]
         checks = [HealthChecks(config, fleet, client, keys[0] if keys else None) for fleet in fleets]
         await asyncio.gather(*(check.start() for check in checks))
+        listeners = []
+        if cached is not None:
+            events = [endpoints.split(",") for endpoints in config.kv_events]
+            listeners = [asyncio.create_task(listen(cached, i, found)) for i, found in enumerate(events)]
         try:
             prefills = None if prefill_fleet is None else Prefills(config, client, prefill_fleet)
-            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills)
+            tokens = None if cached is None else Tokens(client, fleet)
+            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills, tokens)
             await _Server(proxy, server_config).serve(sockets=[listening])
         finally:
+            for listener in listeners:
+                listener.cancel()
             for check in checks:
                 check.stop()
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from quire.messages.engine import EngineCoreRequest
 
@@ -36,16 +36,17 @@ class Router(Generic[Request]):
 
     pieces: returns a hash for each piece of a request's prompt and all that is before it. With it, the cores are
     preferred that got the longest prefix of the prompt before, among those whose loads are not far above the mean.
-    first: the core whose turn is first.
+    first: the core whose turn is first. prefixes: what the cores have; by default, what was sent to them.
     """
 
     def __init__(
-        self, num_cores: int, pieces: Callable[[Request], Sequence[int]] | None = None, first: int = 0
-    ) -> None:
+        self, num_cores: int, pieces: Callable[[Request], Sequence[int]] | None = None, first: int = 0,
+        prefixes: "Prefixes | None" = None,
+    ) -> None:  # fmt: skip
         self._cores = [_Core() for _ in range(num_cores)]
         self._next = first % num_cores
         self._pieces = pieces
-        self._prefixes = _Prefixes() if pieces is not None else None
+        self._prefixes = None if pieces is None else prefixes or SentPrefixes()
 
     def route(self, request: Request, ready: Sequence[int], core: int | None = None) -> int:
         """The core to which the request is sent now. ready: the numbers of the cores to choose from. core: one of them
@@ -77,7 +78,19 @@ class Router(Generic[Request]):
             self._prefixes.forget(core)
 
 
-class _Prefixes:
+class Prefixes(Protocol):
+    """Which cores have which pieces of prompts."""
+
+    def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
+        """Those of the ready cores that have the longest part of a prompt; all of them if none has any."""
+
+    def add(self, pieces: Sequence[int], core: int) -> None:
+        """A prompt is sent to a core."""
+
+    def forget(self, core: int) -> None: ...
+
+
+class SentPrefixes:
     """Which cores got which pieces of prompts. The pieces that were not met for longest are forgotten."""
 
     def __init__(self) -> None:

@@ -1,9 +1,12 @@
 """Events of the prefix cache, as vLLM sends them (vllm/distributed/kv_events.py, the form with arrays).
 
-A hash stands for a block and all tokens before it. Here it is an integer, the last 8 bytes of Quire's hash.
+A hash stands for a block and all tokens before it. Quire sends integers, the last 8 bytes of its hashes; vLLM may send
+bytes.
 """
 
 import msgspec
+
+BlockHash = int | bytes
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -11,8 +14,8 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
     medium: the kind of memory; "GPU" is the engine's own cache, also on CPUs. extra_keys: for each block what its hash
     depends on besides tokens and adapter, such as the cache salt. The last three: see `KVEvents`."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -25,7 +28,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag=True, gc=False):
-    block_hashes: list[int]
+    block_hashes: list[BlockHash]
     medium: str | None
     group_idx: int | None = None
 

@@ -1,0 +1,140 @@
+"""Requests go to the server whose cache has the longest beginning of their prompts, as its KV events say."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.config import ConfigError
+from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from quire_route.cached import CachedPrefixes
+from quire_route.call import Call
+from quire_route.config import RouteConfig
+from support.route import Proxy
+from support.server import request
+from support.server_process import Server
+
+PATH = "/v1/chat/completions"
+SIZE = 4
+TEXT = "Once upon a time there was a fox who lived near a river and told stories to everyone. " * 6
+
+
+def call(tokens: list[int], **fields: Any) -> Call:
+    made = Call("POST", "/v1/completions", [], json.dumps(fields).encode(), "a")
+    made.tokens = tokens
+    return made
+
+
+def stored(names: list[Any], parent: Any, tokens: list[int], salt: str | None = None, lora: str | None = None,
+           group: int | None = None) -> BlockStored:  # fmt: skip
+    return BlockStored(names, parent, tokens, SIZE, None, "GPU", lora, None if salt is None else [(salt,)], group)
+
+
+def best(index: CachedPrefixes, request: Call, servers: int = 3) -> list[int]:
+    return index.longest(index.pieces(request), list(range(servers)))
+
+
+def test_the_longest_prefix_counts_and_salts_and_adapters_are_apart():
+    index = CachedPrefixes(3)
+    text = list(range(20))
+    index.apply(0, KVEventBatch(0.0, [stored([1], None, text[:4])]))
+    index.apply(1, KVEventBatch(0.0, [stored([b"a", b"b"], None, text[:8]), stored([b"c"], b"b", text[8:12])]))
+    index.apply(
+        2, KVEventBatch(0.0, [stored([5], None, text[:4], salt="s"), stored([6], None, text[:4], lora="rhyme")])
+    )
+    assert best(index, call(text)) == [1]
+    assert best(index, call([*text[:4], 99, 99, 99, 99])) == [0, 1]
+    assert best(index, call(text, cache_salt="s")) == [2]
+    assert best(index, call(text, model="rhyme")) == [2]
+    assert best(index, call(text, model="other")) == [1]
+    assert best(index, call([7] * 20)) == [0, 1, 2]
+    assert best(index, call([])) == [0, 1, 2]
+    index.apply(1, KVEventBatch(0.0, [BlockRemoved([b"b"], "GPU"), stored([7], None, text[4:8], group=1)]))
+    assert best(index, call(text)) == [0, 1]
+    index.apply(1, KVEventBatch(0.0, [AllBlocksCleared()]))
+    assert best(index, call(text)) == [0]
+    index.forget(0)
+    assert not [prefix for prefix, bits in index._servers.items() if bits & 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_events_against_sets_of_prefixes(seed):
+    dice, index = random.Random(seed), CachedPrefixes(3)
+    has: list[dict[int, tuple[int, ...]]] = [{} for _ in range(3)]
+    for number in range(400):
+        server = dice.randrange(3)
+        known = has[server]
+        if dice.random() < 0.6:
+            parent = dice.choice([None, *known])
+            before = () if parent is None else known[parent]
+            tokens = [dice.randrange(2) for _ in range(SIZE)]
+            if len(before) < 20 and (*before, *tokens) not in known.values():
+                known[number] = (*before, *tokens)
+                event: Any = stored([number], parent, tokens)
+                index.apply(server, msgspec.convert(KVEventBatch(0.0, [event]), KVEventBatch))
+        elif known:
+            gone = dice.choice(list(known))
+            del known[gone]
+            index.apply(server, KVEventBatch(0.0, [BlockRemoved([gone], "GPU")]))
+        text = [dice.randrange(2) for _ in range(16)]
+        found = [0] * 3
+        for i, texts in enumerate(has):
+            while found[i] < 16 and tuple(text[: found[i] + SIZE]) in texts.values():
+                found[i] += SIZE
+        assert best(index, call(text)) == [i for i in range(3) if found[i] == max(found)]
+
+
+@pytest.mark.parametrize("options", [{"policy": "cached"}, {"kv_events": ("tcp://a:1",)},
+                                     {"policy": "cached", "kv_events": ("tcp://a:1", "tcp://a:2")}])  # fmt: skip
+def test_addresses_and_servers_must_fit(options):
+    with pytest.raises(ConfigError, match="an address for each backend"):
+        RouteConfig(backend=("http://127.0.0.1:8001",), **options)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_real_servers_get_what_they_have_cached():
+    ports = [free_port(), free_port()]
+
+    def server(port: int) -> Server:
+        events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}"}
+        return Server("--max-model-len", "1024", "--num-gpu-blocks-override", "300", "--served-model-name", "small",
+                      "--kv-events-config", json.dumps(events))  # fmt: skip
+
+    with server(ports[0]) as one, server(ports[1]) as two:
+        endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
+        with Proxy(one.url, two.url, options=("--policy", "cached", "--kv-events", *endpoints)) as proxy:
+            proxy.wait_for_backends(2)
+            for own, other in ((one, two), (two, one)):
+                chat = heard_of(proxy, own)
+                before, others = own.metric("prefix_cache_hits_total"), other.metric("prompt_tokens_total")
+                for number in range(6):
+                    turn = [*chat, {"role": "assistant", "content": f"{number}?"}]
+                    assert proxy.post(PATH, {"model": "small", "messages": turn, "max_tokens": 1}).status == 200
+                assert own.metric("prefix_cache_hits_total") > before + 6 * 80
+                assert other.metric("prompt_tokens_total") == others
+
+
+def heard_of(proxy: Proxy, server: Server) -> list[dict[str, str]]:
+    """A chat that was sent to the server itself, and of which its events have told the proxy. Subscriptions may begin
+    late, so several are tried."""
+    for number in range(20):
+        chat = [{"role": "user", "content": f"{server.url} {number}: {TEXT}"}]
+        body = {"model": "small", "messages": chat, "max_tokens": 1}
+        content = json.dumps(body).encode()
+        assert request(server.url, "POST", PATH, content, Content_Type="application/json").status == 200
+        time.sleep(0.2)
+        before = server.metric("prefix_cache_hits_total")
+        assert proxy.post(PATH, body).status == 200
+        if server.metric("prefix_cache_hits_total") > before + 80:
+            return chat
+    raise AssertionError("the events of the server do not come")
