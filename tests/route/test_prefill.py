@@ -465,7 +465,9 @@ def test_the_same_prefix_goes_to_the_same_prefill_server(servers: list[StandIn])
     with Proxy(*(s.url for s in servers[:2]), options=("--policy", "prefix", *prefill)) as proxy:
         for number in range(6):
             proxy.post("/v1/completions", {"prompt": f"{PROMPT} {number}", "temperature": number})
-    assert sorted(len(server.received) for server in servers[2:]) == [0, 6]
+    none, all_of_them = sorted(len(server.received) for server in servers[2:])
+    assert none == 0
+    assert all_of_them >= 6  # a request may be sent again on a busy machine, when a connection that was idle has ended
 
 
 def test_metrics_tell_the_kinds_of_servers_apart(servers: list[StandIn]):
