@@ -205,4 +205,5 @@ def test_ranks_end_when_the_executors_process_is_killed_and_leave_no_files(check
     _, left = psutil.wait_procs(ranks, timeout=30)
     assert not left
     assert not list(folder.iterdir())
-    assert set(os.listdir("/dev/shm")) <= in_shared_memory
+    # Tests that run beside this one make semaphores for multiprocessing, which ranks do not use.
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} <= in_shared_memory
