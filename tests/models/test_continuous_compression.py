@@ -66,10 +66,12 @@ def expected(checkpoints: Checkpoints) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("method", "ratio", "backend"),
     [
-        *product(METHODS, (2, 4), ["cpu"]),
+        ("kv_compress", 4, "cpu"),
+        ("streaming_llm", 2, "cpu"),
         ("pyramidkv", 1.3, "cpu"),  # the first layer wants more blocks than it has
-        ("kv_compress", 1.3, "cpu"),
-        ("kv_compress", 2, "reference"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(METHODS, (2, 4), ["cpu"])),
+        pytest.param("kv_compress", 1.3, "cpu", marks=pytest.mark.slow),
+        pytest.param("kv_compress", 2, "reference", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_a_model_with_masks(
@@ -117,7 +119,7 @@ def test_a_request_that_lost_its_core_goes_on_with_the_same_tokens(checkpoints: 
         assert finish(llm.core)["r"][0] == tokens[count:]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_aborted_requests_leave_nothing_behind(checkpoints: Checkpoints, expected: list[list[int]], depth: int):
     llm = make(checkpoints, max_num_batched_tokens=64)
     if depth > 1:

@@ -102,6 +102,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_real_servers_get_what_they_have_cached():
     ports = [free_port(), free_port()]
 

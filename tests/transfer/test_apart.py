@@ -124,7 +124,7 @@ def test_a_prompt_is_computed_by_one_engine_and_answered_by_another(secret, port
 
 VARIANTS = ["llama", "mistral-window-20", "gemma3", "deepseek_v3"]
 OTHERS: list[Any] = [
-    pytest.param({}, {"tensor_parallel_size": 2}, id="1-2"),
+    pytest.param({}, {"tensor_parallel_size": 2}, id="1-2", marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 2}, {}, id="2-1"),
     pytest.param({"pipeline_parallel_size": 2}, {}, id="2 stages-1", marks=pytest.mark.slow),
     pytest.param({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, id="2-2 stages", marks=pytest.mark.slow),
@@ -148,7 +148,8 @@ async def compare(path: Path, secret: str, port: int, there: dict[str, Any], her
             assert output.num_cached_tokens == (len(row) - 1) // 16 * 16
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param(VARIANTS[0], marks=pytest.mark.slow), *VARIANTS[2:],
+                                     pytest.param(VARIANTS[1], marks=pytest.mark.slow)])  # fmt: skip
 def test_windows_latents_and_several_groups(checkpoints, secret, port, variant):
     run(compare(checkpoints.path(variant), secret, port, {}, {}))
 

@@ -35,7 +35,7 @@ def check_update(source: Path, tmp_path: Path, ranks: int = 1, buckets: int = 1,
     llm.shutdown()
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-gqa2-tied-llama3"])
+@pytest.mark.parametrize("variant", [pytest.param("llama", marks=pytest.mark.slow), "llama-gqa2-tied-llama3"])
 def test_weights_come_from_a_trainer(checkpoints, tmp_path, variant):
     check_update(checkpoints.path(variant), tmp_path, buckets=3)
 
@@ -50,7 +50,9 @@ def test_weights_that_are_quantized_at_load_come_from_a_trainer_too(checkpoints,
     check_update(checkpoints.path("llama"), tmp_path, quantization="int8")
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "axis", ["tensor_parallel_size", pytest.param("pipeline_parallel_size", marks=pytest.mark.slow)]
+)
 def test_all_ranks_take_weights_from_a_trainer(checkpoints, tmp_path, axis):
     check_update(checkpoints.path("llama-gqa2-tied-llama3"), tmp_path, ranks=2, buckets=2, **{axis: 2})
 
@@ -132,6 +134,7 @@ def test_a_trainer_that_dies_leaves_the_old_weights(checkpoints, tmp_path, size)
     llm.shutdown()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_silent_or_away_does_not_hold_the_engine_for_ever(checkpoints):
     source = checkpoints.path("llama")
     llm = make_llm(source)
@@ -152,6 +155,7 @@ def test_a_trainer_that_is_silent_or_away_does_not_hold_the_engine_for_ever(chec
     assert said(llm) == before
 
 
+@pytest.mark.slow
 def test_weights_that_were_dropped_in_sleep_come_from_a_trainer(checkpoints, tmp_path):
     source = checkpoints.path("llama")
     target = edited(source, tmp_path / "new", shuffled)
