@@ -69,7 +69,11 @@ def expected(checkpoints: Checkpoints) -> list[list[int]]:
         ("kv_compress", 4, "cpu"),
         ("streaming_llm", 2, "cpu"),
         ("pyramidkv", 1.3, "cpu"),  # the first layer wants more blocks than it has
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(METHODS, (2, 4), ["cpu"])),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(METHODS, (2, 4), ["cpu"])
+            if case not in (("kv_compress", 4, "cpu"), ("streaming_llm", 2, "cpu"))
+        ),
         pytest.param("kv_compress", 1.3, "cpu", marks=pytest.mark.slow),
         pytest.param("kv_compress", 2, "reference", marks=pytest.mark.slow),
     ],
