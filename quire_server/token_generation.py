@@ -56,7 +56,11 @@ class GenerateRequest(Body):
         fields = {name: getattr(self, name) for name in type(self).model_fields if name in Generation.model_fields}
         detokenize = self.output_mode == "text" or bool(inner.stop)
         extra = {"detokenize": detokenize, "vllm_xargs": inner.extra_args or inner.vllm_xargs}
-        return inner.model_copy(update={**(self.model_extra or {}), **fields, **extra})
+        sampling = inner.model_copy(update={**fields, **extra})
+        if self.model_extra:
+            # Not by model_copy: a sampling field outside sampling_params is unknown, and its value was not validated.
+            sampling.__pydantic_extra__ = {**(sampling.model_extra or {}), **self.model_extra}
+        return sampling
 
 
 # Keys of what Quire lacks, in a whole answer and in its choices.
@@ -71,7 +75,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         default = call.server.llm.processor.generation_config.get("max_new_tokens")
         await call.process([body.token_ids], default, False, "token_ids")
     except ApiError as error:
-        own = {*GenerateRequest.model_fields, *(body.model_extra or ())}
+        own = {*GenerateRequest.model_fields, *((body.model_extra or {}).keys() - TokenSampling.model_fields.keys())}
         if error.param is not None and error.param.partition(".")[0] not in own:
             error.param = f"sampling_params.{error.param}"
         raise

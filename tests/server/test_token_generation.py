@@ -163,6 +163,16 @@ def test_all_default_values_of_vllms_sampling_params_are_accepted(server: Servic
     assert len(generate(server, prompt, sampling=sampling, **fields).json["choices"][0]["token_ids"]) == 4
 
 
+@pytest.mark.parametrize("fields", [{"n": [{}]}, {"temperature": "hot"}, {"stop": {"a": 1}}, {"logprobs": -7}])
+def test_sampling_fields_outside_sampling_params_are_ignored(
+    server: Service, prompt: list[int], fields: dict[str, Any], caplog
+):
+    plain = generate(server, prompt, sampling={"max_tokens": 3, "temperature": 0}).json
+    answer = generate(server, prompt, sampling={"max_tokens": 3, "temperature": 0}, **fields).json
+    assert answer["choices"] == plain["choices"]
+    assert f"Ignored a field that is not known: '{next(iter(fields))}'" in caplog.text
+
+
 def test_a_client_that_leaves_ends_its_request(server: Service, host: Host, prompt: list[int]):
     body = {"token_ids": prompt, "sampling_params": {"ignore_eos": True, "max_tokens": 1500}, "stream": True}
     with server.connection(PATH, body) as connection:
