@@ -17,7 +17,7 @@ from quire.engine.client import scheduler_limits
 from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.layers.attention_spec import AttentionSpec, HeadShare
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -88,7 +88,7 @@ class RankedExecutor(Executor):
     def change(self, change: Change) -> None:
         raise AssertionError("no test changes the memory of these ranks")
 
-    def exchange(self, exchange: Exchange) -> Any:
+    def exchange(self, order: TrainerOrder) -> Any:
         raise AssertionError("no trainer sends these ranks anything")
 
     def drop_adapter(self, key: str) -> None:
