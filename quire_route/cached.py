@@ -1,7 +1,7 @@
 """Which servers have which prefixes in their caches, as their KV events say (docs/kv-events.md, vLLM's format)."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -9,8 +9,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from quire.engine.router import Prefixes
 from quire.messages.errors import error_text
-from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from quire.messages.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEventBatch
 from quire.metrics.logging import logger
 from quire_route.call import Call
 from quire_route.fleet import Backend, Fleet
@@ -23,17 +24,17 @@ _TOKENS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
 
 
-class CachedPrefixes:
-    """For each block of tokens and all that is before it, a bit for each server that has it.
+class CachedPrefixes(Prefixes):
+    """A server has the blocks that its events say. A piece is a block of tokens.
 
     Only the events of KV group 0 count, which keeps the most tokens. What a server has is unknown until it has told.
     """
 
     def __init__(self, count: int) -> None:
+        super().__init__()
         self.block_size = 0  # unknown before the first event
         self._adapters: set[str] = set()
-        self._servers: dict[int, int] = {}  # by the hash of a prefix
-        self._prefixes: list[dict[Hashable, int]] = [{} for _ in range(count)]  # by each server's own hashes
+        self._pieces: list[dict[BlockHash, int]] = [{} for _ in range(count)]  # by each server's own hashes
 
     def apply(self, server: int, batch: KVEventBatch) -> None:
         for event in batch.events:
@@ -41,38 +42,38 @@ class CachedPrefixes:
                 self.forget(server)
             elif event.group_idx not in (None, 0):
                 continue
-            elif isinstance(event, BlockStored):
-                self._store(server, event)
-            else:
+            elif isinstance(event, BlockRemoved):
                 self._remove(server, event)
+            elif event.block_size > 0:
+                self._store(server, event)
 
     def _store(self, server: int, event: BlockStored) -> None:
-        known, size = self._prefixes[server], event.block_size
+        known, size = self._pieces[server], event.block_size
         self.block_size = self.block_size or size
         if event.parent_block_hash is None:
             extra = event.extra_keys[0] if event.extra_keys else None
-            prefix: int | None = _root(extra[0] if extra else None, event.lora_name)
+            piece: int | None = _root(extra[0] if extra else None, event.lora_name)
             self._adapters.update([] if event.lora_name is None else [event.lora_name])
         else:
-            prefix = known.get(event.parent_block_hash)
-        if prefix is None or size != self.block_size:
+            piece = known.get(event.parent_block_hash)
+        if piece is None or size != self.block_size:
             return  # what is before it was stored before the proxy listened, or other servers have other blocks
         for index, name in enumerate(event.block_hashes):
-            prefix = hash((prefix, *event.token_ids[index * size : (index + 1) * size]))
-            known[name] = prefix
-            self._servers[prefix] = self._servers.get(prefix, 0) | 1 << server
+            piece = hash((piece, *event.token_ids[index * size : (index + 1) * size]))
+            known[name] = piece
+            self._cores[piece] = self._cores.get(piece, 0) | 1 << server
 
     def _remove(self, server: int, event: BlockRemoved) -> None:
         for name in event.block_hashes:
-            if (prefix := self._prefixes[server].pop(name, None)) is not None:
-                self._lose(server, prefix)
+            if (piece := self._pieces[server].pop(name, None)) is not None:
+                self._lose(server, piece)
 
-    def _lose(self, server: int, prefix: int) -> None:
-        left = self._servers.get(prefix, 0) & ~(1 << server)
+    def _lose(self, server: int, piece: int) -> None:
+        left = self._cores.get(piece, 0) & ~(1 << server)
         if left:
-            self._servers[prefix] = left
+            self._cores[piece] = left
         else:
-            self._servers.pop(prefix, None)
+            self._cores.pop(piece, None)
 
     # ---- what a Router asks
 
@@ -81,31 +82,21 @@ class CachedPrefixes:
         if not call.tokens or not self.block_size:
             return []
         salt, model = (_text(call, name) for name in ("cache_salt", "model"))
-        prefix, size, found = _root(salt, model if model in self._adapters else None), self.block_size, []
+        piece, size, found = _root(salt, model if model in self._adapters else None), self.block_size, []
         for start in range(0, len(call.tokens) - size + 1, size):
-            prefix = hash((prefix, *call.tokens[start : start + size]))
-            if prefix not in self._servers:
+            piece = hash((piece, *call.tokens[start : start + size]))
+            if piece not in self._cores:
                 break
-            found.append(prefix)
+            found.append(piece)
         return found
-
-    def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
-        """Those of the ready servers that have the longest part of a prompt; all of them if none has any."""
-        found = sum(1 << server for server in ready)
-        for piece in pieces:
-            here = found & self._servers.get(piece, 0)
-            if not here:
-                break
-            found = here
-        return [server for server in ready if found >> server & 1]
 
     def add(self, pieces: Sequence[int], core: int) -> None:
         """Only events say what a server has."""
 
     def forget(self, server: int) -> None:
-        for prefix in self._prefixes[server].values():
-            self._lose(server, prefix)
-        self._prefixes[server] = {}
+        for piece in self._pieces[server].values():
+            self._lose(server, piece)
+        self._pieces[server] = {}
 
 
 def _root(salt: str | None, adapter: str | None) -> int:
@@ -131,11 +122,12 @@ async def listen(prefixes: CachedPrefixes, server: int, endpoints: Sequence[str]
         while True:
             frames: list[bytes] = await socket.recv_multipart()
             try:
-                batch = _BATCHES.decode(frames[-1])
-            except msgspec.DecodeError as error:
+                _, sent, data = frames
+                batch = _BATCHES.decode(data)
+            except ValueError as error:  # msgspec.DecodeError is one, too
                 logger.warning("KV events of server %d cannot be read: %s", server, error_text(error))
                 continue
-            number, replica = int.from_bytes(frames[-2], "big"), batch.data_parallel_rank
+            number, replica = int.from_bytes(sent, "big"), batch.data_parallel_rank
             if number != expected.get(replica, number):
                 prefixes.forget(server)
             expected[replica] = number + 1

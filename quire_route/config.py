@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from quire.config import ConfigError
 from quire.options.declaration import at_least
+from quire.options.kv_events import is_endpoint
 from quire.options.kv_transfer import KVTransferOptions
 
 Policy = Literal["least-loaded", "prefix", "cached", "round-robin"]
@@ -69,6 +70,9 @@ class RouteConfig:
         object.__setattr__(self, "kv_events", tuple(self.kv_events))
         if (self.policy == "cached") != bool(self.kv_events) or len(self.kv_events) not in (0, len(self.backend)):
             raise ConfigError("policy=cached needs kv_events, with an address for each backend, in their order")
+        for endpoint in ",".join(self.kv_events).split(",") if self.kv_events else ():
+            if not is_endpoint(endpoint):
+                raise ConfigError(f"kv_events must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
         if not self.backend:
             raise ConfigError("backend must name at least one server, such as http://127.0.0.1:8001")
         urls = [*self.backend, *(server.url for server in self.prefill_servers)]

@@ -1,7 +1,11 @@
 """What a consumer's core and a producer's core say to each other, in msgpack."""
 
+from array import array
+from hashlib import sha256
+
 import msgspec
 
+from quire.messages.engine import EngineCoreRequest
 from quire.messages.transfers import Peer
 
 PROTOCOL = 1  # raise it when a message changes its meaning
@@ -68,3 +72,10 @@ class BeatBack(msgspec.Struct, array_like=True, tag=True):
 
 
 ToConsumer = Offer | Gone | BeatBack
+
+
+def digest(request: EngineCoreRequest) -> bytes:
+    """Of everything in a request that the blocks of its prompt depend on."""
+    adapter = None if request.adapter is None else request.adapter.name
+    other = msgspec.msgpack.encode((request.cache_salt, adapter))
+    return sha256(array("i", request.prompt_token_ids).tobytes() + other).digest()

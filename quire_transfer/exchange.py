@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.cluster.secret import ClusterSecret
-from quire.config import ConfigError, EngineConfig
+from quire.config import EngineConfig
 from quire.executor.agreement import weights_digest
 from quire.kvcache.manager import Holder, KVCacheManager
 from quire.kvcache.specs import KVCacheSize
@@ -124,15 +124,14 @@ def make_connector(
     options, name = config.cache.transfer, config.cluster.cluster_secret_file
     assert options is not None
     assert name is not None
-    host = options.kv_ip
-    if host in ("0.0.0.0", "::") and options.produces:
-        raise ConfigError(f"kv_transfer_config: kv_ip is where consumers find this engine, so it cannot be {host!r}")
-    ports = tuple(options.kv_port + 1 + rank for rank in range(config.parallel.ranks))
-    secret = ClusterSecret.read(name)
-    link = Link(secret, (host, options.kv_port) if options.produces else None)
+    secret, host, first = ClusterSecret.read(name), options.kv_ip, options.kv_port + 1
+    ports = tuple(range(first, first + config.parallel.ranks))
     if options.produces:
+        peer = Peer(ask(host, first, secret.secret).name, host, ports)  # its ranks listen already
+        link = Link(secret, (host, options.kv_port))
         logger.info("KV blocks of prompts can be read at %s:%d", host, options.kv_port)
-    peer = Peer(ask(host, ports[0], secret.secret).name if options.produces else "", host, ports)
+    else:
+        peer, link = Peer("", host, ()), Link(secret, None)
     return Exchange(kv, mover, tier, link, facts(config, directory, size), peer)
 
 

@@ -14,13 +14,12 @@ from quire.kvcache.transfers import Mover
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.transfers import Peer, Transfer
 from quire.metrics.logging import logger
-from quire_transfer.core_messages import Fetch, Gone, Offer
-from quire_transfer.imports import digest
+from quire_transfer.core_messages import Fetch, Gone, Offer, digest
 from quire_transfer.link import Asked, AskerLost, Link
 
 UNKNOWN_SECONDS = 10.0  # how long a fetch waits for the request of its prompt
 UNWANTED_SECONDS = 60.0  # how long the blocks of a computed prompt wait for a fetch
-_MOST_PAST = 1000
+_MOST_PAST = 1000  # transfer ids to remember of prompts that are no longer offered
 _MOST_HELD = 1 / 2  # the share of the pool that may be held for consumers
 
 _Place = tuple[int, int]  # KV group and index of a block in a prompt

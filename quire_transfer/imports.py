@@ -5,9 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import chain, count
-from typing import Any
 
 from quire.cluster.secret import tcp_address
 from quire.kvcache.block_pool import Block
@@ -18,19 +16,12 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import logger
-from quire_transfer.core_messages import Drop, Fetch, Gone, Offer
+from quire_transfer.core_messages import Drop, Fetch, Gone, Offer, digest
 from quire_transfer.link import Confirmed, FetchLost, Link, ProducerLost, Told
 
 WAIT_SECONDS = 10.0  # for room in the pool; and after the blocks have come, for a row
 _MOST_HELD = 1 / 2  # the share of the pool that may be held for requests without a row
 _LOG_SECONDS = 60.0  # between two log lines about engines that do not fit together
-
-
-def digest(source: EngineCoreRequest) -> bytes:
-    """Of everything in a request that the blocks of its prompt depend on."""
-    adapter = "" if source.adapter is None else source.adapter.name
-    text = repr((source.prompt_token_ids, source.cache_salt, adapter))
-    return sha256(text.encode()).digest()
 
 
 class _Prompt:
@@ -142,8 +133,10 @@ class Imports:
     def _begin(self, load: _Load) -> bool:
         """Returns False if it has to wait for room."""
         size, prompt = self._kv.block_size, load.prompt
-        holder: Any = prompt
-        num_cached, tables = self._kv.find(holder, self._pool.lookup_all)
+        if self._link.has_failed:
+            self._lose(load)
+            return True
+        num_cached, tables = self._kv.find(prompt, self._pool.lookup_all)
         length = (len(prompt.token_ids) - 1) // size
         firsts = [spec.first_needed_token(length * size) // size for spec in self._kv.specs]
         starts = [max(first, num_cached) if spec.first_needed_token(1 << 30) == 0 else first
@@ -154,7 +147,7 @@ class Imports:
         prefix = [block for block in chain(*tables) if block is not self._pool.null_block]
         wanted = [(group, index) for group, start in enumerate(starts) for index in range(start, length)]
         others = sum(other.held for other in self._open.values())
-        if (others and others + len(prefix) + len(wanted) > self._most_held) or not self._kv.has_room(holder, prefix):
+        if (others and others + len(prefix) + len(wanted) > self._most_held) or not self._kv.has_room(prompt, prefix):
             return False
         for block in prefix:
             self._pool.share(block)

@@ -96,12 +96,13 @@ class _Line:
 
 class Link:
     """events: what has happened, the oldest first; the reader takes them. wake: called from the link's thread when
-    there is something new."""
+    there is something new. has_failed: nothing will happen any more."""
 
     def __init__(self, secret: ClusterSecret, listen: tuple[str, int] | None) -> None:
         """listen: the address of a producer. Raises ConfigError if it cannot be used."""
         self.events: deque[Event] = deque()
         self.wake: Callable[[], None] = lambda: None
+        self.has_failed = False
         self._secret, self._context = secret, zmq.Context()
         self._outbox = Outbox(self._context)
         self._server: zmq.Socket[bytes] | None = None
@@ -148,8 +149,11 @@ class Link:
                 pass
         except Exception:
             logger.exception("The connections to other engines have failed; prompts are computed here from now on")
-            for address in list(self._lines):
-                self._lose(address)
+            self.has_failed = True
+            for address in self._lines:
+                self._tell_core(ProducerLost(address))
+            for asker in self._askers:
+                self._tell_core(AskerLost(asker))
         finally:
             self._free()
 
@@ -191,10 +195,13 @@ class Link:
         if line is None:
             if isinstance(message, Drop):
                 return  # the connection was lost meanwhile
-            socket = self._context.socket(zmq.DEALER)
-            line = self._lines[address] = _Line(socket, now)
-            socket.setsockopt(zmq.IDENTITY, uuid4().bytes)  # it stays the same if ZeroMQ connects again
-            self._secret.connect(socket, address)
+            try:
+                line = self._lines[address] = self._line(address, now)
+            except zmq.ZMQError as error:  # such as too many open files
+                logger.warning("There is no connection to %s; its prompts are computed here: %s", address,
+                               error_text(error))  # fmt: skip
+                self._tell_core(ProducerLost(address))
+                return
         if isinstance(message, Fetch):
             if not line.open:
                 line.alive_at = line.beat_due = now
@@ -203,6 +210,17 @@ class Link:
             line.open.pop(message.number, None)
             line.unused_since = now
         line.socket.send(body)
+
+    def _line(self, address: str, now: float) -> _Line:
+        """A new connection. Raises ZMQError."""
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.IDENTITY, uuid4().bytes)  # it stays the same if ZeroMQ connects again
+            self._secret.connect(socket, address)
+            return _Line(socket, now)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
 
     def _answer(self, server: "zmq.Socket[bytes]", asker: bytes, body: bytes) -> None:
         counts, number = self._num_sent.get(asker, {}), _from_producer.decode(body).number

@@ -19,8 +19,6 @@ from quire_transfer.nixl_reads import NixlMemory
 from quire_transfer.server import BlockServer
 from quire_transfer.store import TRANSPORTS, PeerStore
 
-_MOST_STREAMS = 16
-
 
 def rank_store(
     config: EngineConfig, directory: Path, memory: KVMemory, size: KVCacheSize, backends: Sequence[AttentionBackend],
@@ -31,11 +29,7 @@ def rank_store(
     options, path, rank = config.cache.transfer, config.cluster.cluster_secret_file, mesh.replica.rank
     assert options is not None
     assert path is not None
-    secret, streams = ClusterSecret.read(path).secret, options.kv_connector_extra_config.get("streams", 2)
-    if not isinstance(streams, int) or not 1 <= streams <= _MOST_STREAMS:
-        raise ConfigError("kv_transfer_config: kv_connector_extra_config: streams must be a number from 1 to "
-                          f"{_MOST_STREAMS}, got {streams!r}")  # fmt: skip
-    transports = CONNECTORS[options.kv_connector] or TRANSPORTS
+    secret, transports = ClusterSecret.read(path).secret, CONNECTORS[options.kv_connector] or TRANSPORTS
     nixl = NixlMemory.make(memory.blocks) if "nixl" in transports else None
     if transports == ("nixl",) and nixl is None:
         raise ConfigError(f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "
@@ -54,4 +48,4 @@ def rank_store(
         except (OSError, OverflowError) as error:
             raise ConfigError(f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "
                               f"(kv_port + 1 + {rank}): {error_text(error)}") from error  # fmt: skip
-    return PeerStore(layout, rank, secret, transports=transports, streams=streams, nixl=nixl, server=server)
+    return PeerStore(layout, rank, secret, transports=transports, streams=options.streams, nixl=nixl, server=server)

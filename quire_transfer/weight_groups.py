@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 from quire.cluster.addresses import own_address
 from quire.layers.build import WeightSlot
 from quire.loading.weights import Checkpoint, Parts, check_shape, open_checkpoint
-from quire.messages.changes import Exchange, JoinGroup, ReceiveWeights
+from quire.messages.changes import JoinGroup, ReceiveWeights, TrainerOrder
 from quire.messages.errors import error_text
 
 _TYPES = ("float32", "float16", "bfloat16", "float64")
@@ -51,14 +51,14 @@ class WeightGroups:
         self._groups: dict[str, tuple[Any, torch.device]] = {}  # with the device on which tensors come
         self.received = ReceivedCheckpoint(parts)
 
-    def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, order: TrainerOrder) -> None:
         """Raises ValueError if it cannot be."""
-        if isinstance(exchange, JoinGroup):
-            self.join(exchange)
-        elif isinstance(exchange, ReceiveWeights):
-            self.receive(exchange)
+        if isinstance(order, JoinGroup):
+            self.join(order)
+        elif isinstance(order, ReceiveWeights):
+            self.receive(order)
         else:
-            self.leave(exchange.group_name)
+            self.leave(order.group_name)
 
     def join(self, order: JoinGroup) -> None:
         """Join a group, instead of the one that had its name before. Raises ValueError if not all meet in time."""

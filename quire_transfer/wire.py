@@ -9,6 +9,9 @@ connection and direction, and the body. So nobody without the secret can ask for
 asked and answered. The bytes of blocks follow a frame as they are: they are neither encrypted nor authenticated, since
 that would cost more than sending them. Whoever can change packets on the way can change what the model has read, so the
 network between engines must be trusted that far. A bulk transfer ends when nothing has moved for `timeout` seconds.
+
+An executor and its ranks use `quire.executor.link` instead: once both have proved that they know the engine's key,
+they believe what arrives, without a proof of each frame.
 """
 
 import contextlib

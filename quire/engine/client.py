@@ -145,12 +145,12 @@ def make_core(
             vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
             tiers=tiers, mover=executor, compression=compression,
         )  # fmt: skip
+        kv_events = _kv_events(config, kv, rank)
         if config.cache.transfer is not None and kv.specs:
             plugin = import_module(f"{config.cache.transfer.kv_connector_module_path}.exchange")
             exchange: Connector = plugin.make_connector(config, directory, kv, scheduler.kv, executor, len(tiers))
             scheduler.connectors.append(exchange)
             scheduler.gates.append(exchange)
-        kv_events = _kv_events(config, kv, rank)
     except ValueError:
         executor.shutdown()
         raise

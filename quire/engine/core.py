@@ -12,7 +12,17 @@ from quire.engine.pause import PauseGate
 from quire.engine.wake_up import WakeUp as WakeUpFlag
 from quire.executor.base import Executor
 from quire.kvcache.hashing import hash_root
-from quire.messages.changes import Command, Exchange, Pause, PinPrefix, Resume, Sleep, TakeWeights, UnpinPrefix, WakeUp
+from quire.messages.changes import (
+    Command,
+    Pause,
+    PinPrefix,
+    Resume,
+    Sleep,
+    TakeWeights,
+    TrainerOrder,
+    UnpinPrefix,
+    WakeUp,
+)
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.errors import error_text
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
@@ -278,9 +288,9 @@ class EngineCore:
             self._new_weights = Path(command.directory)
         return []
 
-    def exchange(self, exchange: Exchange) -> Future[None]:
+    def exchange(self, order: TrainerOrder) -> Future[None]:
         """Have all ranks exchange something with a trainer, while steps run."""
-        done = self.executor.exchange(exchange)
+        done = self.executor.exchange(order)
         done.add_done_callback(lambda _: self.wake_up.set())
         return done
 

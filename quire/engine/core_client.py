@@ -21,7 +21,7 @@ from quire.engine.core import EngineDeadError
 from quire.engine.cores import Cores
 from quire.engine.router import Router, token_pieces
 from quire.messages import engine as messages
-from quire.messages.changes import Command, Exchange
+from quire.messages.changes import Command, TrainerOrder
 from quire.messages.engine import (
     CoreDied,
     CoreEvent,
@@ -173,19 +173,19 @@ class CoreClient:
         for core in self.ready:  # a new core's cache is empty
             self._order(core, messages.ResetPrefixCache(external))
 
-    async def carry_out(self, *commands: Command | Exchange) -> None:
+    async def carry_out(self, *commands: Command | TrainerOrder) -> None:
         """Have all cores that are ready carry out commands. Raises ValueError if one cannot."""
         self.check()
         problems = await asyncio.gather(*(self._ask(core, command) for command in commands for core in self.ready))
         if found := next(filter(None, problems), None):
             raise ValueError(found)
 
-    async def carry_out_at(self, core: int, command: Command | Exchange) -> None:
+    async def carry_out_at(self, core: int, command: Command | TrainerOrder) -> None:
         """Have one core carry out a command. Raises ValueError if it cannot."""
         if problem := await self._ask(core, command):
             raise ValueError(problem)
 
-    def _ask(self, core: int, command: Command | Exchange) -> asyncio.Future[str | None]:
+    def _ask(self, core: int, command: Command | TrainerOrder) -> asyncio.Future[str | None]:
         """Send a command. The result says what is wrong with it, if something is."""
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         number = self._num_asked = self._num_asked + 1

@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
-from quire.messages.changes import Exchange, Pause
+from quire.messages.changes import Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
@@ -214,7 +214,7 @@ class _Clients:
 
     def _carry_out(self, client: bytes, order: messages.CarryOut) -> None:
         done = messages.CarriedOut(order.number)
-        if isinstance(order.command, Exchange):
+        if isinstance(order.command, TrainerOrder):
             self._exchanging.append((self._core.exchange(order.command), client, done))
             return
         try:

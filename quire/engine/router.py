@@ -1,9 +1,10 @@
 """Decides which of several cores, or of several servers (quire_route), gets a request."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from quire.messages.engine import EngineCoreRequest
 
@@ -78,33 +79,33 @@ class Router(Generic[Request]):
             self._prefixes.forget(core)
 
 
-class Prefixes(Protocol):
+class Prefixes(ABC):
     """Which cores have which pieces of prompts."""
-
-    def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
-        """Those of the ready cores that have the longest part of a prompt; all of them if none has any."""
-
-    def add(self, pieces: Sequence[int], core: int) -> None:
-        """A prompt is sent to a core."""
-
-    def forget(self, core: int) -> None: ...
-
-
-class SentPrefixes:
-    """Which cores got which pieces of prompts. The pieces that were not met for longest are forgotten."""
 
     def __init__(self) -> None:
         self._cores: OrderedDict[int, int] = OrderedDict()  # a piece's hash -> a bit for each core
 
     def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
-        """Those of the ready cores that got the longest part of a prompt; all of them if none got any."""
-        found = sum(1 << rank for rank in ready)
+        """Those of the ready cores that have the longest part of a prompt; all of them if none has any."""
+        found = sum(1 << core for core in ready)
         for piece in pieces:
             here = found & self._cores.get(piece, 0)
             if not here:
                 break
             found = here
-        return [rank for rank in ready if found >> rank & 1]
+        return [core for core in ready if found >> core & 1]
+
+    @abstractmethod
+    def add(self, pieces: Sequence[int], core: int) -> None:
+        """A prompt is sent to a core."""
+
+    @abstractmethod
+    def forget(self, core: int) -> None:
+        """A core has nothing any more."""
+
+
+class SentPrefixes(Prefixes):
+    """A core has what was sent to it. The pieces that were not met for longest are forgotten."""
 
     def add(self, pieces: Sequence[int], core: int) -> None:
         for piece in reversed(pieces):  # the first ones are kept longest, since the others are of no use without them

@@ -9,7 +9,7 @@ from quire.messages.errors import error_text
 from quire.messages.transfers import TransferParams
 from quire.options.kv_transfer import KVTransferOptions
 
-_NAME = "kv_transfer_params"
+_NAME, _LONGEST_ID = "kv_transfer_params", 256
 
 
 def read_transfer(
@@ -20,9 +20,11 @@ def read_transfer(
     given = (extra_args or {}).get(_NAME)
     if not given:
         return None
+    if not isinstance(given, dict):
+        raise ValueError(f"{_NAME} must be a dict, got {type(given).__name__}")
     try:
         params = msgspec.convert({k: v for k, v in given.items() if v is not None}, TransferParams)
-    except (msgspec.ValidationError, AttributeError) as error:
+    except msgspec.ValidationError as error:
         raise ValueError(f"{_NAME}: {error_text(error)}") from error
     for name, allowed in (
         ("do_remote_decode", options is not None and options.produces),
@@ -31,11 +33,11 @@ def read_transfer(
         if getattr(params, name) and not allowed:
             raise ValueError(f"{_NAME}: {name} needs an engine whose kv_transfer_config allows it "
                              "(docs/disaggregation.md)")  # fmt: skip
+    if len(params.transfer_id) > _LONGEST_ID:
+        raise ValueError(f"{_NAME}: transfer_id may have at most {_LONGEST_ID} characters")
     if params.do_remote_prefill:
-        if not params.transfer_id or len(params.transfer_id) > 256:
-            raise ValueError(
-                f"{_NAME}: transfer_id must name the prompt at the other engine, in at most 256 characters"
-            )
+        if not params.transfer_id:
+            raise ValueError(f"{_NAME}: do_remote_prefill needs the transfer_id of the prompt at the other engine")
         try:
             address = ipaddress.ip_address(params.remote_host)
         except ValueError:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 
@@ -47,7 +47,7 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def exchange(self, exchange: Exchange) -> Future[None]:
+    def exchange(self, order: TrainerOrder) -> Future[None]:
         """Have all ranks join a trainer's process group, or receive weights in it, while steps run. The result raises
         ValueError if a rank cannot, or if the trainer does not answer in time."""
 

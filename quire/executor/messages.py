@@ -6,7 +6,7 @@ import msgspec
 
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.parallel.sizes import MeshSizes
@@ -68,7 +68,7 @@ class DropAdapter(msgspec.Struct, array_like=True, tag=True):
     key: str
 
 
-Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Change | Exchange | Transfer | Heartbeat
+Order = Start | Submit | Sample | Take | LoadAdapter | DropAdapter | Change | TrainerOrder | Transfer | Heartbeat
 
 
 # ---- from a rank to the executor

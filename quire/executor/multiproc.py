@@ -17,7 +17,7 @@ from quire.executor import messages
 from quire.executor.base import Executor
 from quire.executor.local_ranks import END_SECONDS, HOST, LocalRanks
 from quire.executor.ranks import Ranks
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -85,8 +85,8 @@ class MultiprocExecutor(Executor):
     def change(self, change: Change) -> None:
         self._ranks.change(change).result()
 
-    def exchange(self, exchange: Exchange) -> Future[None]:
-        return self._ranks.load(exchange)
+    def exchange(self, order: TrainerOrder) -> Future[None]:
+        return self._ranks.load(order)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         return self._ranks.transfer(order)
@@ -135,7 +135,7 @@ class _Ranks:
                 result.set_exception(self._problem)
         return result
 
-    def load(self, order: messages.LoadAdapter | Exchange) -> Future[None]:
+    def load(self, order: messages.LoadAdapter | TrainerOrder) -> Future[None]:
         loaded: Future[None] = Future()
         with self._lock:
             if self._problem is not None:

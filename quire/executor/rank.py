@@ -22,7 +22,7 @@ import msgspec
 
 from quire.executor import messages
 from quire.executor.link import Link
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
@@ -107,7 +107,7 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
         elif isinstance(order, messages.LoadAdapter):
             assert worker.runner.adapters is not None
             _begin(link, order.key, partial(worker.runner.adapters.load, order.key, order.path))
-        elif isinstance(order, Exchange):
+        elif isinstance(order, TrainerOrder):
             _begin(link, order.key, partial(worker.residence.exchange, order))
         elif isinstance(order, Transfer):
             assert worker.transfers is not None

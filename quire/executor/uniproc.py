@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -64,8 +64,8 @@ class UniprocExecutor(Executor):
     def change(self, change: Change) -> None:
         self._residence.change(change)
 
-    def exchange(self, exchange: Exchange) -> Future[None]:
-        return self._loader.submit(self._residence.exchange, exchange)
+    def exchange(self, order: TrainerOrder) -> Future[None]:
+        return self._loader.submit(self._residence.exchange, order)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         assert self._transfers is not None

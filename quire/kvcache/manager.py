@@ -13,7 +13,13 @@ from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import BlockTableEdits
 
 
-class Holder(HashedTokens, Protocol):
+class KnownTokens(HashedTokens, Protocol):
+    """Tokens for which the manager looks for cached blocks."""
+
+    extra_keys: dict[int, bytes]
+
+
+class Holder(KnownTokens, Protocol):
     """The attributes of a request that the manager reads and writes (see scheduler/request.py)."""
 
     request_id: str
@@ -24,7 +30,6 @@ class Holder(HashedTokens, Protocol):
     num_tokens_at_last_free: int
     num_kept_blocks: int
     num_removed_tokens: int
-    extra_keys: dict[int, bytes]
     block_tables: list[list[Block]]
     capacity: int
     num_hashed_blocks: int
@@ -99,12 +104,14 @@ class KVCacheManager:
         request.next_hash_at = sys.maxsize if request.num_kept_blocks else (num_blocks + 1) * self.block_size
         return request.capacity
 
-    def has_room(self, request: Holder, found: Iterable[Block]) -> bool:
+    def has_room(self, request: KnownTokens, found: Iterable[Block]) -> bool:
         """Whether there are free blocks for all known tokens of the request. found: cached blocks of its prefix."""
         in_use = sum(block.ref_cnt > 0 for block in found)  # to share these takes no free block
         return self.max_blocks(len(request.token_ids)) - in_use <= self.pool.num_free
 
-    def find(self, request: Holder, lookup_all: Callable[[int, Iterable[bytes]], list[Any]]) -> tuple[int, list[Any]]:
+    def find(
+        self, request: KnownTokens, lookup_all: Callable[[int, Iterable[bytes]], list[Any]]
+    ) -> tuple[int, list[Any]]:
         """The longest cached prefix, in blocks, and its block table for each group. Every group still has the blocks
         that the query after the prefix reads.
 

@@ -107,7 +107,7 @@ class LeaveGroup(msgspec.Struct, array_like=True, tag=True):
     key: str = msgspec.field(default_factory=lambda: token_hex(8))
 
 
-Exchange = JoinGroup | ReceiveWeights | LeaveGroup  # with a trainer, while steps run
+TrainerOrder = JoinGroup | ReceiveWeights | LeaveGroup  # with a trainer, while steps run
 Change = Sleep | WakeUp | ReadWeights | TakeWeights  # of a rank's memory, while no step is in flight
 Command = Pause | Resume | PinPrefix | UnpinPrefix | Change
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from quire.messages.changes import Command, Exchange
+from quire.messages.changes import Command, TrainerOrder
 from quire.messages.lora import Adapter
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ class CarryOut(msgspec.Struct, array_like=True, tag=True):
     """Carry out a command. number: of the client's own choice, for the answer."""
 
     number: int
-    command: Command | Exchange
+    command: Command | TrainerOrder
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=True):

@@ -43,7 +43,7 @@ class KVEventOptions:
                 raise ConfigError(f"kv_events_config: {name} must be at least 1, got {getattr(options, name)}")
         for name in ("endpoint", "replay_endpoint"):
             address = getattr(options, name)
-            if address is not None and not address.startswith("ipc://") and not _is_tcp(address):
+            if address is not None and not is_endpoint(address):
                 raise ConfigError(f"kv_events_config: {name} must be tcp://HOST:PORT or ipc://PATH, got {address!r}")
         return options if options.enable_kv_cache_events and options.publisher != "null" else None
 
@@ -56,9 +56,11 @@ class KVEventOptions:
         return self.endpoint.startswith("ipc://") or "*" in host or "::" in host or host in LOOPBACK
 
 
-def _is_tcp(address: str) -> bool:
+def is_endpoint(address: str) -> bool:
+    """Whether it is a ZeroMQ address, tcp://HOST:PORT or ipc://PATH."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return address.startswith("tcp://") and bool(host) and port.isascii() and port.isdigit()
+    is_tcp = address.startswith("tcp://") and bool(host) and port.isascii() and port.isdigit()
+    return is_tcp or address.startswith("ipc://")
 
 
 def of_rank(address: str, rank: int) -> str:

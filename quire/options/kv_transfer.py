@@ -12,6 +12,7 @@ CONNECTORS = {
     "QuireConnector": (), "NixlConnector": ("nixl",), "P2pNcclConnector": (),
     "SharedMemoryConnector": ("shared_memory",), "TcpConnector": ("tcp",),
 }  # fmt: skip
+_STREAMS, _MOST_STREAMS = 2, 16
 _NO_EFFECT = "kv_buffer_device", "kv_buffer_size", "kv_parallel_size", "kv_rank"  # vLLM's; there is nothing to choose
 
 
@@ -20,8 +21,8 @@ class KVTransferOptions:
     """How an engine gives computed prompts to other engines (kv_producer), takes them (kv_consumer), or both.
 
     kv_ip, kv_port: of a producer: the address at which consumers find it. The engine listens at kv_port, and its rank r
-    at kv_port + 1 + r. engine_id: its name in answers; a random one by default. kv_load_failure_policy: what happens if
-    blocks do not arrive: only "recompute". kv_connector_extra_config: see docs/disaggregation.md.
+    at kv_port + 1 + r. engine_id: what answers call it. kv_load_failure_policy: what happens if blocks do not arrive:
+    only "recompute". kv_connector_extra_config: the fields streams and producers, see the properties.
     """
 
     kv_connector: str = "QuireConnector"
@@ -47,12 +48,18 @@ class KVTransferOptions:
             raise ConfigError(f"kv_transfer_config: kv_connector must be one of {', '.join(CONNECTORS)}, got "
                               f"{options.kv_connector!r}")  # fmt: skip
         try:
-            ipaddress.ip_address(options.kv_ip)
+            is_place = not ipaddress.ip_address(options.kv_ip).is_unspecified
         except ValueError:
-            raise ConfigError(f"kv_transfer_config: kv_ip must be an IP address, got {options.kv_ip!r}") from None
+            is_place = False
+        if not is_place:
+            raise ConfigError("kv_transfer_config: kv_ip must be the IP address at which consumers find the engine, "
+                              f"got {options.kv_ip!r}")  # fmt: skip
         if not 1 <= options.kv_port <= 65535:
             raise ConfigError(f"kv_transfer_config: kv_port must be from 1 to 65535, got {options.kv_port}")
-        _ = options.producers  # raises ConfigError
+        if unknown := options.kv_connector_extra_config.keys() - {"producers", "streams"}:
+            raise ConfigError(f"kv_transfer_config: kv_connector_extra_config has no field {sorted(unknown)[0]!r}: "
+                              "producers, streams")  # fmt: skip
+        _ = options.producers, options.streams  # raise ConfigError
         if options.kv_load_failure_policy != "recompute":
             raise ConfigError("kv_transfer_config: kv_load_failure_policy must be 'recompute'")
         return options
@@ -66,6 +73,15 @@ class KVTransferOptions:
         except (TypeError, ValueError) as error:
             raise ConfigError("kv_transfer_config: kv_connector_extra_config: producers must be a list of networks "
                               f'such as ["10.0.0.0/24"], got {given!r}') from error  # fmt: skip
+
+    @property
+    def streams(self) -> int:
+        """The connections to each rank of a producer, for TCP. Raises ConfigError."""
+        streams = self.kv_connector_extra_config.get("streams", _STREAMS)
+        if type(streams) is not int or not 1 <= streams <= _MOST_STREAMS:
+            raise ConfigError("kv_transfer_config: kv_connector_extra_config: streams must be a number from 1 to "
+                              f"{_MOST_STREAMS}, got {streams!r}")  # fmt: skip
+        return streams
 
     @property
     def produces(self) -> bool:

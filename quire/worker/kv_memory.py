@@ -26,22 +26,25 @@ class KVMemory:
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, device: torch.device, shared: bool = False) -> None:
-        """shared: whether other processes may map the blocks. They are then in a file in memory, `handle`."""
+        """shared: whether other processes may map the blocks. They are then in a file in memory, `handle`, where the
+        system has such files."""
         self.handle: int | None = None
         # Zeros, since some entries are read that were never stored, and 0 * NaN is NaN: those of the null block, for
         # tokens that a window has left behind, with weight 0; and those of tokens that a drafter has missed.
-        if shared:
-            self.blocks = self._file(num_blocks * block_bytes).view(num_blocks, block_bytes)
-        else:
+        if shared and hasattr(os, "memfd_create"):
+            with contextlib.suppress(OSError):
+                self.handle = os.memfd_create("quire-kv")
+        if self.handle is None:
             self.blocks = zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+        else:
+            self.blocks = self._mapped(self.handle, num_blocks * block_bytes).view(num_blocks, block_bytes)
         self._words = self.blocks.view(torch.int64)  # torch moves words faster than bytes
 
-    def _file(self, size: int) -> Tensor:
+    def _mapped(self, handle: int, size: int) -> Tensor:
         """Zeros in a file that is deleted with this object, and costs nothing until it is touched."""
-        self.handle = os.memfd_create("quire-kv")
-        weakref.finalize(self, os.close, self.handle)
-        os.ftruncate(self.handle, size)
-        self._region = mmap.mmap(self.handle, size)
+        weakref.finalize(self, os.close, handle)
+        os.ftruncate(handle, size)
+        self._region = mmap.mmap(handle, size)
         with contextlib.suppress(OSError):
             self._region.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(self._region, dtype=torch.uint8)

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from quire.config import EngineConfig
 from quire.layers.lora import AdapterSlots
 from quire.loading.weights import Checkpoint
-from quire.messages.changes import Change, Exchange, ReadWeights, Sleep, TakeWeights, WakeUp
+from quire.messages.changes import Change, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe
 from quire.models.model import Model
 from quire.ops import Kernels
@@ -111,14 +111,14 @@ class Residence:
         else:
             self._take(change)
 
-    def exchange(self, exchange: Exchange) -> None:
+    def exchange(self, order: TrainerOrder) -> None:
         """Meet a trainer, or receive weights that `ReadWeights` takes later. Called on another thread than `change`.
         Raises ValueError if it cannot be."""
         if self._groups is None:
             self._check_replaceable()
             make = import_module("quire_transfer.weight_groups").WeightGroups
             self._groups = make(self._model.kernels.target.device, self._rank, self._directory, self._model.parts)
-        self._groups.exchange(exchange)
+        self._groups.exchange(order)
 
     def _storages(self) -> list[UntypedStorage]:
         return list({t.untyped_storage()._cdata: t.untyped_storage() for t in self._weights}.values())
@@ -176,12 +176,13 @@ class Residence:
         """Raises ValueError if the weights cannot be replaced."""
         if self._directory.is_file():
             raise ValueError("the weights of a GGUF file cannot be replaced")
-        for name, given in (("enable_lora", self._config.lora.enable_lora),
-                            ("kv_transfer_config", self._config.cache.transfer is not None)):  # fmt: skip
+        for name, given in (
+            ("enable_lora", self._config.lora.enable_lora),
+            ("enable_eplb, which has moved experts", self._config.parallel.enable_eplb),
+            ("kv_transfer_config, since other engines would not know of it", self._config.cache.transfer is not None),
+        ):
             if given:
                 raise ValueError(f"weights cannot be replaced in an engine with {name}")
-        if self._config.parallel.enable_eplb:
-            raise ValueError("weights cannot be replaced in an engine with enable_eplb, which has moved experts")
 
     def _take(self, change: TakeWeights) -> None:
         staged, self._staged = self._staged, None

@@ -60,7 +60,7 @@ def test_the_longest_prefix_counts_and_salts_and_adapters_are_apart():
     index.apply(1, KVEventBatch(0.0, [AllBlocksCleared()]))
     assert best(index, call(text)) == [0]
     index.forget(0)
-    assert not [prefix for prefix, bits in index._servers.items() if bits & 3]
+    assert not [prefix for prefix, bits in index._cores.items() if bits & 3]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -90,10 +90,17 @@ def test_random_events_against_sets_of_prefixes(seed):
         assert best(index, call(text)) == [i for i in range(3) if found[i] == max(found)]
 
 
-@pytest.mark.parametrize("options", [{"policy": "cached"}, {"kv_events": ("tcp://a:1",)},
-                                     {"policy": "cached", "kv_events": ("tcp://a:1", "tcp://a:2")}])  # fmt: skip
-def test_addresses_and_servers_must_fit(options):
-    with pytest.raises(ConfigError, match="an address for each backend"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "cached"}, "an address for each backend"),
+        ({"kv_events": ("tcp://a:1",)}, "an address for each backend"),
+        ({"policy": "cached", "kv_events": ("tcp://a:1", "tcp://a:2")}, "an address for each backend"),
+        ({"policy": "cached", "kv_events": ("tcp://a:1,a:2",)}, "kv_events must be tcp://HOST:PORT .*, got 'a:2'"),
+    ],
+)
+def test_addresses_and_servers_must_fit(options, message):
+    with pytest.raises(ConfigError, match=message):
         RouteConfig(backend=("http://127.0.0.1:8001",), **options)
 
 

@@ -311,15 +311,14 @@ def test_updates_that_have_no_meaning_are_refused(service, fields, param):
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
+async def ask(llm: AsyncLLM, name: str) -> str:
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    (output,) = [output async for output in llm.generate(TEXT, params, name)]
+    return output.outputs[0].text
+
+
 @pytest.mark.slow
 def test_all_replicas_take_weights_from_a_trainer_and_one_that_cannot_have_them_pauses(expected, folder):
-    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
-
-    async def ask(llm: AsyncLLM, name: str) -> str:
-        async for output in llm.generate(TEXT, params, name):
-            return output.outputs[0].text
-        raise AssertionError
-
     async def check() -> None:
         llm = AsyncLLM(**OPTIONS, data_parallel_size=2)
         await llm.start()
@@ -346,13 +345,6 @@ def test_all_replicas_take_weights_from_a_trainer_and_one_that_cannot_have_them_
 
 @pytest.mark.slow
 def test_a_core_that_replaces_a_lost_one_pauses_and_has_the_new_weights_as_the_others(expected, folder):
-    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
-
-    async def ask(llm: AsyncLLM, name: str) -> str:
-        async for output in llm.generate(TEXT, params, name):
-            return output.outputs[0].text
-        raise AssertionError
-
     async def lose_a_core(llm: AsyncLLM) -> None:
         os.kill(llm.client.process_ids[0], signal.SIGKILL)
         while len(llm.client.ready) == 2:

@@ -30,7 +30,7 @@ from quire.kvcache.specs import KVCacheSize
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import Array
 from quire.lora.gate import AdapterGate
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import EngineCoreOutput
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
@@ -408,7 +408,7 @@ class LateExecutor(Executor):
     def change(self, change: Change) -> None:
         raise AssertionError("no test changes the memory of these ranks")
 
-    def exchange(self, exchange: Exchange) -> Any:
+    def exchange(self, order: TrainerOrder) -> Any:
         raise AssertionError("no trainer sends these ranks anything")
 
     def drop_adapter(self, key: str) -> None:

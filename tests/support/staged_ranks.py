@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.executor.base import Executor
-from quire.messages.changes import Change, Exchange
+from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.parallel.mesh import Communicator, Mesh
@@ -105,7 +105,7 @@ class StagedExecutor(Executor):
     def change(self, change: Change) -> None:
         raise AssertionError("no test changes the memory of these ranks")
 
-    def exchange(self, exchange: Exchange) -> Any:
+    def exchange(self, order: TrainerOrder) -> Any:
         raise AssertionError("no trainer sends these ranks anything")
 
     def drop_adapter(self, key: str) -> None:
