@@ -165,12 +165,11 @@ def test_all_default_values_of_vllms_sampling_params_are_accepted(server: Servic
 
 @pytest.mark.parametrize("fields", [{"n": [{}]}, {"temperature": "hot"}, {"stop": {"a": 1}}, {"logprobs": -7}])
 def test_sampling_fields_outside_sampling_params_are_ignored(
-    server: Service, prompt: list[int], fields: dict[str, Any], caplog
+    server: Service, prompt: list[int], fields: dict[str, Any]
 ):
     plain = generate(server, prompt, sampling={"max_tokens": 3, "temperature": 0}).json
     answer = generate(server, prompt, sampling={"max_tokens": 3, "temperature": 0}, **fields).json
     assert answer["choices"] == plain["choices"]
-    assert f"Ignored a field that is not known: '{next(iter(fields))}'" in caplog.text
 
 
 def test_a_client_that_leaves_ends_its_request(server: Service, host: Host, prompt: list[int]):
