@@ -116,18 +116,18 @@ class Servers:
     def __init__(self, names: list[str], folder: Path) -> None:
         self.names, self.folder, self.processes = names, folder, list[subprocess.Popen[bytes]]()
         self.cores = sorted(os.sched_getaffinity(0))
+        self.variables: dict[str, str] = {}
 
     def start(self, number: int, *arguments: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.variables}
         log = (self.folder / f"{len(self.processes)}.log").open("wb")
         pinned = ["taskset", "-c", str(self.cores[number % len(self.cores)])]
         command = ["ip", "netns", "exec", self.names[number], *pinned, sys.executable, "-m", "quire", *arguments]
         self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
-    def serve(self, number: int, port: int, **transfer: Any) -> None:
-        more = []
+    def serve(self, number: int, port: int, *more: str, **transfer: Any) -> None:
         if transfer:
-            more = ["--kv-transfer-config", json.dumps(transfer), "--cluster-secret-file", str(self.folder / "secret")]
+            more += ("--kv-transfer-config", json.dumps(transfer), "--cluster-secret-file", str(self.folder / "secret"))
         self.start(
             number, "serve", str(self.folder / "model"), "--load-format", "dummy", "--host", ADDRESSES[number],
             "--port", str(port), "--num-gpu-blocks-override", "3000", "--max-num-seqs", "16", *more,

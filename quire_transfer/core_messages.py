@@ -8,7 +8,7 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.transfers import Peer
 
-PROTOCOL = 1  # raise it when a message changes its meaning
+PROTOCOL = 2  # raise it when a message changes its meaning
 
 # ---- from the consumer
 
@@ -45,13 +45,14 @@ ToProducer = Fetch | Drop | Beat
 
 class Offer(msgspec.Struct, array_like=True, tag=True):
     """Blocks that the consumer may read until it drops the fetch: block block_ids[i] is number indices[i] of the prompt
-    in KV group groups[i]. is_last: no more will come."""
+    in KV group groups[i]. step: of the producer, in which the last of them are computed. is_last: no more will come."""
 
     number: int
     peer: Peer
     groups: list[int]
     indices: list[int]
     block_ids: list[int]
+    step: int
     is_last: bool
 
 

@@ -21,7 +21,7 @@ from quire.metrics.logging import logger
 from quire_transfer.core_messages import PROTOCOL
 from quire_transfer.exports import Exports
 from quire_transfer.imports import Imports
-from quire_transfer.link import Asked, AskerLost, Confirmed, Link, Told
+from quire_transfer.link import Confirmed, Link, Told
 from quire_transfer.sources import ask
 
 _LOOK_SECONDS = 0.5  # between two looks at the clock
@@ -37,8 +37,10 @@ class Exchange:
     ) -> None:
         """tier: the index of the workers' store for blocks of other engines. peer: what others need to read blocks."""
         self._imports = Imports(kv, mover, tier, link, facts)
-        self._exports = Exports(kv, mover, tier, link, facts, peer)
+        self._exports = Exports(kv, link, facts, peer)
         self._link, self._look_at = link, 0.0
+        link.hear = self._exports.hear
+        link.start()
 
     @property
     def num_queries(self) -> int:
@@ -79,11 +81,7 @@ class Exchange:
         events = self._link.events
         while events:
             event = events.popleft()
-            if isinstance(event, Asked):
-                self._exports.asked(event)
-            elif isinstance(event, AskerLost):
-                self._exports.asker_lost(event)
-            elif isinstance(event, Told):
+            if isinstance(event, Told):
                 self._imports.told(event)
             elif isinstance(event, Confirmed):
                 self._imports.confirmed(event)

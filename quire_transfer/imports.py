@@ -182,7 +182,7 @@ class Imports:
         blocks, keys, slots = zip(*known, strict=True)
         ids = [block.block_id for block in blocks]
         number = next(self._orders)
-        order = Transfer(number, self._tier, True, ids, list(keys), list(slots), offer.peer)
+        order = Transfer(number, self._tier, True, ids, list(keys), list(slots), offer.peer, offer.step)
         load.reads[number] = _Read(order)
         self._mover.transfer(order).add_done_callback(lambda future: self._note(load, order, future))
 

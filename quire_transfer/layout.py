@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Run = tuple[int, int, int]  # offset in the other rank's block, offset in the own block, number of bytes
 Plan = tuple[dict[int, list[Run]], ...]  # for each KV group: what to read, by the number of the other rank
+ALL_LAYERS = range(1 << 30)
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -39,9 +40,11 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True):
     head_bytes: int
     entries: tuple[Entry, ...]
 
-    def heads(self) -> Iterator[tuple[int, int, int]]:
-        """The layer and the number of each KV head, and its offset in the block."""
+    def heads(self, layers: range) -> Iterator[tuple[int, int, int]]:
+        """The layer and the number of each KV head of these layers, and its offset in the block."""
         for index, entry in enumerate(self.entries):
+            if entry.layer not in layers:
+                continue
             for place in range(entry.num_heads):
                 yield entry.layer, entry.first_head + place, index * self.entry_bytes + place * self.head_bytes
 
@@ -51,6 +54,19 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
 
     block_bytes: int
     groups: tuple[GroupLayout, ...]
+
+    def parts(self, most: int) -> list[range]:
+        """Divides the layers into as many equal parts, at most."""
+        layers = sorted(entry.layer for group in self.groups for entry in group.entries)
+        number = min(most, len(layers))
+        stops = [layers[len(layers) * part // number - 1] + 1 for part in range(1, number + 1)]
+        return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+
+    def span(self, group: int, layers: range) -> slice:
+        """The bytes of a block of a KV group in which the entries of these layers are."""
+        part = self.groups[group]
+        indices = [index for index, entry in enumerate(part.entries) if entry.layer in layers]
+        return slice(indices[0] * part.entry_bytes, (indices[-1] + 1) * part.entry_bytes) if indices else slice(0, 0)
 
 
 def rank_layout(
@@ -76,8 +92,8 @@ def rank_layout(
     return RankLayout(block_bytes, tuple(groups))
 
 
-def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int) -> Plan:
-    """Which bytes of the others' blocks fill an own block, for each KV group. Adjacent runs are merged.
+def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int, layers: range = ALL_LAYERS) -> Plan:
+    """Which bytes of the others' blocks fill these layers of an own block, for each KV group. Adjacent runs are merged.
 
     prefer: the own rank's number. Of several ranks that keep the same KV head, different numbers read different ones.
     Raises ValueError if the own blocks cannot be filled.
@@ -86,18 +102,20 @@ def plan(own: RankLayout, others: Sequence[RankLayout], prefer: int) -> Plan:
         raise ValueError(f"the engines have different numbers of KV groups: {len(own.groups)} here, "
                          f"{len(others[0].groups)} there; give both the same max_model_len")  # fmt: skip
     return tuple(
-        _plan_group(number, group, [other.groups[number] for other in others], prefer)
+        _plan_group(number, group, [other.groups[number] for other in others], prefer, layers)
         for number, group in enumerate(own.groups)
     )
 
 
-def _plan_group(number: int, own: GroupLayout, others: Sequence[GroupLayout], prefer: int) -> dict[int, list[Run]]:
+def _plan_group(
+    number: int, own: GroupLayout, others: Sequence[GroupLayout], prefer: int, layers: range
+) -> dict[int, list[Run]]:
     holders: dict[tuple[int, int], list[tuple[int, int]]] = {}  # of a layer's head: ranks, and offsets there
     for rank, other in enumerate(others):
-        for layer, head, offset in other.heads():
+        for layer, head, offset in other.heads(layers):
             holders.setdefault((layer, head), []).append((rank, offset))
     runs: dict[int, list[Run]] = {}
-    for layer, head, offset in own.heads():
+    for layer, head, offset in own.heads(layers):
         if (layer, head) not in holders:
             raise ValueError(f"no rank of the other engine has layer {layer}, KV head {head} in its KV group {number}")
         found = holders[layer, head]

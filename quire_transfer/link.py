@@ -80,7 +80,7 @@ class ProducerLost:
     address: str
 
 
-Event = Asked | AskerLost | Told | Confirmed | FetchLost | ProducerLost
+Event = Told | Confirmed | FetchLost | ProducerLost
 
 
 class _Line:
@@ -95,11 +95,13 @@ class _Line:
 
 
 class Link:
-    """events: what has happened, the oldest first; the reader takes them. wake: called from the link's thread when
-    there is something new. has_failed: nothing will happen any more."""
+    """events: what producers have said, the oldest first; the reader takes them. wake: called from the link's thread
+    when there is something new. hear: called from the link's thread with what consumers say; set it before `start`.
+    has_failed: nothing will happen any more."""
 
     def __init__(self, secret: ClusterSecret, listen: tuple[str, int] | None) -> None:
         """listen: the address of a producer. Raises ConfigError if it cannot be used."""
+        self.hear: Callable[[Asked | AskerLost], None] = lambda event: None
         self.events: deque[Event] = deque()
         self.wake: Callable[[], None] = lambda: None
         self.has_failed = False
@@ -122,6 +124,8 @@ class Link:
                 raise ConfigError(f"kv_transfer_config: {listen[0]}:{listen[1]} cannot be used: {error_text(error)}; "
                                   "choose another kv_ip or kv_port") from error  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="quire-kv-link", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     # ---- called by the core
@@ -153,7 +157,7 @@ class Link:
             for address in self._lines:
                 self._tell_core(ProducerLost(address))
             for asker in self._askers:
-                self._tell_core(AskerLost(asker))
+                self.hear(AskerLost(asker))
         finally:
             self._free()
 
@@ -246,7 +250,7 @@ class Link:
                 counts[message.number] = 0
             else:
                 counts.pop(message.number, None)
-            self._tell_core(Asked(asker, message))
+            self.hear(Asked(asker, message))
 
     def _hear_producer(self, address: str, line: _Line) -> None:
         while line.socket.poll(0):
@@ -295,7 +299,7 @@ class Link:
         for asker, heard_at in list(self._askers.items()):
             if now - heard_at > HOLD_SECONDS:
                 del self._askers[asker], self._num_sent[asker]
-                self._tell_core(AskerLost(asker))
+                self.hear(AskerLost(asker))
 
     def _lose(self, address: str) -> None:
         self._close(self._lines.pop(address))

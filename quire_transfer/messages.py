@@ -18,6 +18,14 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=True):
     runs: list[tuple[int, int]]
 
 
+class Await(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Say when the rank has computed its layers below `layer` of a step, or after a while, how far it is. The answer is
+    Reached."""
+
+    step: int
+    layer: int
+
+
 class SharedFile(msgspec.Struct, frozen=True, array_like=True):
     """The file in memory that is the KV cache, as its machine's other processes find it: /proc/PID/fd/HANDLE."""
 
@@ -53,11 +61,19 @@ class Data(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int
 
 
+class Reached(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The rank has computed its layers below `layer` of the step; NOT_RUN if the step was not run. ticks: another
+    number if the rank has gone on with any step meanwhile."""
+
+    layer: int
+    ticks: int
+
+
 class Problem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The request was wrong. The connection is closed."""
 
     text: str
 
 
-Request = Describe | Read
-Answer = Hello | Data | Problem
+Request = Describe | Read | Await
+Answer = Hello | Data | Reached | Problem

@@ -14,6 +14,7 @@ from quire.options.kv_transfer import CONNECTORS
 from quire.parallel.mesh import Mesh
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import Rows
+from quire.worker.step_clock import StepClock
 from quire_transfer.layout import rank_layout
 from quire_transfer.nixl_reads import NixlMemory
 from quire_transfer.server import BlockServer
@@ -22,10 +23,10 @@ from quire_transfer.store import TRANSPORTS, PeerStore
 
 def rank_store(
     config: EngineConfig, directory: Path, memory: KVMemory, size: KVCacheSize, backends: Sequence[AttentionBackend],
-    mesh: Mesh,
+    mesh: Mesh, clock: StepClock | None = None,
 ) -> PeerStore:  # fmt: skip
     """What reads blocks of other engines. If the options say so, other engines can read the blocks of this rank, too,
-    until it is closed. All ranks must call it together. Raises ConfigError."""
+    until it is closed. clock: of this rank, if so. All ranks must call it together. Raises ConfigError."""
     options, path, rank = config.cache.transfer, config.cluster.cluster_secret_file, mesh.replica.rank
     assert options is not None
     assert path is not None
@@ -43,7 +44,7 @@ def rank_store(
         try:
             server = BlockServer(
                 Rows.of(memory.blocks), layout, secret, options.kv_ip, port, name=name, handle=memory.handle,
-                nixl=None if nixl is None else nixl.describe(),
+                nixl=None if nixl is None else nixl.describe(), clock=clock,
             )  # fmt: skip
         except (OSError, OverflowError) as error:
             raise ConfigError(f"kv_transfer_config: rank {rank} cannot listen at kv_ip={options.kv_ip}, port {port} "

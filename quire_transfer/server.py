@@ -14,10 +14,24 @@ from torch import Tensor
 from quire.messages.errors import error_text
 from quire.metrics.logging import logger
 from quire.worker.kv_transfer import HostRows, Rows
+from quire.worker.step_clock import StepClock
 from quire_transfer import wire
 from quire_transfer.layout import RankLayout
-from quire_transfer.messages import MOST_PIECES, Data, Describe, Hello, NixlAddress, Problem, Read, Request, SharedFile
+from quire_transfer.messages import (
+    MOST_PIECES,
+    Await,
+    Data,
+    Describe,
+    Hello,
+    NixlAddress,
+    Problem,
+    Reached,
+    Read,
+    Request,
+    SharedFile,
+)
 
+AWAIT_SECONDS = 1.0  # until it is said how far a step is
 BUFFER_BYTES = 16 << 20  # of CPU memory, through which the blocks of a GPU go
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
@@ -30,12 +44,13 @@ class BlockServer:
 
     def __init__(
         self, rows: Rows, layout: RankLayout, secret: bytes, host: str, port: int, *, name: str = "",
-        handle: int | None = None, nixl: NixlAddress | None = None, most_connections: int = 128,
-        handshake: float = wire.HANDSHAKE_SECONDS, timeout: float = wire.TIMEOUT_SECONDS,
+        handle: int | None = None, nixl: NixlAddress | None = None, clock: StepClock | None = None,
+        most_connections: int = 128, handshake: float = wire.HANDSHAKE_SECONDS, timeout: float = wire.TIMEOUT_SECONDS,
     ) -> None:  # fmt: skip
         """name: of the engine. handle: of the file in memory in which the blocks lie, if they do (see KVMemory).
-        Raises OSError if the port cannot be used."""
-        self._rows, self._secret, self._most = rows, secret, most_connections
+        clock: of this rank; None if all that is asked for has been computed. Raises OSError if the port cannot be
+        used."""
+        self._rows, self._secret, self._clock, self._most = rows, secret, clock, most_connections
         self._handshake, self._timeout = handshake, timeout
         self._num_blocks, self._block_bytes = rows.blocks.shape
         file = None if handle is None else shared_file(handle)
@@ -98,6 +113,12 @@ class BlockServer:
         if isinstance(request, Describe):
             connection.send(self._hello)
             return
+        if isinstance(request, Await):
+            layer, ticks = request.layer, 0
+            if self._clock is not None:
+                layer, ticks = self._clock.wait(request.step, layer, AWAIT_SECONDS)
+            connection.send(Reached(layer, ticks))
+            return
         try:
             self._check(request)
         except ValueError as error:
@@ -110,9 +131,10 @@ class BlockServer:
             return
         connection.send(data)
         buffer = block_buffer(self._rows.blocks, len(ids))
+        span = slice(min(start for start, _ in request.runs), max(start + length for start, length in request.runs))
         for first in range(0, len(ids), len(buffer)):
             part = ids[first : first + len(buffer)]
-            self._rows.read(part, list(buffer[: len(part)]))
+            self._rows.read(part, list(buffer[: len(part)]), span)
             connection.send_bytes(_runs(buffer, range(len(part)), request))
 
     def _check(self, request: Read) -> None:
@@ -121,6 +143,8 @@ class BlockServer:
         for block_id in request.block_ids:
             if not 0 < block_id < self._num_blocks:
                 raise ValueError(f"block {block_id} is not one of the blocks 1 to {self._num_blocks - 1}")
+        if not request.runs:
+            raise ValueError("it asks for no bytes")
         for start, length in request.runs:
             if start < 0 or length <= 0 or start + length > self._block_bytes:
                 raise ValueError(f"bytes {start} to {start + length} are not in a block of {self._block_bytes}")

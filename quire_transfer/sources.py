@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from quire_transfer import wire
 from quire_transfer.layout import Run
-from quire_transfer.messages import MOST_PIECES, Answer, Data, Describe, Hello, Problem, Read
+from quire_transfer.messages import MOST_PIECES, Answer, Await, Data, Describe, Hello, Problem, Reached, Read
 from quire_transfer.server import boot_id
 
 Blocks = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
@@ -64,7 +64,15 @@ class TcpSource:
                 raise ValueError("it has sent something else than what was asked for")
             self._connection.receive_into(_targets(view, block_bytes, part, runs))
 
-    def _receive(self) -> Hello | Data:
+    def wait(self, step: int, layer: int) -> Reached:
+        """Wait for the layers of a step below `layer`, for a second or so."""
+        self._connection.send(Await(step, layer))
+        answer = self._receive()
+        if not isinstance(answer, Reached):
+            raise ValueError("it has not said how far the step is")
+        return answer
+
+    def _receive(self) -> Hello | Data | Reached:
         answer = self._connection.receive(_answers)
         if answer is None:
             raise ConnectionError("the other end has closed the connection")

@@ -3,8 +3,10 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import cache, partial
+from itertools import chain
 
 import numpy as np
 
@@ -12,8 +14,9 @@ from quire.messages.errors import error_text
 from quire.messages.transfers import Peer, Transfer
 from quire.metrics.logging import logger
 from quire.worker.kv_transfer import HostRows, Rows, Store
+from quire.worker.step_clock import NOT_RUN
 from quire_transfer import wire
-from quire_transfer.layout import Plan, RankLayout, Run, plan
+from quire_transfer.layout import ALL_LAYERS, Plan, RankLayout, Run, plan
 from quire_transfer.messages import Hello
 from quire_transfer.nixl_reads import NixlMemory, NixlSource
 from quire_transfer.server import BlockServer, block_buffer
@@ -22,6 +25,8 @@ from quire_transfer.sources import Blocks, MappedSource, Pairs, Source, TcpSourc
 IDLE_SECONDS = 60.0
 TRANSPORTS = ("shared_memory", "nixl", "tcp")  # in the order in which they are tried
 _REST_SECONDS = 2.0
+_PARTS = 8  # of the layers, each of which is read when it has been computed
+_STILL_SECONDS = 20.0  # after which a rank that does nothing is given up
 _THREADS = 16  # that read, for all peers
 
 
@@ -29,7 +34,7 @@ class PeerStore(Store):
     """Reads blocks of other engines. The order says whose, and which. It connects to the ranks of a peer when it is
     asked for their blocks, and keeps the connections until they have not been used for a while."""
 
-    load_threads = 4  # so that a peer which does not answer delays few others
+    load_threads = 16  # most of which wait for steps of peers
 
     def __init__(
         self, layout: RankLayout, rank: int, secret: bytes, *, transports: Sequence[str] = (), streams: int = 2,
@@ -42,14 +47,14 @@ class PeerStore(Store):
         self._timeout, self._idle = timeout, idle
         self._links: dict[Peer, _Link] = {}
         self._lock = threading.Lock()  # guards the links' users
+        self._parts = layout.parts(_PARTS)
         self._threads = ThreadPoolExecutor(_THREADS, "quire-kv-read")
         self._closed = threading.Event()
         threading.Thread(target=self._close_idle, name="quire-kv-idle", daemon=True).start()
 
     def save(self, rows: Rows, order: Transfer) -> list[int]:
-        """Wait until the steps have been run that were submitted before: now other engines may read the blocks."""
-        rows.read([], [])
-        return []
+        """Other engines read by themselves: nothing is sent to them."""
+        raise NotImplementedError
 
     def load(self, rows: Rows, order: Transfer) -> list[int]:
         peer = order.peer
@@ -60,8 +65,7 @@ class PeerStore(Store):
         try:
             with link.lock:
                 if time.monotonic() >= link.rest_until and not self._closed.is_set():
-                    self._load(link, peer, rows, order)
-                    return []
+                    return self._load(link, peer, rows, order)
         except Exception as error:
             logger.warning("KV blocks of the engine at %s, ports %s, cannot be read, and are computed: %s", peer.host,
                            ", ".join(map(str, peer.ports)), error_text(error))  # fmt: skip
@@ -88,12 +92,12 @@ class PeerStore(Store):
         if self._nixl is not None:
             self._nixl.close()
 
-    def _load(self, link: "_Link", peer: Peer, rows: Rows, order: Transfer) -> None:
-        """Raises what has gone wrong; then the link is closed."""
+    def _load(self, link: "_Link", peer: Peer, rows: Rows, order: Transfer) -> list[int]:
+        """Returns the indices of the blocks that are not there. Raises what has gone wrong; then the link is closed."""
         try:
             if not link.sources:
                 self._open(link, peer)
-            self._read(link, rows, order)
+            return [] if self._read(link, rows, order) else list(range(len(order.keys)))
         except BaseException:
             link.close()
             raise
@@ -111,15 +115,15 @@ class PeerStore(Store):
 
     def _connect(self, link: "_Link", peer: Peer) -> None:
         with contextlib.ExitStack() as unused:
-            hellos = []
+            hellos, asked = list[Hello](), list[TcpSource]()
             for port in peer.ports:
-                source = TcpSource(peer.host, port, self._secret, self._timeout)
-                unused.callback(source.close)
-                hellos.append(source.hello())
+                asked.append(TcpSource(peer.host, port, self._secret, self._timeout))
+                unused.callback(asked[-1].close)
+                hellos.append(asked[-1].hello())
                 if hellos[-1].name != peer.name:
                     raise ConnectionError(f"another engine listens on port {port}; the one that was asked has ended")
-            link.plan = plan(self._layout, [hello.layout for hello in hellos], self._rank)
-            needed = {number for group in link.plan for number in group}
+            link.plan = cache(partial(plan, self._layout, [hello.layout for hello in hellos], self._rank))
+            needed = link.ranks(ALL_LAYERS)
             reasons = []
             for transport in self._transports:
                 try:
@@ -130,6 +134,11 @@ class PeerStore(Store):
                     reasons.append(f"{transport}: {error_text(error)}")
                 else:
                     link.reads_into_rows = transport == "nixl"
+                    link.clocks = {number: asked[number] for number in needed}
+                    for number, source in enumerate(asked):
+                        if number not in needed:
+                            source.close()
+                    unused.pop_all()
                     logger.info("KV blocks of the engine at %s are read by %s", peer.host, transport)
                     return
             raise ConnectionError("; ".join(reasons))
@@ -152,26 +161,48 @@ class PeerStore(Store):
             raise
         return sources
 
-    def _read(self, link: "_Link", rows: Rows, order: Transfer) -> None:
+    def _read(self, link: "_Link", rows: Rows, order: Transfer) -> bool:
+        """Read the parts of the layers as they are computed. Returns False if their step was not run."""
+        parts, reached = self._parts, dict[int, int]()
+        while parts:
+            for number in link.ranks(parts[0]):
+                if order.step and reached.get(number, 0) < parts[0].stop:
+                    reached[number] = link.wait(number, order.step, parts[0].stop)
+                    if reached[number] == NOT_RUN:
+                        return False
+            behind = (any(order.step and reached.get(number, 0) < part.stop for number in link.ranks(part))
+                      for part in parts)  # fmt: skip
+            count = next((place for place, is_behind in enumerate(behind) if is_behind), len(parts))
+            self._read_layers(link, rows, order, range(parts[0].start, parts[count - 1].stop))
+            parts = parts[count:]
+        return True
+
+    def _read_layers(self, link: "_Link", rows: Rows, order: Transfer, layers: range) -> None:
+        plan = link.plan(layers)
         if isinstance(rows, HostRows) or link.reads_into_rows:
             blocks = rows.blocks.numpy() if isinstance(rows, HostRows) else np.empty((0, 0), np.uint8)
-            self._fill(link, order, range(len(order.keys)), order.block_ids, blocks)
+            self._fill(link, plan, order, range(len(order.keys)), order.block_ids, blocks)
             return
         # The parts of a block may come from several ranks, so whole blocks are put together in CPU memory.
         buffer = block_buffer(rows.blocks, len(order.keys))
         for start in range(0, len(order.keys), len(buffer)):
             indices = range(start, min(start + len(buffer), len(order.keys)))
-            self._fill(link, order, indices, range(len(indices)), buffer.numpy())
-            rows.write([order.block_ids[i] for i in indices], list(buffer[: len(indices)]))
+            self._fill(link, plan, order, indices, range(len(indices)), buffer.numpy())
+            for group in range(len(plan)):
+                places = [place for place, index in enumerate(indices) if order.keys[index][0] == group]
+                ids = [order.block_ids[start + place] for place in places]
+                rows.write(ids, [buffer[place] for place in places], self._layout.span(group, layers))
 
-    def _fill(self, link: "_Link", order: Transfer, indices: range, targets: Sequence[int], blocks: Blocks) -> None:
+    def _fill(
+        self, link: "_Link", plan: Plan, order: Transfer, indices: range, targets: Sequence[int], blocks: Blocks
+    ) -> None:
         """Read these of the order's blocks, on as many threads as there are sources. Returns when all have ended."""
         by_group: dict[int, list[tuple[int, int]]] = {}
         for index, target in zip(indices, targets, strict=True):
             by_group.setdefault(order.keys[index][0], []).append((order.slots[index], target))
         work: dict[Source, list[tuple[Pairs, list[Run]]]] = {}
         for group, pairs in by_group.items():
-            for number, runs in link.plan[group].items():
+            for number, runs in plan[group].items():
                 sources = link.sources[number]
                 for place, source in enumerate(sources):
                     if part := pairs[place :: len(sources)]:
@@ -208,11 +239,29 @@ class _Link:
         self.lock = threading.Lock()
         self.users, self.used_at = 0, time.monotonic()
         self.rest_until, self.reads_into_rows = 0.0, False
-        self.plan: Plan = ()
+        self.plan: Callable[[range], Plan] = lambda layers: ()
         self.sources: dict[int, list[Source]] = {}  # by the number of the peer's rank
+        self.clocks: dict[int, TcpSource] = {}  # by the number of the peer's rank
 
     def is_idle(self, seconds: float) -> bool:
         return not self.users and time.monotonic() > self.used_at + seconds
+
+    def ranks(self, layers: range) -> set[int]:
+        """The ranks of the peer from which these layers are read."""
+        return {number for group in self.plan(layers) for number in group}
+
+    def wait(self, number: int, step: int, layer: int) -> int:
+        """Wait until a rank has computed its layers below `layer` of a step. Returns how far it is, see StepClock.
+        Raises OSError or ValueError."""
+        ticks, since = -1, time.monotonic()
+        while True:
+            reached = self.clocks[number].wait(step, layer)
+            if reached.layer == NOT_RUN or reached.layer >= layer:
+                return reached.layer
+            if reached.ticks != ticks:
+                ticks, since = reached.ticks, time.monotonic()
+            elif time.monotonic() - since > _STILL_SECONDS:
+                raise TimeoutError("a step has not been run for too long")
 
     def interrupt(self) -> None:
         for source in self._all():
@@ -222,7 +271,7 @@ class _Link:
         for source in self._all():
             with contextlib.suppress(OSError):
                 source.close()
-        self.sources = {}
+        self.sources, self.clocks = {}, {}
 
     def _all(self) -> Iterator[Source]:
-        return (source for sources in list(self.sources.values()) for source in sources)
+        return chain(*list(self.sources.values()), list(self.clocks.values()))

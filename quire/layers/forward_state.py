@@ -1,5 +1,6 @@
 """What the layers of a forward share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ class ForwardState:
     """What all layers of a step share.
 
     rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
-    group.
+    group. layer_done: if set, called behind each layer; the last one may be left
+    out.
     """
 
     inputs: StepInputs
     rotary: list[tuple[Tensor, Tensor]]
     plans: list[Any]
+    layer_done: Callable[[], None] | None = None
 
 
 def pick(x: Tensor, wanted: Tensor | None) -> Tensor:

@@ -32,7 +32,8 @@ class Transfer(msgspec.Struct, array_like=True, tag=True):
     """Copy blocks to or from a tier, on every rank: block block_ids[i] has the key keys[i].
 
     number: of the transfer. tier: the tier's index. slots: where the blocks are in the tier; an empty list if it finds
-    them by their keys. peer: whose blocks `slots` names, if they are those of another engine.
+    them by their keys. peer: whose blocks `slots` names, if they are those of another engine. step: of the peer, which
+    computes the last of them; 0 if they have been computed.
     """
 
     number: int
@@ -42,3 +43,4 @@ class Transfer(msgspec.Struct, array_like=True, tag=True):
     keys: list[BlockKey]
     slots: list[int] = []
     peer: Peer | None = None
+    step: int = 0

@@ -151,16 +151,23 @@ class LayerStack:
         start, last = 0, len(self.layers) - 1
         for tapped in sorted(taps):
             stop = tapped + 1 - self.first_layer
-            for layer in self.layers[start:stop]:
-                x, residual = layer(x, residual, state)
+            x, residual = self._through(start, stop, x, residual, state)
             self._copy_stream(x, residual, taps[tapped][: len(state.inputs.positions)])
             start = stop
-        for layer in self.layers[start:last]:
-            x, residual = layer(x, residual, state)
+        x, residual = self._through(start, last, x, residual, state)
         if start <= last:
             return self.layers[last](x, residual, state, wanted)
         tokens, stream = state.inputs.positions, self.residual_stream
         return stream.pick(x, wanted, tokens), None if residual is None else stream.pick(residual, wanted, tokens)
+
+    def _through(
+        self, start: int, stop: int, x: Tensor, residual: Tensor | None, state: ForwardState
+    ) -> tuple[Tensor, Tensor | None]:
+        for layer in self.layers[start:stop]:
+            x, residual = layer(x, residual, state)
+            if state.layer_done is not None:
+                state.layer_done()
+        return x, residual
 
     def _copy_stream(self, x: Tensor, residual: Tensor | None, tap: Tensor) -> None:
         """Write the residual stream, including x, the result of the last branch, to `tap`: [tokens, hidden]."""

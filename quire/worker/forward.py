@@ -1,6 +1,6 @@
 """The forward: computes hidden states from the inputs of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +16,14 @@ class Forward:
     """The eager forward: calls every kernel from Python in each step. backends: one for each KV group.
 
     taps: the tensors that receive hidden states of chosen layers, see Model.forward. Set them before the first step.
+    layer_done: see ForwardState; what is recorded, captured or computed in halves does not call it.
     """
 
     def __init__(self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None = None) -> None:
         """pipe: of a stage of a pipeline, None for a whole model."""
         self.model, self.backends, self.pipe = model, backends, pipe
         self.taps: dict[int, Tensor] = {}
+        self.layer_done: Callable[[], None] | None = None
 
     def fit(self, size: StepSize) -> StepSize:
         """The size to which a step of this size is padded."""
@@ -67,7 +69,9 @@ class Forward:
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Hidden states, as `__call__` returns them. x: the result of `embed`."""
-        return self.model.forward(x, self.state(inputs), rows, self.taps)
+        state = self.state(inputs)
+        state.layer_done = self.layer_done
+        return self.model.forward(x, state, rows, self.taps)
 
     def state(self, inputs: StepInputs) -> ForwardState:
         rotary = [table(inputs.positions) for table in self.model.rotary]

@@ -132,6 +132,7 @@ class CapturedForward(Forward):
         started = time.perf_counter()
         gc.collect()
         gc.disable()  # a collection that frees device memory during a capture may break the capture
+        layer_done, self.layer_done = self.layer_done, None
         try:
             target = self.model.kernels.target
             most = max(size.tokens for size in chain(*self._sizes.values()))
@@ -153,6 +154,7 @@ class CapturedForward(Forward):
             logger.warning("Steps run without CUDA graphs: %s", error_text(error).partition("\n")[0])
         finally:
             gc.enable()
+            self.layer_done = layer_done
         if self._graphs:
             logger.info("CUDA graphs: %d sizes in %.1f s", len(self._graphs), time.perf_counter() - started)
 

@@ -17,6 +17,8 @@ from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import logger
 
+WHOLE = slice(None)
+
 
 class Rows(ABC):
     """Copies single blocks between a rank's KV cache and tensors in CPU memory, on any thread.
@@ -37,17 +39,23 @@ class Rows(ABC):
         all steps that have been submitted."""
         return lambda: None
 
+    def moment(self) -> Callable[[], None]:
+        """Called on the thread that submits steps. The returned function waits until all that has been submitted has
+        been run."""
+        return lambda: None
+
     @abstractmethod
     def pin(self, memory: Tensor) -> None:
         """Prepare CPU memory for fast copies."""
 
     @abstractmethod
-    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
-        """Copy block block_ids[i] to targets[i], uint8 [block_bytes]. Returns when that is done."""
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
+        """Copy block block_ids[i] to targets[i], uint8 [block_bytes], or only a span of its bytes. Returns when that is
+        done."""
 
     @abstractmethod
-    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
-        """Copy sources[i] to block block_ids[i]. Returns when that is done."""
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
+        """Copy sources[i], or a span of its bytes, to block block_ids[i]. Returns when that is done."""
 
 
 class HostRows(Rows):
@@ -60,13 +68,13 @@ class HostRows(Rows):
     def pin(self, memory: Tensor) -> None:
         """Copies within CPU memory need nothing."""
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, target in zip(block_ids, targets, strict=True):
-            np.copyto(target.numpy(), self._rows[block_id])
+            np.copyto(target.numpy()[span], self._rows[block_id, span])
 
-    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, source in zip(block_ids, sources, strict=True):
-            np.copyto(self._rows[block_id], source.numpy())
+            np.copyto(self._rows[block_id, span], source.numpy()[span])
 
 
 class DeviceRows(Rows):
@@ -81,20 +89,25 @@ class DeviceRows(Rows):
         submitted.record(torch.cuda.current_stream(self.blocks.device))
         return lambda: self._stream.wait_event(submitted)
 
+    def moment(self) -> Callable[[], None]:
+        submitted = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        submitted.record(torch.cuda.current_stream(self.blocks.device))
+        return submitted.synchronize
+
     def pin(self, memory: Tensor) -> None:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # if it fails, copies are slower
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         with torch.cuda.stream(self._stream):
             for block_id, target in zip(block_ids, targets, strict=True):
-                target.copy_(self.blocks[block_id], non_blocking=True)
+                target[span].copy_(self.blocks[block_id, span], non_blocking=True)
         self._stream.synchronize()
 
-    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
         with torch.cuda.stream(self._stream):
             for block_id, source in zip(block_ids, sources, strict=True):
-                self.blocks[block_id].copy_(source, non_blocking=True)
+                self.blocks[block_id, span].copy_(source[span], non_blocking=True)
         self._stream.synchronize()
 
 

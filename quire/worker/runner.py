@@ -15,6 +15,7 @@ from quire.worker.expert_balance import ExpertBalancer
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
 from quire.worker.staging import Staging
+from quire.worker.step_clock import StepClock
 
 Launched = TypeVar("Launched")  # a step whose forward has been launched
 
@@ -29,6 +30,7 @@ class Runner(ABC, Generic[Launched]):
     adapters: AdapterStore | None = None  # of a model that takes some
     pools: bool = False  # whether requests are pooled instead of generating tokens
     balancer: ExpertBalancer | None = None  # of experts that may move
+    clock: StepClock | None = None  # told about each step, if others wait for what it computes
     in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
@@ -42,6 +44,8 @@ class Runner(ABC, Generic[Launched]):
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> None:
         """Launch the forward of a step, or skip the step. The output that `sample` gives says which."""
+        if self.clock is not None:
+            self.clock.begin(step.step_id)
         skipped = self._install(step)
         if skipped is not None:
             self._launched[step.step_id] = skipped
@@ -55,6 +59,8 @@ class Runner(ABC, Generic[Launched]):
                 self._launched[step.step_id] = self.launch(flat, step)
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
+        if self.clock is not None:
+            self.clock.end(not isinstance(self._launched[step.step_id], ModelRunnerOutput))
         if self.balancer is not None:
             self.balancer.count_step()
 

@@ -13,16 +13,17 @@ from quire.messages.errors import error_text
 from quire.parallel.mesh import Mesh
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import KVTransfers, MemoryStore, Store
+from quire.worker.step_clock import StepClock
 
 _PAGE_BYTES = 4096  # of memory, at least
 
 
 def kv_transfers(
     config: EngineConfig, directory: Path, size: KVCacheSize, memory: KVMemory, backends: Sequence[AttentionBackend],
-    mesh: Mesh,
+    mesh: Mesh, clock: StepClock | None,
 ) -> KVTransfers | None:  # fmt: skip
     """What copies this rank's blocks to the tiers of the options and back, the blocks of other engines being the last
-    tier; None if there are none. Raises ConfigError."""
+    tier; None if there are none. clock: of this rank, if other engines read its blocks. Raises ConfigError."""
     options, rank, ranks = config.cache, mesh.replica.rank, mesh.replica.size
     stores: list[Store] = []
     if options.kv_offloading_bytes:
@@ -53,7 +54,7 @@ def kv_transfers(
         except ImportError as error:
             raise ConfigError(f"kv_transfer_config: kv_connector_module_path: {name} cannot be imported: "
                               f"{error_text(error)}") from error  # fmt: skip
-        stores.append(ranks_of_others.rank_store(config, directory, memory, size, backends, mesh))
+        stores.append(ranks_of_others.rank_store(config, directory, memory, size, backends, mesh, clock))
     if not stores:
         return None
     transfers = KVTransfers(memory.blocks, stores)

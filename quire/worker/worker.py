@@ -38,6 +38,7 @@ from quire.worker.forward import Forward
 from quire.worker.graphs import MOST_DRAFTS, CapturedForward, RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
+from quire.worker.kv_transfer import Rows
 from quire.worker.model_runner import ModelRunner
 from quire.worker.overlap import OverlappedForward
 from quire.worker.pooling_runner import PoolingRunner
@@ -45,6 +46,7 @@ from quire.worker.residence import Residence
 from quire.worker.runner import Runner
 from quire.worker.stage_runner import StageRunner
 from quire.worker.staging import Staging
+from quire.worker.step_clock import StepClock
 from quire.worker.step_costs import step_costs
 from quire.worker.tiers import kv_transfers
 from quire.worker.warm_up import warm_up
@@ -161,7 +163,9 @@ class Worker:
             chosen += self.drafter.backends
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout, block_size)
-        self.transfers = kv_transfers(config, directory, self.kv_cache, self.kv_memory, self.backends, mesh)
+        transfer = config.cache.transfer
+        clock = self._clock(forward) if transfer is not None and transfer.produces else None
+        self.transfers = kv_transfers(config, directory, self.kv_cache, self.kv_memory, self.backends, mesh, clock)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
@@ -183,6 +187,13 @@ class Worker:
         is_async = self.device.torch_device.type == "cuda" if is_async is None else is_async
         runner.drafts_stay = is_async and config.parallel.pipeline_parallel_size == 1
         return runner
+
+    def _clock(self, forward: Forward) -> StepClock:
+        clock = StepClock(self.model.stage.layers, Rows.of(self.kv_memory.blocks).moment)
+        self.runner.clock = clock
+        if not self._config.model.torch_compile:
+            forward.layer_done = clock.layer_done
+        return clock
 
     def _allocate(self, num_blocks: int, block_bytes: int) -> KVMemory:
         device, transfer = self.device.torch_device, self._config.cache.transfer

@@ -291,7 +291,7 @@ def test_another_prefill_server_is_asked_if_one_fails(proxy: Proxy, servers: lis
     assert proxy.counted("retries_total", **of_first) == before + failures
     assert proxy.counted("retries_total", kind="backend") == lost
     assert proxy.counted("backend_up") == 4
-    assert f"Request again: prefill at {servers[2].url}: " in proxy.log
+    eventually(lambda: f"Request again: prefill at {servers[2].url}: " in proxy.log)
     ids = [params_of(request)["transfer_id"] for request in decodes(servers)]
     assert len(set(ids)) == len(ids)
     eventually(lambda: proxy.counted("requests_in_flight") == 0)

@@ -19,6 +19,7 @@ from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Communicator
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import Rows
+from quire.worker.step_clock import StepClock
 from quire_transfer.layout import RankLayout, rank_layout
 from quire_transfer.server import BlockServer
 
@@ -75,11 +76,12 @@ def heads(layout: RankLayout) -> Iterator[tuple[int, int, int, int, int]]:
                 yield group, entry.layer, entry.first_head + place, offset, part.head_bytes
 
 
-def fill(blocks: np.ndarray, layout: RankLayout, group_of: dict[int, int]) -> None:
-    """Write into each block of a producer's rank what a rank would have there. group_of: the KV group of each block."""
+def fill(blocks: np.ndarray, layout: RankLayout, group_of: dict[int, int], only: int | None = None) -> None:
+    """Write into each block of a producer's rank what a rank would have there, of one layer or of all. group_of: the KV
+    group of each block."""
     for block, own_group in group_of.items():
         for group, layer, head, offset, size in heads(layout):
-            if group == own_group:
+            if group == own_group and only in (None, layer):
                 blocks[block, offset : offset + size] = np.frombuffer(
                     content(group, layer, head, block, size), np.uint8
                 )
@@ -96,21 +98,30 @@ def check(blocks: np.ndarray, layout: RankLayout, order: Transfer, untouched: in
 
 
 class Producer:
-    """The servers of an engine's ranks. Block b from 1 to num_blocks - 1 belongs to KV group b % (number of groups)."""
+    """The servers of an engine's ranks. Block b from 1 to num_blocks - 1 belongs to KV group b % (number of groups).
+
+    clocks: of the ranks, if they compute the blocks in steps.
+    """
 
     def __init__(
         self, layouts: Sequence[RankLayout], num_blocks: int = 12, rows: type[Rows] | None = None, shared: bool = False,
-        **options: object,
+        computes: bool = False, **options: object,
     ) -> None:  # fmt: skip
-        self.layouts, self.servers = layouts, list[BlockServer]()
+        """computes: whether the blocks are still to be computed, layer by layer, with `compute`."""
+        self.layouts, self.servers, self.clocks = layouts, list[BlockServer](), list[StepClock]()
         self.memories = []
         self.group_of = {block: block % len(layouts[0].groups) for block in range(1, num_blocks)}
         for layout in layouts:
             memory = KVMemory(num_blocks, layout.block_bytes, torch.device("cpu"), shared)
-            fill(memory.blocks.numpy(), layout, self.group_of)
             self.memories.append(memory)
             made = (rows or Rows.of)(memory.blocks)  # type: ignore[operator]
             settings = {"name": NAME, "handle": memory.handle, **options}
+            if computes:
+                layers = [layer for _, layer, *_ in heads(layout)]
+                self.clocks.append(StepClock(range(min(layers), max(layers) + 1), made.moment))
+                settings["clock"] = self.clocks[-1]
+            else:
+                fill(memory.blocks.numpy(), layout, self.group_of)
             self.servers.append(BlockServer(made, layout, SECRET, "127.0.0.1", 0, **settings))  # type: ignore[arg-type]
         self.peer = Peer(NAME, "127.0.0.1", tuple(server.port for server in self.servers))
 
@@ -119,7 +130,15 @@ class Producer:
         dice = random.Random(seed)
         slots = dice.sample(sorted(self.group_of), count)
         keys = [(self.group_of[slot], b"%d" % slot) for slot in slots]
-        return Transfer(1, 0, True, dice.sample(range(1, num_blocks), count), keys, slots, self.peer)
+        ids, step = dice.sample(range(1, num_blocks), count), 5 if self.clocks else 0
+        return Transfer(1, 0, True, ids, keys, slots, self.peer, step)
+
+    def compute(self, layer: int) -> None:
+        """One layer of a step that has begun."""
+        for layout, memory, clock in zip(self.layouts, self.memories, self.clocks, strict=True):
+            if any(layer == number for _, number, *_ in heads(layout)):
+                fill(memory.blocks.numpy(), layout, self.group_of, layer)
+                clock.layer_done()
 
     def close(self) -> None:
         for server in self.servers:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import cache
@@ -15,7 +16,14 @@ from typing import Any
 import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from quire.cluster.secret import ClusterSecret, tcp_address
+from quire.executor.uniproc import UniprocExecutor
+from quire.worker.step_clock import ALL_LAYERS
+from quire_transfer.core_messages import Fetch, digest
+from quire_transfer.link import Link, Told
+from quire_transfer.sources import TcpSource
 from support.engines import make_llm
+from support.server import eventually
 
 COMBINES = [
     "prefill and decode apart × prefix caching, chunked prefill, sliding window, latent attention, seeded sampling,"
@@ -186,3 +194,45 @@ def test_a_producer_that_is_lost_is_done_without(secret, port):
             assert tokens(await ask(c, "c", here, prompt)) == alone(prompt)
 
     run(main())
+
+
+def test_layers_can_be_read_while_the_core_computes_the_next_ones(secret, port):
+    transfer = {"kv_role": "kv_producer", "kv_port": port}
+    llm = LLM(**{**SMALL, "max_num_batched_tokens": 512}, kv_transfer_config=transfer, cluster_secret_file=secret)
+    assert isinstance(llm.core.executor, UniprocExecutor)
+    forward, goes_on, layers = llm.core.executor.runner.forward, threading.Event(), list[int]()
+    layer_done = forward.layer_done
+
+    def wait_behind_layer() -> None:
+        layer_done()
+        layers.append(len(layers) + 1)
+        assert goes_on.wait(20)
+
+    forward.layer_done = wait_behind_layer
+    link = Link(ClusterSecret.read(secret), None)
+    link.start()
+    params = SamplingParams(
+        max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "a"}}
+    )
+    computing = threading.Thread(target=llm.generate, args=(PROMPT, params), kwargs={"use_tqdm": False})
+    computing.start()
+    try:
+        eventually(lambda: layers == [1])
+        (request,) = llm.core.scheduler.requests.values()
+        facts = llm.core.scheduler.connectors[0]._exports._facts
+        link.tell_producer(tcp_address("127.0.0.1", port), Fetch(1, "a", digest(request.source), [0], facts))
+        eventually(lambda: any(isinstance(event, Told) for event in link.events))
+        offer = next(event.message for event in link.events if isinstance(event, Told))
+        assert len(offer.block_ids) == (request.num_prompt_tokens - 1) // 16
+        assert offer.is_last
+        source = TcpSource("127.0.0.1", port + 1, ClusterSecret.read(secret).secret)
+        assert source.wait(offer.step, 1).layer == 1
+        assert layers == [1]
+        goes_on.set()
+        assert source.wait(offer.step, 99).layer == ALL_LAYERS
+        source.close()
+    finally:
+        goes_on.set()
+        computing.join()
+        link.close()
+        llm.shutdown()

@@ -34,13 +34,27 @@ SPECS: dict[str, list[KVCacheSpec]] = {
 Content = dict[int, Any]  # by block id: the KV group and the tokens up to the block's end
 
 
-class Mover:
-    """Copies what the producer has, when it is told to. Of what a step has computed, another rank of the producer has
-    only what was saved since: it lags behind."""
+class Rank:
+    """Another rank of the producer, which lags behind: what its blocks contain, and the steps that it has still to
+    run."""
 
-    def __init__(self, dice: random.Random) -> None:
-        self.dice, self.orders = dice, deque[tuple[Transfer, Future[list[int]]]]()
-        self.source: Content = {}
+    def __init__(self) -> None:
+        self.content: Content = {}
+        self.steps = deque[tuple[int, Content | None]]()  # None: it skips the step
+        self.last, self.has_run = 0, set[int]()
+
+    def run(self) -> None:
+        self.last, computed = self.steps.popleft()
+        if computed is not None:
+            self.content.update(computed)
+            self.has_run.add(self.last)
+
+
+class Mover:
+    """Copies what the producer's rank has, when it is told to."""
+
+    def __init__(self, dice: random.Random, rank: Rank) -> None:
+        self.dice, self.rank, self.orders = dice, rank, deque[tuple[Transfer, Future[list[int]]]]()
         self.target: Content = {}
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
@@ -50,9 +64,12 @@ class Mover:
 
     def move(self, fails: bool = False) -> None:
         order, future = self.orders.popleft()
-        if not order.is_load:
-            self.target.update((block_id, self.source[block_id]) for block_id in order.block_ids)
-            future.set_result([])
+        assert order.step
+        if order.step > self.rank.last:
+            self.orders.append((order, future))  # it waits
+            return
+        if order.step not in self.rank.has_run:
+            future.set_result(list(range(len(order.keys))))
             return
         failed = []
         for index, (block_id, slot) in enumerate(zip(order.block_ids, order.slots, strict=True)):
@@ -60,7 +77,7 @@ class Mover:
                 failed.append(index)
                 self.target[block_id] = "rubbish"
             else:
-                self.target[block_id] = self.source.get(slot)
+                self.target[block_id] = self.rank.content.get(slot)
         future.set_result(failed)
 
 
@@ -68,8 +85,8 @@ class Engine:
     """A scheduler, and a device whose blocks contain what was computed."""
 
     def __init__(
-        self, specs: list[KVCacheSpec], listen: int | None, mover: Mover, secret: ClusterSecret, facts: dict[str, str],
-        num_blocks: int = 60, depth: int = 1, name: str = "p",
+        self, specs: list[KVCacheSpec], listen: int | None, mover: Mover | None, secret: ClusterSecret,
+        facts: dict[str, str], num_blocks: int = 60, depth: int = 1, name: str = "p",
     ) -> None:  # fmt: skip
         limits = SchedulerLimits(4, 16, 64, depth=depth)
         self.scheduler = Scheduler(limits, num_blocks, specs, SIZE, fingerprint=name)
@@ -80,7 +97,8 @@ class Engine:
         self.scheduler.connectors.append(self.exchange)
         self.scheduler.gates.append(self.exchange)
         self.content: Content = {}
-        self.of_other_rank: Content = {}
+        self.other_rank = Rank()
+        self.withdraws = lambda: False  # whether a step is withdrawn, and whether the other rank runs it all the same
         self.flying: deque[tuple[SchedulerOutput, list[tuple[Request, int, int]]]] = deque()
         self.ended: set[str] = set()
         self.cached: dict[str, int] = {}
@@ -97,12 +115,17 @@ class Engine:
             if not step.rows:
                 break
             requests = scheduler._submitted[-1][1]
-            parts = []
+            parts, computed = [], Content()
             for request, count in zip(requests, step.num_tokens, strict=True):
                 start, end = request.num_computed_tokens - count, request.num_computed_tokens
                 self.cached.setdefault(request.request_id, request.num_cached_tokens)
-                self._compute(request, start, end)
+                self._compute(request, start, end, computed)
                 parts.append((request, start, end))
+            if self.withdraws():
+                self.other_rank.steps.append((step.step_id, computed if self.withdraws() else None))
+                scheduler.withdraw(step)
+                break
+            self.other_rank.steps.append((step.step_id, computed))
             self.flying.append((step, parts))
         if self.flying:
             step, parts = self.flying.popleft()
@@ -111,7 +134,7 @@ class Engine:
                 if output.finish_reason is not None:
                     self.ended.add(output.request_id)
 
-    def _compute(self, request: Request, start: int, end: int) -> None:
+    def _compute(self, request: Request, start: int, end: int, computed: Content) -> None:
         tokens = [*request.token_ids, *[1] * request.num_in_flight_samples]
         for group, (spec, table) in enumerate(zip(self.scheduler.kv.specs, request.block_tables, strict=True)):
             for index in range(spec.first_needed_token(start) // SIZE, start // SIZE):
@@ -121,8 +144,8 @@ class Engine:
                 table_entry = table[index]
                 if table_entry is not self.scheduler.kv.pool.null_block:
                     full = (index + 1) * SIZE <= end
-                    self.content[table_entry.block_id] = (group, tokens[: (index + 1) * SIZE]) if full else "partial"
-                    self.of_other_rank[table_entry.block_id] = "not computed so far"
+                    computed[table_entry.block_id] = (group, tokens[: (index + 1) * SIZE]) if full else "partial"
+                    self.content[table_entry.block_id] = computed[table_entry.block_id]
 
     @property
     def leaked(self) -> int:
@@ -148,11 +171,12 @@ class Pair:
     def __init__(self, free_port: int, groups: str = "full", depth: int = 1, seed: int = 0, facts: Any = None,
                  secret: ClusterSecret | None = None, num_blocks: int = 60) -> None:  # fmt: skip
         self.port, self.dice = free_port, random.Random(seed)
-        self.saver, self.mover, own = Mover(self.dice), Mover(self.dice), ClusterSecret(b"x" * 32)
-        self.producer = Engine(SPECS[groups], free_port, self.saver, own, FACTS, num_blocks, depth)
+        own = ClusterSecret(b"x" * 32)
+        self.producer = Engine(SPECS[groups], free_port, None, own, FACTS, num_blocks, depth)
+        self.lagging = self.producer.other_rank
+        self.mover = Mover(self.dice, self.lagging)
         self.consumer = Engine(SPECS[groups], None, self.mover, secret or own, facts or FACTS, num_blocks, depth, "c")
-        self.saver.source, self.saver.target = self.producer.content, self.producer.of_other_rank
-        self.mover.source, self.mover.target = self.producer.of_other_rank, self.consumer.content
+        self.mover.target = self.consumer.content
 
     def ask(self, name: str, prompt: list[int], at_producer: bool = True, transfer_id: str | None = None) -> None:
         transfer_id = transfer_id or name
@@ -171,13 +195,13 @@ class Pair:
         self.consumer.step()
         if self.mover.orders and moves:
             self.mover.move(fails)
-        if self.saver.orders and self.dice.random() < 0.5:
-            self.saver.move()
+        if self.lagging.steps and self.dice.random() < 0.5:
+            self.lagging.run()
         if not self.consumer.flying and not self.producer.flying:
             time.sleep(0.002)
 
     def close(self) -> None:
-        self.run(lambda: not self.mover.orders and not self.saver.orders)
+        self.run(lambda: not self.mover.orders)
         self.run(lambda: not self.producer.leaked and not self.consumer.leaked)
         self.producer.close()
         self.consumer.close()
@@ -215,8 +239,6 @@ def test_blocks_are_read_while_the_prompt_is_still_computed(make_pair):
     def has_offered() -> bool:
         pair.producer.scheduler.open_gates()
         pair.consumer.step()
-        while pair.saver.orders:
-            pair.saver.move()
         return bool(pair.mover.orders)
 
     eventually(has_offered)
@@ -305,8 +327,6 @@ def test_a_consumer_that_vanishes_holds_nothing_for_long(make_pair):
     while pair.producer.leaked:
         assert time.monotonic() < end
         pair.producer.step()
-        if pair.saver.orders:
-            pair.saver.move()
         time.sleep(0.01)
     pair.consumer.scheduler.abort("a")
     pair.consumer.exchange._imports.drop_all()
@@ -317,6 +337,7 @@ def test_random_prompts_and_faults(make_pair, seed):
     dice = random.Random(seed)
     groups = dice.choice(list(SPECS))
     pair = make_pair(groups=groups, depth=dice.choice([1, 2]), seed=seed, num_blocks=dice.choice([36, 60]))
+    pair.producer.withdraws = lambda: dice.random() < 0.05
     names = []
     for number in range(25):
         name = str(number)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.messages.transfers import Peer, Transfer
-from quire.worker.kv_transfer import Rows
+from quire.worker.kv_transfer import WHOLE, Rows
 from quire_transfer import server as server_module
 from quire_transfer import wire
 from quire_transfer.layout import RankLayout
@@ -37,13 +37,13 @@ class CopiedRows(Rows):
 
     def pin(self, memory: Tensor) -> None: ...
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, target in zip(block_ids, targets, strict=True):
-            target.copy_(self.blocks[block_id])
+            target[span] = self.blocks[block_id, span]
 
-    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor]) -> None:
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
         for block_id, source in zip(block_ids, sources, strict=True):
-            self.blocks[block_id] = source
+            self.blocks[block_id, span] = source[span]
 
 
 class Consumer:
@@ -296,7 +296,7 @@ def test_connections_are_bounded(make: Make, caplog: pytest.LogCaptureFixture, m
 class Stuck(CopiedRows):
     """Rows of an engine that stops while it sends."""
 
-    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor]) -> None:
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
         time.sleep(3.0)
 
 
@@ -363,11 +363,6 @@ def test_a_process_that_is_killed(make: Make, shared: bool) -> None:
         other.kill()
         other.communicate()
         consumer.close()
-
-
-def test_to_save_is_to_wait_for_the_steps_before(make: Make) -> None:
-    producer, consumer = make()
-    assert consumer.stores[0].save(consumer.rows[0], producer.order()) == []
 
 
 def test_closing_ends_what_is_under_way(make: Make) -> None:
