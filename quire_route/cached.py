@@ -11,12 +11,13 @@ import zmq.asyncio
 
 from quire.engine.router import Prefixes
 from quire.messages.errors import error_text
-from quire.messages.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEventBatch
+from quire.messages.kv_events import END_OF_REPLAY, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEventBatch
 from quire.metrics.logging import logger
 from quire_route.call import Call
 from quire_route.fleet import Backend, Fleet
 
 _TOKENIZE_SECONDS = 1.0  # a request does not wait longer to know its tokens
+_REPLAY_SECONDS = 5.0  # between two answers
 _CHAT = """messages tools documents chat_template chat_template_kwargs add_generation_prompt continue_final_message
     add_special_tokens model""".split()
 _BATCHES = msgspec.msgpack.Decoder(KVEventBatch)
@@ -28,27 +29,50 @@ class CachedPrefixes(Prefixes):
     """A server has the blocks that its events say. A piece is a block of tokens.
 
     Only the events of KV group 0 count, which keeps the most tokens. What a server has is unknown until it has told.
+    Each of a server's replicas has a stream of events, and blocks of its own.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, servers: Sequence[int]) -> None:
+        """servers: for each stream, the number of its server."""
         super().__init__()
+        self.servers = servers
+        self.last: list[tuple[int, bytes] | None] = [None] * len(servers)  # each stream's last batch, with its number
         self.block_size = 0  # unknown before the first event
         self._adapters: set[str] = set()
-        self._pieces: list[dict[BlockHash, int]] = [{} for _ in range(count)]  # by each server's own hashes
+        self._pieces: list[dict[BlockHash, int]] = [{} for _ in servers]  # of each stream, by its own hashes
 
-    def apply(self, server: int, batch: KVEventBatch) -> None:
+    def next(self, stream: int) -> int:
+        """The number of the batch that is expected."""
+        last = self.last[stream]
+        return last[0] + 1 if last else 0
+
+    def take(self, stream: int, number: int, data: bytes) -> None:
+        """Apply a batch, unless it was applied before. If it cannot be read, or some before it are missing, what is
+        known from the stream is forgotten."""
+        if number < self.next(stream):
+            return
+        if number > self.next(stream):
+            self.forget_stream(stream)
+        self.last[stream] = number, data
+        try:
+            self.apply(stream, _BATCHES.decode(data))
+        except ValueError as error:  # msgspec.DecodeError is one, too
+            _warn_unreadable(self.servers[stream], error)
+            self._clear(stream)
+
+    def apply(self, stream: int, batch: KVEventBatch) -> None:
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self.forget(server)
+                self._clear(stream)
             elif event.group_idx not in (None, 0):
                 continue
             elif isinstance(event, BlockRemoved):
-                self._remove(server, event)
+                self._remove(stream, event)
             elif event.block_size > 0:
-                self._store(server, event)
+                self._store(stream, event)
 
-    def _store(self, server: int, event: BlockStored) -> None:
-        known, size = self._pieces[server], event.block_size
+    def _store(self, stream: int, event: BlockStored) -> None:
+        known, size = self._pieces[stream], event.block_size
         self.block_size = self.block_size or size
         if event.parent_block_hash is None:
             extra = event.extra_keys[0] if event.extra_keys else None
@@ -61,19 +85,29 @@ class CachedPrefixes(Prefixes):
         for index, name in enumerate(event.block_hashes):
             piece = hash((piece, *event.token_ids[index * size : (index + 1) * size]))
             known[name] = piece
-            self._cores[piece] = self._cores.get(piece, 0) | 1 << server
+            self._cores[piece] = self._cores.get(piece, 0) | 1 << stream
 
-    def _remove(self, server: int, event: BlockRemoved) -> None:
+    def _remove(self, stream: int, event: BlockRemoved) -> None:
         for name in event.block_hashes:
-            if (piece := self._pieces[server].pop(name, None)) is not None:
-                self._lose(server, piece)
+            if (piece := self._pieces[stream].pop(name, None)) is not None:
+                self._lose(stream, piece)
 
-    def _lose(self, server: int, piece: int) -> None:
-        left = self._cores.get(piece, 0) & ~(1 << server)
+    def _lose(self, stream: int, piece: int) -> None:
+        left = self._cores.get(piece, 0) & ~(1 << stream)
         if left:
             self._cores[piece] = left
         else:
             self._cores.pop(piece, None)
+
+    def _clear(self, stream: int) -> None:
+        for piece in self._pieces[stream].values():
+            self._lose(stream, piece)
+        self._pieces[stream] = {}
+
+    def forget_stream(self, stream: int) -> None:
+        """Nothing is known, as before the first batch."""
+        self._clear(stream)
+        self.last[stream] = None
 
     # ---- what a Router asks
 
@@ -93,10 +127,15 @@ class CachedPrefixes(Prefixes):
     def add(self, pieces: Sequence[int], core: int) -> None:
         """Only events say what a server has."""
 
-    def forget(self, server: int) -> None:
-        for piece in self._pieces[server].values():
-            self._lose(server, piece)
-        self._pieces[server] = {}
+    def longest(self, pieces: Sequence[int], ready: list[int]) -> list[int]:
+        streams = super().longest(pieces, [stream for stream, server in enumerate(self.servers) if server in ready])
+        found = {self.servers[stream] for stream in streams}
+        return [server for server in ready if server in found]
+
+    def forget(self, core: int) -> None:
+        for stream, server in enumerate(self.servers):
+            if server == core:
+                self.forget_stream(stream)
 
 
 def _root(salt: str | None, adapter: str | None) -> int:
@@ -111,29 +150,85 @@ def _text(call: Call, name: str) -> str | None:
         return None
 
 
-async def listen(prefixes: CachedPrefixes, server: int, endpoints: Sequence[str]) -> None:
-    """Follow a server's events until the task is cancelled. Where some are missed, what is known of it is forgotten."""
+async def listen(prefixes: CachedPrefixes, stream: int, endpoint: str, replay: str | None = None) -> None:
+    """Follow a stream of events until the task is cancelled. replay: where to ask for what was missed."""
     socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
-    expected: dict[int | None, int] = {}  # the next number, by the server's replica
+    connections = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    poller = zmq.asyncio.Poller()
+    poller.register(connections, zmq.POLLIN)
+    poller.register(socket, zmq.POLLIN)
+    latest = -1  # the last number that came
     try:
-        for endpoint in endpoints:
-            socket.connect(endpoint)
+        socket.connect(endpoint)
         while True:
-            frames: list[bytes] = await socket.recv_multipart()
-            try:
-                _, sent, data = frames
-                batch = _BATCHES.decode(data)
-            except ValueError as error:  # msgspec.DecodeError is one, too
-                logger.warning("KV events of server %d cannot be read: %s", server, error_text(error))
+            if connections in dict(await poller.poll()):
+                await connections.recv_multipart()
+                if replay is not None:
+                    await _catch_up(prefixes, stream, replay)
                 continue
-            number, replica = int.from_bytes(sent, "big"), batch.data_parallel_rank
-            if number != expected.get(replica, number):
-                prefixes.forget(server)
-            expected[replica] = number + 1
-            prefixes.apply(server, batch)
+            try:
+                number, data = _numbered(await socket.recv_multipart())
+            except ValueError as error:
+                _warn_unreadable(prefixes.servers[stream], error)
+                continue
+            if number > prefixes.next(stream) or number <= latest:  # some were missed, or another core counts anew
+                await _catch_up(prefixes, stream, replay)
+            latest = number
+            prefixes.take(stream, number, data)
     finally:
+        connections.close(linger=0)
         socket.close(linger=0)
+
+
+async def _catch_up(prefixes: CachedPrefixes, stream: int, replay: str | None) -> None:
+    """Apply what was missed. If that is not to be had, what is known from the stream is forgotten."""
+    batches, last = [], prefixes.last[stream]
+    try:
+        if replay is not None:
+            # The last batch that is known is asked for, too: only the same core has the same one, with its time.
+            batches = await _replayed(replay, last[0] if last else 0)
+            first = batches[0] if batches else (-1, b"")
+            if last and first != last and first[0] != last[0] + 1:
+                prefixes.forget_stream(stream)
+                batches = await _replayed(replay, 0)
+    except (ValueError, OSError, zmq.ZMQError) as error:  # TimeoutError is an OSError
+        logger.warning(
+            "KV events of server %d cannot be replayed from %s: %s", prefixes.servers[stream], replay, error_text(error)
+        )
+        batches = []
+    if not batches:
+        prefixes.forget_stream(stream)
+    for number, data in batches:
+        prefixes.take(stream, number, data)
+        await asyncio.sleep(0)  # requests do not wait for all of them
+
+
+async def _replayed(endpoint: str, first: int) -> list[tuple[int, bytes]]:
+    """The batches from the number `first` on that the server still has. Raises ValueError, OSError or ZMQError."""
+    batches: list[tuple[int, bytes]] = []
+    with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
+        socket.linger, socket.rcvhwm = 0, 0  # without a limit here, the server need not drop answers
+        socket.connect(endpoint)
+        await socket.send_multipart([b"", first.to_bytes(8, "big")])
+        while True:
+            async with asyncio.timeout(_REPLAY_SECONDS):
+                frames: list[bytes] = await socket.recv_multipart()
+            await asyncio.sleep(0)  # answers that are there already do not give way to requests by themselves
+            if frames[1:2] == [END_OF_REPLAY]:
+                return batches
+            batches.append(_numbered(frames))
+
+
+def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
+    """The number and the batch of a message. Raises ValueError if it is none."""
+    if len(frames) != 3 or len(frames[1]) != 8:
+        raise ValueError(f"a message of {len(frames)} frames is not a topic, a number of 8 bytes and a batch")
+    return int.from_bytes(frames[1], "big"), frames[2]
+
+
+def _warn_unreadable(server: int, error: ValueError) -> None:
+    logger.warning("KV events of server %d cannot be read: %s", server, error_text(error))
 
 
 class Tokens:

@@ -42,7 +42,8 @@ class RouteConfig:
     backend: the servers' URLs. session_header, session_field: the header and the field of the body that name a
     session. max_connections: to each server. prefill: servers that only compute prompts, as PrefillServer.read takes
     them. prefill_min_bytes: of the bodies whose prompts they compute. kv_events: for each backend, the ZeroMQ addresses
-    of its KV events, separated by commas. Times are in seconds.
+    of its KV events, separated by commas. kv_events_replay: where each of those streams is replayed, written likewise.
+    Times are in seconds.
     """
 
     backend: tuple[str, ...]
@@ -50,6 +51,7 @@ class RouteConfig:
     prefill_min_bytes: int = 1024
     policy: Policy = "least-loaded"
     kv_events: tuple[str, ...] = ()
+    kv_events_replay: tuple[str, ...] = ()
     session_header: str | None = None
     session_field: str | None = None
     max_retries: int = 1
@@ -68,11 +70,16 @@ class RouteConfig:
         object.__setattr__(self, "backend", tuple(_base_url("backend", url) for url in self.backend))
         object.__setattr__(self, "prefill", tuple(self.prefill))
         object.__setattr__(self, "kv_events", tuple(self.kv_events))
+        object.__setattr__(self, "kv_events_replay", tuple(self.kv_events_replay))
         if (self.policy == "cached") != bool(self.kv_events) or len(self.kv_events) not in (0, len(self.backend)):
             raise ConfigError("policy=cached needs kv_events, with an address for each backend, in their order")
-        for endpoint in ",".join(self.kv_events).split(",") if self.kv_events else ():
-            if not is_endpoint(endpoint):
-                raise ConfigError(f"kv_events must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
+        streams, replays = ([text.count(",") for text in texts] for texts in (self.kv_events, self.kv_events_replay))
+        if replays and replays != streams:
+            raise ConfigError("kv_events_replay needs an address for each one of kv_events, in their order")
+        for name in ("kv_events", "kv_events_replay"):
+            for endpoint in ",".join(getattr(self, name)).split(",") if getattr(self, name) else ():
+                if not is_endpoint(endpoint):
+                    raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, got {endpoint!r}")
         if not self.backend:
             raise ConfigError("backend must name at least one server, such as http://127.0.0.1:8001")
         urls = [*self.backend, *(server.url for server in self.prefill_servers)]
@@ -80,6 +87,13 @@ class RouteConfig:
             if url in urls[:number]:
                 names = "backend names" if number < len(self.backend) else "prefill and backend name"
                 raise ConfigError(f"{names} a server twice: {url}")
+
+    @property
+    def streams(self) -> list[tuple[int, str, str | None]]:
+        """For each stream of KV events: its server's number, its address, and where it is replayed."""
+        found = [(i, endpoint) for i, endpoints in enumerate(self.kv_events) for endpoint in endpoints.split(",")]
+        replays = ",".join(self.kv_events_replay).split(",") if self.kv_events_replay else [None] * len(found)
+        return [(*stream, replay) for stream, replay in zip(found, replays, strict=True)]
 
     @property
     def prefill_servers(self) -> tuple[PrefillServer, ...]:

@@ -44,6 +44,11 @@ def add_route_flags(parser: argparse.ArgumentParser) -> None:
         help="for --policy cached: the KV events of each server of --backend, in their order, such as "
         "tcp://10.0.0.5:5557; those of several replicas are separated by commas",
     )  # fmt: skip
+    choice.add_argument(
+        "--kv-events-replay", metavar="ENDPOINT", nargs="+", action="extend", default=[],
+        help="for --policy cached: the replay_endpoint of each address of --kv-events, written likewise, where the "
+        "proxy asks for events that it has missed",
+    )  # fmt: skip
     _add(
         choice, "session_header", str,
         "header that names a session, such as X-Session-ID: its requests go to the same server, whatever the policy",

@@ -33,7 +33,7 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
     if config.policy == "cached":
         from quire_route.cached import CachedPrefixes, Tokens, listen
 
-        cached = CachedPrefixes(len(config.backend))
+        cached = CachedPrefixes([server for server, *_ in config.streams])
     fleet = Fleet(config, metrics, cached=cached)
     prefill_fleet = Fleet(config, metrics, "prefill") if config.prefill else None
     bodies = Bodies(server_config.max_body_bytes, server_config.max_total_body_bytes)
@@ -44,8 +44,8 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
         await asyncio.gather(*(check.start() for check in checks))
         listeners = []
         if cached is not None:
-            events = [endpoints.split(",") for endpoints in config.kv_events]
-            listeners = [asyncio.create_task(listen(cached, i, found)) for i, found in enumerate(events)]
+            streams = [listen(cached, i, endpoint, replay) for i, (_, endpoint, replay) in enumerate(config.streams)]
+            listeners = [asyncio.create_task(stream) for stream in streams]
         try:
             prefills = None if prefill_fleet is None else Prefills(config, client, prefill_fleet)
             tokens = None if cached is None else Tokens(client, fleet)

@@ -12,12 +12,18 @@ from quire.config import ConfigError
 from quire.kvcache.block_pool import HashedTokens
 from quire.kvcache.specs import KVCacheSpec, LatentSpec, SlidingWindowSpec
 from quire.messages.errors import error_text
-from quire.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from quire.messages.kv_events import (
+    END_OF_REPLAY,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+)
 from quire.metrics.logging import logger
 from quire.options.kv_events import KVEventOptions, of_rank
 
 MEDIUM = "GPU"
-END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _END = b""  # tells the publishing thread to end
 
 

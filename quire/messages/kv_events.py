@@ -7,6 +7,7 @@ bytes.
 import msgspec
 
 BlockHash = int | bytes
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)  # the number behind the last batch of a replay
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):

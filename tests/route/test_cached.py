@@ -22,6 +22,7 @@ from support.server_process import Server
 
 PATH = "/v1/chat/completions"
 SIZE = 4
+CACHED: dict[str, Any] = {"policy": "cached", "kv_events": ("tcp://a:1",)}
 TEXT = "Once upon a time there was a fox who lived near a river and told stories to everyone. " * 6
 
 
@@ -41,7 +42,7 @@ def best(index: CachedPrefixes, request: Call, servers: int = 3) -> list[int]:
 
 
 def test_the_longest_prefix_counts_and_salts_and_adapters_are_apart():
-    index = CachedPrefixes(3)
+    index = CachedPrefixes(range(3))
     text = list(range(20))
     index.apply(0, KVEventBatch(0.0, [stored([1], None, text[:4])]))
     index.apply(1, KVEventBatch(0.0, [stored([b"a", b"b"], None, text[:8]), stored([b"c"], b"b", text[8:12])]))
@@ -65,7 +66,7 @@ def test_the_longest_prefix_counts_and_salts_and_adapters_are_apart():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_events_against_sets_of_prefixes(seed):
-    dice, index = random.Random(seed), CachedPrefixes(3)
+    dice, index = random.Random(seed), CachedPrefixes(range(3))
     has: list[dict[int, tuple[int, ...]]] = [{} for _ in range(3)]
     for number in range(400):
         server = dice.randrange(3)
@@ -97,11 +98,24 @@ def test_random_events_against_sets_of_prefixes(seed):
         ({"kv_events": ("tcp://a:1",)}, "an address for each backend"),
         ({"policy": "cached", "kv_events": ("tcp://a:1", "tcp://a:2")}, "an address for each backend"),
         ({"policy": "cached", "kv_events": ("tcp://a:1,a:2",)}, "kv_events must be tcp://HOST:PORT .*, got 'a:2'"),
+        ({"kv_events_replay": ("tcp://a:1",)}, "kv_events_replay needs an address for each one of kv_events"),
+        ({**CACHED, "kv_events_replay": ("tcp://a:2", "tcp://a:3")}, "kv_events_replay needs an address for each one"),
+        ({**CACHED, "kv_events_replay": ("tcp://a:2,tcp://a:3",)}, "kv_events_replay needs an address for each one"),
+        ({**CACHED, "kv_events_replay": ("a:2",)}, "kv_events_replay must be tcp://HOST:PORT .*, got 'a:2'"),
     ],
 )
 def test_addresses_and_servers_must_fit(options, message):
     with pytest.raises(ConfigError, match=message):
         RouteConfig(backend=("http://127.0.0.1:8001",), **options)
+
+
+def test_streams_have_the_numbers_of_their_servers_and_their_own_replay():
+    options: dict[str, Any] = {"backend": ("http://a:1", "http://b:1"), "policy": "cached"}
+    events, replays = ("tcp://a:2,tcp://a:3", "ipc://b"), ("tcp://a:4,tcp://a:5", "ipc://c")
+    streams = RouteConfig(**options, kv_events=events, kv_events_replay=replays).streams
+    assert streams == [(0, "tcp://a:2", "tcp://a:4"), (0, "tcp://a:3", "tcp://a:5"), (1, "ipc://b", "ipc://c")]
+    streams = RouteConfig(**options, kv_events=events).streams
+    assert streams == [(0, "tcp://a:2", None), (0, "tcp://a:3", None), (1, "ipc://b", None)]
 
 
 def free_port() -> int:
@@ -111,16 +125,18 @@ def free_port() -> int:
 
 @pytest.mark.slow
 def test_real_servers_get_what_they_have_cached():
-    ports = [free_port(), free_port()]
+    ports = [free_port() for _ in range(4)]
 
-    def server(port: int) -> Server:
-        events = {"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}"}
+    def server(port: int, replay_port: int) -> Server:
+        addresses = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay_port}"}
+        events = {"enable_kv_cache_events": True, **addresses}
         return Server("--max-model-len", "1024", "--num-gpu-blocks-override", "300", "--served-model-name", "small",
                       "--kv-events-config", json.dumps(events))  # fmt: skip
 
-    with server(ports[0]) as one, server(ports[1]) as two:
+    with server(*ports[::2]) as one, server(*ports[1::2]) as two:
         endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
-        with Proxy(one.url, two.url, options=("--policy", "cached", "--kv-events", *endpoints)) as proxy:
+        options = ("--policy", "cached", "--kv-events", *endpoints[:2])
+        with Proxy(one.url, two.url, options=options) as proxy:
             proxy.wait_for_backends(2)
             for own, other in ((one, two), (two, one)):
                 chat = heard_of(proxy, own)
@@ -130,19 +146,35 @@ def test_real_servers_get_what_they_have_cached():
                     assert proxy.post(PATH, {"model": "small", "messages": turn, "max_tokens": 1}).status == 200
                 assert own.metric("prefix_cache_hits_total") > before + 6 * 80
                 assert other.metric("prompt_tokens_total") == others
+        earlier = [(*pair, begin_chat(pair[0], number)) for number in range(1, 5) for pair in ((one, two), (two, one))]
+        with Proxy(one.url, two.url, options=(*options, "--kv-events-replay", *endpoints[2:])) as proxy:
+            proxy.wait_for_backends(2)
+            time.sleep(1)  # it asks the servers as soon as it has connections to them
+            for own, other, body in earlier:
+                before, others = own.metric("prefix_cache_hits_total"), other.metric("prompt_tokens_total")
+                assert proxy.post(PATH, body).status == 200
+                assert own.metric("prefix_cache_hits_total") > before + 80
+                assert other.metric("prompt_tokens_total") == others
+
+
+def begin_chat(server: Server, number: int) -> dict[str, Any]:
+    """The body of a request that was sent to the server itself."""
+    chat = [{"role": "user", "content": f"{server.url} {number}: {TEXT}"}]
+    body = {"model": "small", "messages": chat, "max_tokens": 1}
+    content = json.dumps(body).encode()
+    assert request(server.url, "POST", PATH, content, Content_Type="application/json").status == 200
+    return body
 
 
 def heard_of(proxy: Proxy, server: Server) -> list[dict[str, str]]:
     """A chat that was sent to the server itself, and of which its events have told the proxy. Subscriptions may begin
-    late, so several are tried."""
+    late, so several are tried. Without events, one of two requests would go to the other server."""
     for number in range(20):
-        chat = [{"role": "user", "content": f"{server.url} {number}: {TEXT}"}]
-        body = {"model": "small", "messages": chat, "max_tokens": 1}
-        content = json.dumps(body).encode()
-        assert request(server.url, "POST", PATH, content, Content_Type="application/json").status == 200
+        body = begin_chat(server, -number)
         time.sleep(0.2)
         before = server.metric("prefix_cache_hits_total")
-        assert proxy.post(PATH, body).status == 200
-        if server.metric("prefix_cache_hits_total") > before + 80:
-            return chat
+        for _ in range(2):
+            assert proxy.post(PATH, body).status == 200
+        if server.metric("prefix_cache_hits_total") > before + 2 * 80:
+            return list(body["messages"])
     raise AssertionError("the events of the server do not come")
