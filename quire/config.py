@@ -285,6 +285,7 @@ class ServerConfig:
     enable_force_include_usage: bool = False
     return_tokens_as_token_ids: bool = False
     disable_fastapi_docs: bool = False
+    disable_ui: bool = False
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = "warning"
     max_waiting_requests: int | None = None
     request_timeout: float | None = None

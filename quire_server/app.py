@@ -12,6 +12,8 @@ from quire.config import ConfigError, ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.frontend import chosen_parser
 from quire.metrics.logging import logger
+from quire_page import routes as page
+from quire_page.live import Live
 from quire_parsing.formats import TOOLS
 from quire_server import (
     admin_routes,
@@ -75,11 +77,15 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         app.include_router(router, dependencies=bearer)
         routes += router.routes
     app.include_router(admin_routes.router)
+    if not config.disable_ui:
+        app.state.live = Live(llm, lambda: bool(app.state.draining))
+        app.include_router(page.router)
+        routes += page.router.routes
     add_error_handlers(app)
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, limit=config.max_body_bytes, total_limit=config.max_total_body_bytes)
     if config.api_key:
-        app.add_middleware(ApiKeys, keys=config.api_key)
+        app.add_middleware(ApiKeys, keys=config.api_key, open_paths=() if config.disable_ui else page.OPEN_PATHS)
     if config.allowed_origins:
         allowed: Any = {
             f"allow_{kind}": getattr(config, f"allowed_{kind}") for kind in ("origins", "methods", "headers")

@@ -54,10 +54,10 @@ def given_key(scope: Scope) -> bytes:
 
 
 class ApiKeys:
-    """Answers 401 to requests without one of the keys, except under OPEN_PATHS."""
+    """Answers 401 to requests without one of the keys, except under OPEN_PATHS and other open paths."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app, self.keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str] = ()) -> None:
+        self.app, self.keys, self.open_paths = app, [key.encode() for key in keys], {*OPEN_PATHS, *open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._may_pass(scope):
@@ -69,7 +69,7 @@ class ApiKeys:
         await error_response(error, scope)(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if path_in(scope) in OPEN_PATHS:
+        if path_in(scope) in self.open_paths:
             return True
         given = given_key(scope)
         # All keys are compared, each in constant time, so that the time tells nothing about a guess.

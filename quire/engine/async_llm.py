@@ -20,6 +20,7 @@ from quire.messages.changes import (
     Command,
     JoinGroup,
     LeaveGroup,
+    Look,
     Pause,
     PauseMode,
     PinPrefix,
@@ -360,6 +361,10 @@ class AsyncLLM:
             task = asyncio.create_task(pin(), name="pin prefixes")
             self._pinning.add(task)
             task.add_done_callback(self._pinning.discard)
+
+    async def look(self, viewer: str) -> list[bytes]:
+        """What each core does, in JSON, see quire_page. viewer: who asks. Raises EngineDeadError."""
+        return await self.client.carry_out(Look(viewer))
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine has failed for good."""

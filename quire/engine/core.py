@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.engine.pause import PauseGate
 from quire.engine.wake_up import WakeUp as WakeUpFlag
@@ -101,6 +102,7 @@ class EngineCore:
             gate.connect(self._wake)
         if lockstep is not None:
             lockstep.connect(self._wake)
+        self._observer: Any = None
         self._cause_of_death: BaseException | None = None
         self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
 
@@ -351,6 +353,13 @@ class EngineCore:
         if ran:
             self._pause.open()
         return outputs
+
+    def look(self, viewer: str) -> bytes:
+        """See Look. Nothing is recorded before the first look."""
+        if self._observer is None:
+            self._observer = import_module("quire_page.observer").Observer(self)
+        answer: bytes = self._observer.look(viewer)
+        return answer
 
     def reset_prefix_cache(self, external: bool = False) -> None:
         """Forget all cached prefixes. Pinned ones lose their hold, until they are computed and pinned again. external:

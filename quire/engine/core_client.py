@@ -21,7 +21,7 @@ from quire.engine.core import EngineDeadError
 from quire.engine.cores import Cores
 from quire.engine.router import Router, token_pieces
 from quire.messages import engine as messages
-from quire.messages.changes import Command, TrainerOrder
+from quire.messages.changes import Command, Look, TrainerOrder
 from quire.messages.engine import (
     CoreDied,
     CoreEvent,
@@ -139,7 +139,8 @@ class CoreClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self.standing: dict[str, tuple[Command, ...]] = {}  # what a core is told that replaces a lost one, by subject
         self._num_asked = 0
-        self._asked: dict[int, tuple[int, asyncio.Future[str | None]]] = {}  # commands: the core, and its answer
+        # Commands: the core, and its answer.
+        self._asked: dict[int, tuple[int, asyncio.Future[messages.CarriedOut]]] = {}
         self.on_replaced: Callable[[int], None] = lambda core: None  # is told when a core replaces a lost one
         self.ready: list[int] = []  # the numbers of the cores that take orders
         self.restarts = 0
@@ -173,21 +174,22 @@ class CoreClient:
         for core in self.ready:  # a new core's cache is empty
             self._order(core, messages.ResetPrefixCache(external))
 
-    async def carry_out(self, *commands: Command | TrainerOrder) -> None:
-        """Have all cores that are ready carry out commands. Raises ValueError if one cannot."""
+    async def carry_out(self, *commands: Command | TrainerOrder | Look) -> list[bytes]:
+        """Have all cores that are ready carry out commands. Returns their answers. Raises ValueError if one cannot."""
         self.check()
-        problems = await asyncio.gather(*(self._ask(core, command) for command in commands for core in self.ready))
-        if found := next(filter(None, problems), None):
-            raise ValueError(found)
+        ended = await asyncio.gather(*(self._ask(core, command) for command in commands for core in self.ready))
+        if problem := next((done.problem for done in ended if done.problem), None):
+            raise ValueError(problem)
+        return [done.answer for done in ended]
 
     async def carry_out_at(self, core: int, command: Command | TrainerOrder) -> None:
         """Have one core carry out a command. Raises ValueError if it cannot."""
-        if problem := await self._ask(core, command):
+        if problem := (await self._ask(core, command)).problem:
             raise ValueError(problem)
 
-    def _ask(self, core: int, command: Command | TrainerOrder) -> asyncio.Future[str | None]:
-        """Send a command. The result says what is wrong with it, if something is."""
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+    def _ask(self, core: int, command: Command | TrainerOrder | Look) -> asyncio.Future[messages.CarriedOut]:
+        """Send a command."""
+        answer: asyncio.Future[messages.CarriedOut] = asyncio.get_running_loop().create_future()
         number = self._num_asked = self._num_asked + 1
         self._asked[number] = core, answer
         self._order(core, messages.CarryOut(number, command))
@@ -324,7 +326,7 @@ class CoreClient:
         for asked, (core_of, answer) in list(self._asked.items()):
             if core_of == number:  # the core that replaces it is told what stands
                 del self._asked[asked]
-                answer.set_result(None)
+                answer.set_result(messages.CarriedOut(asked))
         self._router.forget(number)
         connection, core.connection = core.connection, None
         if connection is not None:
@@ -393,7 +395,7 @@ class CoreClient:
             self._pass_on(number, report)
             for done in report.carried_out:
                 if done.number in self._asked:
-                    self._asked.pop(done.number)[1].set_result(done.problem)
+                    self._asked.pop(done.number)[1].set_result(done)
                 elif done.problem is not None:
                     logger.error("Engine core %d was told again what stands: %s", self.first + number, done.problem)
 

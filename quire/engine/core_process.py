@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.core import EngineCore, EngineDeadError
 from quire.kvcache.tiers import MEMORY_VARIABLE
 from quire.messages import engine as messages
-from quire.messages.changes import Pause, TrainerOrder
+from quire.messages.changes import Look, Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, logger
@@ -216,6 +216,11 @@ class _Clients:
         done = messages.CarriedOut(order.number)
         if isinstance(order.command, TrainerOrder):
             self._exchanging.append((self._core.exchange(order.command), client, done))
+            return
+        if isinstance(order.command, Look):
+            done.answer = self._core.look(order.command.viewer)
+            self._carried_out[client].append(done)
+            self.report([])
             return
         try:
             outputs = self._core.carry_out(order.command)

@@ -40,6 +40,13 @@ class UnpinPrefix(msgspec.Struct, array_like=True, tag=True):
     id: str
 
 
+class Look(msgspec.Struct, array_like=True, tag=True):
+    """Say what the engine does, for people who watch it. The answer is JSON. viewer: who looks; what has happened since
+    it looked last is told once."""
+
+    viewer: str
+
+
 class Sleep(msgspec.Struct, array_like=True, tag=True):
     """Give back the memory of the KV cache, and that of the weights: at level 1 their values move to the host's memory
     (where they stay on a CPU), at level 2 they are dropped."""

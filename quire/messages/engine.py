@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from quire.messages.changes import Command, TrainerOrder
+from quire.messages.changes import Command, Look, TrainerOrder
 from quire.messages.lora import Adapter
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ class CarryOut(msgspec.Struct, array_like=True, tag=True):
     """Carry out a command. number: of the client's own choice, for the answer."""
 
     number: int
-    command: Command | TrainerOrder
+    command: Command | TrainerOrder | Look
 
 
 class Shutdown(msgspec.Struct, array_like=True, tag=True):
@@ -159,10 +159,11 @@ class CoreStats(msgspec.Struct, array_like=True):
 
 
 class CarriedOut(msgspec.Struct, array_like=True):
-    """A command has been carried out, or cannot be, for the given reason."""
+    """A command has been carried out, or cannot be, for the given reason. answer: of a command that asks something."""
 
     number: int
     problem: str | None = None
+    answer: bytes = b""
 
 
 class StepOutputs(msgspec.Struct, array_like=True):

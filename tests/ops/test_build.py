@@ -243,6 +243,7 @@ print(open("/proc/self/maps").read())
     assert len([path for path in mapped if re.search(r"lib(g|i|)omp", Path(path).name)]) == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.parametrize("name", ["avx512", "avx2"])

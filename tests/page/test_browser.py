@@ -1,0 +1,267 @@
+"""The page in a real browser: Chromium without a window, driven by Playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.server import Host, Service, eventually
+
+sync_api = pytest.importorskip("playwright.sync_api")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here"),
+    pytest.mark.xdist_group("browser"),
+]
+TEXT = "Once upon a time there was a fox who lived near a river. "
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    host = Host(dtype="float32", max_num_seqs=8, num_gpu_blocks_override=300)
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def server(host: Host) -> Service:
+    return host.serve()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Service) -> Iterator[Any]:
+    """A new visitor's page. Any error that the browser reports fails the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    page, problems = context.new_page(), list[str]()
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.goto(server.url)
+    until(page, "document.querySelector('#status').textContent")
+    yield page
+    context.close()
+    allowed = ("status of 400", "status of 401")
+    assert [text for text in problems if not any(part in text for part in allowed)] == []
+
+
+def until(page: Any, expression: str) -> None:
+    """Playwright's own wait_for_function is forbidden by the page's Content-Security-Policy."""
+    eventually(lambda: page.evaluate(expression), 20)
+
+
+def ask(page: Any, text: str, **fields: str) -> Any:
+    """The answer, when it has ended."""
+    for name, value in fields.items():
+        if name in ("schema", "tools", "more"):
+            page.locator(f"details:has([name={name}])").evaluate("element => { element.open = true }")
+        page.fill(f"[name={name}]", value)
+    before = page.locator(".message.assistant").count()
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    answer = page.locator(".message.assistant").nth(before)
+    answer.locator(".facts, .problem").first.wait_for()
+    return answer
+
+
+@contextlib.contextmanager
+def load(server: Service, count: int = 6) -> Iterator[None]:
+    """Some requests at all times."""
+    ends = threading.Event()
+
+    def work(number: int) -> None:
+        while not ends.is_set():
+            server.complete(TEXT * (1 + number * 3 % 7), max_tokens=80, ignore_eos=True, seed=number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_an_answer_is_streamed_with_the_likelihood_of_its_tokens(page: Any, server: Service):
+    answer = ask(page, "Tell me a story.", max_tokens="40", temperature="0")
+    expected = server.chat("Tell me a story.", max_tokens=40, temperature=0)
+    text = answer.locator(".text").first.text_content()
+    assert text == expected["choices"][0]["message"]["content"]
+    assert answer.locator(".token").count() == expected["usage"]["completion_tokens"]
+    facts = answer.locator(".facts").text_content()
+    assert re.search(r"first token after .* tokens a second .* tokens of prompt.* of answer", facts)
+    answer.locator(".token").nth(3).click()
+    table = answer.locator(".choices")
+    assert "Token 4 of" in table.text_content()
+    assert table.locator("tbody tr").count() >= 5
+    assert table.locator("tr.chosen").count() == 1
+    answer.locator(".text[tabindex]").focus()
+    page.keyboard.press("ArrowRight")
+    assert "Token 5 of" in answer.locator(".choices").text_content()
+    again = ask(page, "And then?")
+    assert again.locator(".text").first.text_content()
+    assert page.locator(".message").count() == 4
+
+
+def test_an_answer_can_be_stopped(page: Any, host: Host):
+    page.fill("[name=max_tokens]", "1500")
+    page.locator("details:has([name=more])").evaluate("element => { element.open = true }")
+    page.fill("[name=more]", '{"ignore_eos": true}')
+    page.fill("#prompt", "Tell me a very long story.")
+    page.press("#prompt", "Enter")
+    until(page, "document.querySelectorAll('.token').length > 5")
+    page.click("#stop")
+    page.locator(".message.assistant .facts").wait_for()
+    assert "stopped" in page.locator(".message.assistant .facts").text_content()
+    assert page.is_enabled("#send")
+    eventually(lambda: host.is_idle)
+
+
+def test_a_schema_is_followed(page: Any):
+    schema = {
+        "type": "object", "properties": {"animal": {"enum": ["fox", "crow"]}}, "required": ["animal"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    answer = ask(page, "Which animal?", schema=json.dumps(schema), max_tokens="60")
+    assert json.loads(answer.locator(".text").first.text_content())["animal"] in ("fox", "crow")
+
+
+def test_errors_are_shown_and_name_the_field(page: Any):
+    answer = ask(page, "Hello", temperature="-3")
+    assert "temperature" in answer.locator(".problem").text_content()
+    page.fill("[name=temperature]", "")
+    page.locator("details:has([name=schema])").evaluate("element => { element.open = true }")
+    page.fill("[name=schema]", "{nothing")
+    page.fill("#prompt", "Hello")
+    page.press("#prompt", "Enter")
+    page.locator("#messages > .problem").wait_for()
+    assert "The JSON schema is not valid JSON" in page.locator("#messages > .problem").text_content()
+    assert page.input_value("#prompt") == "Hello", "what was typed is kept"
+
+
+def test_a_request_can_be_copied_and_runs(page: Any, server: Service, browser: Any, tmp_path):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.fill("[name=max_tokens]", "5")
+    page.fill("[name=temperature]", "0")
+    page.fill("#prompt", "It's a fox.")
+    page.click("#copy-python")
+    until(page, "document.querySelector('#copy-python').textContent === 'Copied'")
+    code = page.evaluate("navigator.clipboard.readText()")
+    assert "client.chat.completions.create(" in code
+    compile(code, "copied", "exec")
+    page.click("#copy-curl")
+    until(page, "document.querySelector('#copy-curl').textContent === 'Copied'")
+    command = page.evaluate("navigator.clipboard.readText()")
+    if shutil.which("curl"):
+        done = subprocess.run(["sh", "-c", command.replace("curl ", "curl -s ", 1)], capture_output=True, check=True)
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] <= 5
+
+
+def test_the_map_changes_under_load(page: Any, server: Service):
+    page.click("#tab-engine")
+    page.locator(".core canvas").first.wait_for()
+    picture = "document.querySelector('.core canvas').toDataURL()"
+    eventually(lambda: "0 of 299 blocks" in page.locator(".core .facts").first.text_content())
+    before = page.evaluate(picture)
+    with load(server):
+        until(page, "document.querySelectorAll('.requests tbody tr').length > 3")
+        eventually(lambda: page.evaluate(picture) != before)
+        until(page, "/[1-9]/.test(document.querySelector('.numbers dd').textContent)")
+        box = page.locator(".core canvas").first.bounding_box()
+        page.mouse.move(box["x"] + 4, box["y"] + 4)
+        page.locator("#tip:not([hidden])").wait_for()
+        assert page.locator("#tip").text_content().startswith("Block 1: ")
+    page.locator(".hint").first.hover()
+    assert "What this replica does now" in page.locator("#tip").text_content()
+
+
+def test_nothing_is_asked_of_the_engine_while_the_tab_is_hidden(page: Any, server: Service):
+    live = server.app.state.live
+    assert not live._viewers
+    page.click("#tab-engine")
+    eventually(lambda: live._viewers)
+    page.click("#tab-playground")
+    eventually(lambda: not live._viewers)
+
+
+def test_a_narrow_window_and_the_dark(page: Any, server: Service):
+    ask(page, "Hi", max_tokens="10")
+    page.set_viewport_size({"width": 360, "height": 740})
+    for tab in ("#tab-playground", "#tab-engine", "#tab-learn"):
+        page.click(tab)
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at the side"
+    light = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != light
+    page.reload()
+    assert page.evaluate("document.documentElement.classList.contains('dark')"), "the choice is kept"
+
+
+def test_recorded_runs_are_played(page: Any):
+    page.click("#tab-learn")
+    page.locator("#blocks li").first.wait_for()
+    for name, words in (
+        ("batching", "computes its whole prompt"), ("chunks", "a chunk of its prompt"),
+        ("sharing", "are there already, in blocks that can be found"),
+        ("preemption", "gives back its blocks and waits"), ("speculation", "All of them are what the model says"),
+    ):  # fmt: skip
+        page.select_option("#run", name)
+        assert page.locator("#place").text_content().startswith("step 1 of ")
+        told = [page.locator("#story").text_content()]
+        while page.is_enabled("#next"):
+            page.click("#next")
+            told.append(page.locator("#story").text_content())
+        assert any(words in text for text in told), name
+    page.click("#play")
+    until(page, "document.querySelector('#place').textContent.startsWith('step 2 of ')")
+    page.click("#play")
+
+
+def test_tabs_work_with_the_keyboard(page: Any):
+    page.focus("#tab-playground")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#engine").is_visible()
+    assert page.evaluate("document.activeElement.id") == "tab-engine"
+
+
+def test_the_key_is_asked_for(host: Host, browser: Any):
+    server = host.serve(api_key=["secret"])
+    page = browser.new_page()
+    page.goto(server.url)
+    page.locator("#key-form").wait_for()
+    page.fill("#key", "secret")
+    page.press("#key", "Enter")
+    until(page, "document.querySelector('#status').textContent")
+    assert ask(page, "Hi", max_tokens="5").locator(".text").first.text_content()
+    page.close()
+
+
+def test_axe_finds_nothing(page: Any, server: Service):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    ask(page, "Hi", max_tokens="20").locator(".token").first.click()
+    with load(server, 2):
+        for tab in ("#tab-playground", "#tab-engine", "#tab-learn"):
+            page.click(tab)
+            for _ in range(2):
+                page.click("#theme")
+                page.wait_for_timeout(500)
+                results = axe.run(page)
+                assert results.violations_count == 0, results.generate_report()
