@@ -10,7 +10,7 @@ from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
-from quire_cli import bench, chat, compile, generate, route, run_batch, serve
+from quire_cli import bench, chat, compile, doctor, generate, route, run_batch, serve
 from quire_cli.errors import with_flags
 from quire_cli.parser import Parser
 
@@ -19,7 +19,7 @@ from quire_cli.parser import Parser
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
-_COMMANDS = (serve, route, generate, chat, run_batch, bench, compile)
+_COMMANDS = (serve, route, generate, chat, run_batch, bench, compile, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

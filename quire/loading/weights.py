@@ -91,7 +91,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         self._readers = ThreadPoolExecutor(torch.get_num_threads(), "quire-reader")
         self.names: dict[str, tuple[Path, int]] = {}  # the file, and the offset of the tensor's bytes in it
-        for file in _files(directory, "model.safetensors", "*.safetensors"):
+        for file in weight_files(directory, "model.safetensors", "*.safetensors"):
             try:
                 with safe_open(file, framework="pt"):  # checks the header
                     self.names.update((name, (file, begin)) for name, begin in _places(file))
@@ -183,7 +183,7 @@ def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
     return parts
 
 
-def _files(directory: Path, single: str, pattern: str) -> list[Path]:
+def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
     """The files that the index lists. Without an index: the file `single`, or else all files that match the pattern."""
     index = read_json(directory, f"{single}.index.json").get("weight_map")
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
@@ -196,13 +196,13 @@ def _files(directory: Path, single: str, pattern: str) -> list[Path]:
 
 
 def _torch_files(directory: Path) -> list[Path]:
-    found = _files(directory, "pytorch_model.bin", "pytorch_model*.bin")
+    found = weight_files(directory, "pytorch_model.bin", "pytorch_model*.bin")
     return found or list(directory.glob("medusa_lm_head.pt"))  # the heads of FasterDecoding/medusa-*
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
     """Open the *.safetensors files or, if there are none, torch's files. Raises ModelNotFoundError or WeightError."""
-    if _files(directory, "model.safetensors", "*.safetensors"):
+    if weight_files(directory, "model.safetensors", "*.safetensors"):
         return SafetensorsCheckpoint(directory)
     if _torch_files(directory):
         return TorchCheckpoint(directory)

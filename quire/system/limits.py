@@ -32,6 +32,15 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return min(free, default=None)
 
 
+def free_on_host() -> int:
+    """Free bytes of the machine, or of this process's cgroup if it has fewer."""
+    import psutil  # imported here, since an engine on a GPU does not need it
+
+    available: int = psutil.virtual_memory().available
+    allowed = free_memory()
+    return available if allowed is None else min(available, allowed)
+
+
 def processors(root: Path = Path("/")) -> int:
     """Processors that may run this process at once, by its affinity (which includes cpusets) and the cgroups' quotas.
 

@@ -183,7 +183,7 @@ def test_a_process_without_a_compiler_loads_what_another_compiled(small_sources,
 
 def test_the_fingerprint_of_a_fixed_instruction_set_is_the_same_on_every_processor(monkeypatch):
     native, avx2 = (build._fingerprint([flag]) for flag in ("-march=native", "-march=x86-64-v3"))
-    monkeypatch.setattr(build, "_cpu_features", lambda: "flags : another processor")
+    monkeypatch.setattr(build, "cpu_features", lambda: "flags : another processor")
     assert build._fingerprint(["-march=native"]) != native
     assert build._fingerprint(["-march=x86-64-v3"]) == avx2
 
@@ -201,7 +201,7 @@ def test_a_start_takes_what_was_compiled_for_a_processor_like_this_one(
     features = {name: f"flags : {' '.join(sorted(build.INSTRUCTION_SETS[name][1]))}" for name in build.INSTRUCTION_SETS}
     for processor, is_enough in (("avx2", True), ("avx512-bf16", False)):
         build.library.cache_clear()
-        monkeypatch.setattr(build, "_cpu_features", lambda processor=processor: features[processor])
+        monkeypatch.setattr(build, "cpu_features", lambda processor=processor: features[processor])
         loaded = build.library()
         assert loaded is not None
         assert (loaded.path == paths["avx2"]) == is_enough  # else a better one is compiled
@@ -220,7 +220,7 @@ def test_the_sources_use_no_other_features_of_processors_than_the_build_knows():
         for source in [*build.SOURCES.glob("*.cpp"), *build.SOURCES.glob("*.h")]
         for macro in re.findall(r"__(AVX\w*|AMX\w*|FMA\w*|BMI\w*|F16C)__", source.read_text())
     }
-    assert {macro.lower() for macro in macros} == {name.replace("_", "") for name in build._USED_FEATURES}
+    assert {macro.lower() for macro in macros} == {name.replace("_", "") for name in build.USED_FEATURES}
 
 
 @needs_compiler
@@ -249,7 +249,7 @@ print(open("/proc/self/maps").read())
 @pytest.mark.parametrize("name", ["avx512", "avx2"])
 def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name):
     flag, needed = build.INSTRUCTION_SETS[name]
-    if needed - set(build._cpu_features().split()):
+    if needed - set(build.cpu_features().split()):
         pytest.skip("this processor is a lesser one itself")
     torch.manual_seed(0)
     library = build.load(tmp_path, [*build.FLAGS, "-O1", flag])
@@ -293,6 +293,6 @@ print(build.library().path.name, *made.outputs[0].token_ids)
     ]
     assert said[0][0] != said[1][0]
     assert said[0][1:] == said[1][1:]
-    monkeypatch.setattr(build, "_cpu_features", lambda: "flags : sse4_2 avx fma bmi2 f16c")
+    monkeypatch.setattr(build, "cpu_features", lambda: "flags : sse4_2 avx fma bmi2 f16c")
     with pytest.raises(ValueError, match="cpu_isa='avx2': this processor lacks avx2"):
         build.choose_instruction_set("avx2")

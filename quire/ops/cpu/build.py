@@ -49,7 +49,7 @@ PROCESSORS = {  # by the compiler's names of processors: the instruction set of 
     "graniterapids": "avx512-bf16", "znver4": "avx512-bf16", "znver5": "avx512-bf16",
 }  # fmt: skip
 # What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
-_USED_FEATURES = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
+USED_FEATURES = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16"}
 _DISK = 1 << 25  # bytes of disk that compiling needs
 _MEMORY = 400 << 20  # bytes that the compiler needs for the largest source
 _ARGUMENTS = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
@@ -86,7 +86,7 @@ _chosen = ["native"]  # one choice for the process, whose kernels are one librar
 
 def choose_instruction_set(name: str) -> None:
     """Choose the instruction set of all kernels of this process. Raises ValueError if the processor lacks it."""
-    if lacking := INSTRUCTION_SETS[name][1] - set(_cpu_features().split()):
+    if lacking := INSTRUCTION_SETS[name][1] - set(cpu_features().split()):
         raise ValueError(f"cpu_isa={name!r}: this processor lacks {', '.join(sorted(lacking))}")
     if name != _chosen[0]:
         _chosen[0] = name
@@ -103,8 +103,8 @@ def library() -> Library | None:
     try:
         if folder is None:
             return _load_once(flags, "this user has no home folder")
-        if _chosen[0] == "native" and (shipped := _shipped(folder / "kernels")) is not None:
-            return shipped
+        if (found := find_library()) is not None:
+            return found
         try:
             return load(folder / "kernels", flags)
         except OSError as error:
@@ -118,19 +118,32 @@ def library() -> Library | None:
         return None
 
 
+def find_library() -> Library | None:
+    """The kernels if they need not be compiled, else None."""
+    folder = cache_folder()
+    if folder is None or sys.platform != "linux":
+        return None
+    shipped = _shipped(folder / "kernels") if _chosen[0] == "native" else None
+    return shipped or _find(folder / "kernels", _flags(_chosen[0]))
+
+
+def instruction_set_of(library: Library) -> str:
+    """The name of the instruction set for which the library was compiled."""
+    return next(name for name in INSTRUCTION_SETS if library.path.name.startswith(_fingerprint(_flags(name))))
+
+
 def _flags(name: str) -> list[str]:
     return [*FLAGS, *INSTRUCTION_SETS[name][0].split()]
 
 
 def _shipped(folder: Path) -> Library | None:
     """A library that `quire compile` made for processors like this one; without a compiler, also for lesser ones."""
-    features = set(_cpu_features().split())
+    features = set(cpu_features().split())
     for name, (_, needed) in INSTRUCTION_SETS.items():
         serves = name != "native" and needed <= features
-        if serves and (features & _USED_FEATURES <= needed or find_compiler() is None):
-            for path in sorted(folder.glob(f"{_fingerprint(_flags(name))}-*.so")):
-                if (loaded := _open_sound(path)) is not None:
-                    return loaded
+        serves = serves and (features & USED_FEATURES <= needed or find_compiler() is None)
+        if serves and (found := _find(folder, _flags(name), "*")) is not None:
+            return found
     return None
 
 
@@ -199,17 +212,22 @@ def load(folder: Path, flags: Sequence[str] = (*FLAGS, "-march=native")) -> Libr
     Without a compiler, a library that another compiler built from the same sources is accepted; an image can ship one.
     Raises BuildError if there is no compiler or it fails, OSError if the folder is not writable or not trustworthy.
     """
-    compiler, fingerprint = find_compiler(), _fingerprint(flags)
-    if compiler is None:
-        for path in sorted(folder.glob(f"{fingerprint}-*.so")):
-            if (loaded := _open_sound(path)) is not None:
-                return loaded
+    if (found := _find(folder, flags)) is not None:
+        return found
+    if (compiler := find_compiler()) is None:
         raise BuildError(_MISSING_COMPILER)
-    path = folder / f"{fingerprint}-{_version(compiler)}.so"
-    if (loaded := _open_sound(path)) is not None:
-        return loaded
+    path = folder / f"{_fingerprint(flags)}-{_version(compiler)}.so"
     _compile_once(compiler, flags, path, lambda path: _open_sound(path) is not None)
     return Library(path)
+
+
+def _find(folder: Path, flags: Sequence[str], version: str | None = None) -> Library | None:
+    """The library in `folder` that the compiler of this version built. None stands for the compiler of this machine, or
+    any if there is none."""
+    if version is None:
+        version = "*" if (compiler := find_compiler()) is None else _version(compiler)
+    found = map(_open_sound, sorted(folder.glob(f"{_fingerprint(flags)}-{version}.so")))
+    return next((loaded for loaded in found if loaded is not None), None)
 
 
 def _compile_once(compiler: list[str], flags: Sequence[str], path: Path, is_usable: Callable[[Path], bool]) -> None:
@@ -217,7 +235,7 @@ def _compile_once(compiler: list[str], flags: Sequence[str], path: Path, is_usab
     import fcntl  # not available everywhere; `library()` calls this on Linux only
 
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    _check_folder(path.parent)
+    check_folder(path.parent)
     with path.with_suffix(".lock").open("w") as lock:  # one process compiles, others wait for its library
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_usable(path):
@@ -241,7 +259,7 @@ def find_compiler() -> list[str] | None:
 
 def _fingerprint(flags: Sequence[str]) -> str:
     """A hash of everything that the machine code depends on, except the compiler."""
-    facts = [*flags, _cpu_features() if "-march=native" in flags else ""]
+    facts = [*flags, cpu_features() if "-march=native" in flags else ""]
     digest = hashlib.sha256("\0".join(facts).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -254,7 +272,7 @@ def _version(compiler: list[str]) -> str:
     return hashlib.sha256("\0".join([*compiler, output]).encode()).hexdigest()[:16]
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raises OSError if a library in this folder could not be loaded, or should not be."""
     if not _is_trusted(folder):
         raise OSError(f"{folder} belongs to another user, or anyone may write to it")
@@ -271,7 +289,8 @@ def _is_trusted(path: Path) -> bool:
     return facts.st_uid in (0, os.geteuid()) and not facts.st_mode & 0o002
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
+    """The line in which the system lists the features of the processor, "" if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
