@@ -13,8 +13,9 @@ from quire.messages.errors import error_text
 
 # The files of a repository that the engine reads. Python files and other frameworks' weights are not downloaded.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
-# Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders.
-_LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
+# Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders. Folders
+# with a number belong to sentence-transformers (1_Pooling, 2_Dense), whose files are needed.
+_LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt"]
 _BUNDLED = "quire-demo/"
 
 

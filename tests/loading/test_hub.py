@@ -122,6 +122,18 @@ def test_of_medusa_heads_come_the_config_and_the_pickled_heads(tmp_path):
         assert in_a_process(run, hub.address, tmp_path / "home")["heads"] == ["config.json", "medusa_lm_head.pt"]
 
 
+def test_with_a_model_that_embeds_come_the_files_of_its_pooling_and_dense_layers(tmp_path):
+    parts = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    wanted = sorted([*parts, "config.json", "model.safetensors", "modules.json", "sentence_bert_config.json"])
+    for name in [*wanted, "onnx/config.json", "openvino/1_Pooling/config.json", "onnx/model.safetensors"]:
+        path = tmp_path / "hub" / "tiny" / "embedder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    with Hub(tmp_path / "hub") as hub:
+        run = ERROR_OF + "answer['files'] = files(resolve('tiny/embedder'))"
+        assert in_a_process(run, hub.address, tmp_path / "home")["files"] == wanted
+
+
 def test_what_may_be_asked_of_the_hub(folder, tmp_path):
     with Hub(folder, tokens=("sesame",), revisions=("main", "v2", COMMIT)) as hub:
         answer = in_a_process(
