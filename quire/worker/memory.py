@@ -8,20 +8,10 @@ import torch
 
 from quire.config import ConfigError, EngineConfig
 from quire.layers.step_inputs import StepSize
-from quire.system import limits
 from quire.worker.runner import Runner
 
 _FREE_SHARE = 0.5  # the part of a CPU's free memory that is used, unless --kv-cache-memory-bytes says how much
 _CAPTURED_SHARE = 0.25  # memory reserved for CUDA graphs, as a part of what the largest step needs
-
-
-def free_on_host() -> int:
-    """Free bytes of the machine, or of this process's cgroup if it has fewer."""
-    import psutil  # imported here, since an engine on a GPU does not need it
-
-    available: int = psutil.virtual_memory().available
-    allowed = limits.free_memory()
-    return available if allowed is None else min(available, allowed)
 
 
 def budget(config: EngineConfig, device: torch.device, ranks: int = 1) -> int:

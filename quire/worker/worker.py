@@ -27,6 +27,7 @@ from quire.parallel.mesh import Mesh
 from quire.parallel.pipeline import Pipe
 from quire.parallel.turns import Halves
 from quire.sampling.sampler import Sampler
+from quire.system.limits import free_on_host
 from quire.worker import memory
 from quire.worker.compression import CompressedRows, CompressingForward, CompressingStaging
 from quire.worker.context import ContextForward, check_context, choose_context
@@ -147,7 +148,7 @@ class Worker:
             free = memory.left_by_a_step(self.runner, budget, tokens)
             warm_up(self.runner, tokens)
         else:
-            free = memory.free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
+            free = free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
             free -= config.cache.kv_offloading_bytes // replica.size
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
