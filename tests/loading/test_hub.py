@@ -6,7 +6,6 @@ huggingface_hub reads its address when it is imported, so each test's calls run 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
-from support.hub import COMMIT, Hub
+from support.hub import COMMIT, Hub, hub_environment
 
 UNWANTED = [
     "README.md",
@@ -28,7 +27,6 @@ UNWANTED = [
     "original/consolidated.00.pth",
     "pytorch_model.bin",
 ]
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -47,12 +45,7 @@ def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
 
 def in_a_process(code: str, address: str, home: Path) -> Any:
     """Run the lines, which put their answer into `answer`; what they put there."""
-    environment = {
-        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        environment.pop(name, None)
+    environment = {**hub_environment(address, home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     script = f"import json, os\nanswer = {{}}\n{code}\nprint('ANSWER' + json.dumps(answer))"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
