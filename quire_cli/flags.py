@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from quire.config import GROUPS, OPTIONS, TYPES, ConfigError, ServerConfig, canonical_name, read_option
 from quire.messages.errors import error_text
+from quire_cli.models.short_names import resolve_name
 from quire_cli.parser import OPTION_DEST as _DEST
 from quire_cli.parser import MergeJson, Parser
 
@@ -93,17 +94,27 @@ def _reader(name: str) -> Any:
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine options given in a file or as flags, for `LLM(model, **options)`.
 
-    If only the file names a model, it is written to `arguments.model`.
+    If only the file names a model, it is written to `arguments.model`. A short name there is replaced with the name of
+    the repository, and kept as `arguments.short_name`. Raises ValueError for an unknown name.
     """
     options = _given(arguments)
-    if "model" in options:
-        arguments.model = arguments.model or options.pop("model")
+    from_file = options.pop("model", None)
+    model = arguments.model or from_file
+    arguments.model = resolve_name(model) if isinstance(model, str) else model
+    if arguments.model not in (None, model):
+        arguments.short_name = model
     return {name: value for name, value in options.items() if name not in OPTIONS[ServerConfig]}
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The server options given in a file or as flags, for `ServerConfig.create(**options)`."""
-    return {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
+    """The server options given in a file or as flags, for `ServerConfig.create(**options)`.
+
+    If `engine_options` has found a short name of the model, the server has it as a second name, unless it has others.
+    """
+    given = {name: value for name, value in _given(arguments).items() if name in OPTIONS[ServerConfig]}
+    if short_name := getattr(arguments, "short_name", None):
+        return {"served_model_name": [arguments.model, short_name], **given}
+    return given
 
 
 def option_of(dest: str) -> str:
@@ -113,7 +124,8 @@ def option_of(dest: str) -> str:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     flags = {key.removeprefix(_DEST): value for key, value in vars(arguments).items() if key.startswith(_DEST)}
-    return {**(_read(arguments.config) if arguments.config else {}), **flags}
+    file = getattr(arguments, "config", None)  # some commands have only a few of the options, and no such file
+    return {**(_read(file) if file else {}), **flags}
 
 
 def _read(path: Path) -> dict[str, Any]:

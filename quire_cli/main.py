@@ -10,7 +10,7 @@ from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging
 from quire.system.garbage import skip_last_collection
-from quire_cli import bench, chat, compile, doctor, generate, route, run_batch, serve
+from quire_cli import bench, chat, compile, doctor, generate, list_models, pull, rm, route, run_batch, serve, show
 from quire_cli.errors import with_flags
 from quire_cli.parser import Parser
 
@@ -19,7 +19,20 @@ from quire_cli.parser import Parser
 gc.set_threshold(20_000)
 atexit.register(skip_last_collection)
 
-_COMMANDS = (serve, route, generate, chat, run_batch, bench, compile, doctor)
+_COMMANDS = {
+    ("serve",): serve,
+    ("route",): route,
+    ("generate",): generate,
+    ("chat",): chat,
+    ("run-batch",): run_batch,
+    ("pull",): pull,
+    ("list", "ls"): list_models,
+    ("show",): show,
+    ("rm",): rm,
+    ("bench",): bench,
+    ("compile",): compile,
+    ("doctor",): doctor,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,9 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
-        name = module.__name__.rpartition(".")[2].replace("_", "-")
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+    for (name, *aliases), module in _COMMANDS.items():
+        command = commands.add_parser(name, aliases=aliases, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
     return parser

@@ -5,7 +5,7 @@ import os
 import shlex
 from typing import Any
 
-_HELP = "checkpoint directory, .gguf file or Hugging Face id (default: the bundled model)"
+_HELP = "checkpoint directory, .gguf file, Hugging Face id or short name (default: the bundled model)"
 
 
 class _Model(argparse.Action):

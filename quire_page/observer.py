@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 5.0
 WINDOW_SECONDS = 10.0  # of rates and percentiles
 MOST_CELLS = 2048  # of the map of blocks
-MOST_SCANNED = 4096  # blocks that a look visits: a larger pool is scanned in turns
+MOST_SCANNED = 512  # blocks that a look visits: a larger pool is scanned in turns
+_STATES_OF_BLOCKS = "0123456789"
 MOST_REQUESTS = 100  # that a look names
 MOST_STEPS = 256  # that are kept for the next look
 MOST_TIMES = 4000  # that percentiles are taken of
@@ -260,9 +261,10 @@ class Observer:
         for cell in in_turn | used | self._used:
             most = 0
             for block in blocks[1 + cell * size : 1 + (cell + 1) * size]:
-                state = block.ref_cnt + 1 if block.ref_cnt else int(block.block_hash is not None)
-                most = max(most, state)
-            self._cells[cell] = str(min(most, 9))
+                state = block.ref_cnt + 1 if block.ref_cnt else 0 if block.block_hash is None else 1
+                if state > most:
+                    most = state
+            self._cells[cell] = _STATES_OF_BLOCKS[min(most, 9)]
         self._used, self._scanned = used, (self._scanned + count) % number
 
     def _changed(self, viewer: _Viewer) -> list[Cells]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Collection
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from quire.messages.errors import error_text
 
 # The files of a repository that the engine reads. Python files and other frameworks' weights are not downloaded.
 _PATTERNS = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model", "*.tiktoken"]
-# Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders.
-_LEFT_OUT = ["consolidated*", "*/*.safetensors", "*/*.json", "*/*.txt"]
+_TENSORS, _OLDER_TENSORS = ["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_head.pt"]
+# Files that are not needed: second copies of the weights (Mistral's own format, ONNX), and adapters in folders. Folders
+# with a number belong to sentence-transformers (1_Pooling, 2_Dense), whose files are needed.
+_LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt"]
 _BUNDLED = "quire-demo/"
 
 
@@ -26,16 +29,10 @@ def bundled_model() -> Path:
 _Name = str | None
 
 
-def resolve(
-    model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
-) -> Path:
-    """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached. The
-    drafters of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft, and its adapter
-    quire-demo/rhyme.
-
-    weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
-    ModelNotFoundError.
-    """
+def local_model(model: _Name) -> Path | None:
+    """The local directory or .gguf file that a name means, None if it is the name of a model of the hub. The drafters
+    of the bundled model are called quire-demo/eagle3, quire-demo/medusa and quire-demo/draft, and its adapter
+    quire-demo/rhyme. Raises ModelNotFoundError for a name that is neither."""
     if model is None:
         return bundled_model()
     if model.startswith(_BUNDLED):
@@ -50,6 +47,20 @@ def resolve(
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         message = f"model {model!r} is neither a directory nor a Hugging Face id (owner/name), nor a .gguf file"
         raise ModelNotFoundError(message)
+    return None
+
+
+def resolve(
+    model: _Name, revision: _Name = None, download_dir: _Name = None, token: _Name = None, weights: bool = True
+) -> Path:
+    """The local directory of a model, or its .gguf file. A model of the hub is downloaded if it is not cached.
+
+    weights: False downloads no tensors, for dummy weights or if only the tokenizer is needed. Raises
+    ModelNotFoundError.
+    """
+    if (local := local_model(model)) is not None:
+        return local
+    assert model is not None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -61,14 +72,26 @@ def resolve(
         return Path(found)
 
     try:
-        found = fetch([*_PATTERNS, "*.safetensors"] if weights else _PATTERNS)
+        found = fetch([*_PATTERNS, *_TENSORS] if weights else _PATTERNS)
         if weights and not any(found.glob("*.safetensors")):
-            fetch(["pytorch_model*.bin", "medusa_lm_head.pt"])  # only if the repository has no safetensors
+            fetch(_OLDER_TENSORS)  # only if the repository has no safetensors
         return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         reason = error_text(error).split("\n")[0]
         message = f"model {model!r} is no directory here and could not be fetched from the hub: {reason}"
         raise ModelNotFoundError(message) from error
+
+
+def files_of_model(names: Collection[str]) -> list[str]:
+    """Those of a repository's files that `resolve` downloads."""
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    def chosen(patterns: list[str]) -> list[str]:
+        return list(filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=_LEFT_OUT))
+
+    found = chosen([*_PATTERNS, *_TENSORS])
+    has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in found)
+    return found if has_safetensors else found + chosen(_OLDER_TENSORS)
 
 
 def hub_name(directory: Path) -> tuple[str, str] | None:

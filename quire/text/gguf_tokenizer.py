@@ -66,11 +66,11 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Backend, dict[str, Any]
         "add_bos_token": bool(ggml.get("add_bos_token", add_bos)),
         "add_eos_token": bool(ggml.get("add_eos_token", False)),
         "added_tokens_decoder": added,
-        "chat_template": _chat_templates(metadata),
+        "chat_template": gguf_chat_templates(metadata),
     }
 
 
-def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+def gguf_chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     named = {key.removeprefix(f"{prefix}."): text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
     return named | ({"default": metadata[prefix]} if prefix in metadata else {})

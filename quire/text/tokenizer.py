@@ -76,7 +76,7 @@ class Tokenizer:
             backend, config = _read(file, config)
         except Exception as error:  # the library raises Exception itself
             raise ValueError(f"cannot read {file}: {error_text(error)}") from error
-        return cls(backend, config, _chat_templates(path, config))
+        return cls(backend, config, read_chat_templates(path, config))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
@@ -240,7 +240,7 @@ def _add_missing_tokens(backend: Backend, config: dict[str, Any]) -> None:
     backend.add_tokens(list(missing.values()))
 
 
-def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+def read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     """Name → template. Files of templates take precedence over tokenizer_config.json; the newest format is first."""
     files = {file.stem: file for file in path.glob("additional_chat_templates/*.jinja")}
     if (file := path / "chat_template.jinja").is_file():

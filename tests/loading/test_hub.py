@@ -6,7 +6,6 @@ huggingface_hub reads its address when it is imported, so each test's calls run 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from support.checkpoints import Checkpoints
 from support.engines import GREEDY, generate, make_llm, tokens_of
-from support.hub import COMMIT, Hub
+from support.hub import COMMIT, Hub, hub_environment
 
 UNWANTED = [
     "README.md",
@@ -28,7 +27,6 @@ UNWANTED = [
     "original/consolidated.00.pth",
     "pytorch_model.bin",
 ]
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -47,12 +45,7 @@ def folder(checkpoints: Checkpoints, tmp_path: Path) -> Path:
 
 def in_a_process(code: str, address: str, home: Path) -> Any:
     """Run the lines, which put their answer into `answer`; what they put there."""
-    environment = {
-        **os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        environment.pop(name, None)
+    environment = {**hub_environment(address, home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     script = f"import json, os\nanswer = {{}}\n{code}\nprint('ANSWER' + json.dumps(answer))"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -120,6 +113,18 @@ def test_of_medusa_heads_come_the_config_and_the_pickled_heads(tmp_path):
     with Hub(tmp_path / "hub") as hub:
         run = ERROR_OF + "answer['heads'] = files(resolve('old/medusa'))"
         assert in_a_process(run, hub.address, tmp_path / "home")["heads"] == ["config.json", "medusa_lm_head.pt"]
+
+
+def test_with_a_model_that_embeds_come_the_files_of_its_pooling_and_dense_layers(tmp_path):
+    parts = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    wanted = sorted([*parts, "config.json", "model.safetensors", "modules.json", "sentence_bert_config.json"])
+    for name in [*wanted, "onnx/config.json", "openvino/1_Pooling/config.json", "onnx/model.safetensors"]:
+        path = tmp_path / "hub" / "tiny" / "embedder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    with Hub(tmp_path / "hub") as hub:
+        run = ERROR_OF + "answer['files'] = files(resolve('tiny/embedder'))"
+        assert in_a_process(run, hub.address, tmp_path / "home")["files"] == wanted
 
 
 def test_what_may_be_asked_of_the_hub(folder, tmp_path):

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+REPOSITORY = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def hub_environment(address: str, home: Path) -> dict[str, str]:
+    """The environment of a process that uses the hub at this address, and keeps its cache in `home`/hub."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        environment.pop(name, None)
+    return {**environment, "HF_ENDPOINT": address, "HF_HOME": str(home)}
 
 
 class Hub:
     """Serves `folder`/owner/name/*, as a context manager. tokens: those that give access to gated/... repositories.
 
-    requests: (method, path) of every request. revisions: names that exist besides main and the commit.
+    requests: (method, path) of every request. revisions: names that exist besides main and the commit. licence: what
+    the models' cards say. stalls: ends of the names of files of which only one half is sent; `stalled` is set then.
     """
 
     def __init__(
@@ -23,6 +34,9 @@ class Hub:
     ) -> None:
         self.folder, self.tokens, self.revisions = folder, tokens, revisions
         self.requests: list[tuple[str, str]] = []
+        self.licence = "apache-2.0"
+        self.stalls: tuple[str, ...] = ()
+        self.stalled, self.closing = threading.Event(), threading.Event()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,7 +63,11 @@ class Hub:
                 for name, value in {**headers, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                if with_body:
+                if with_body and path.endswith(hub.stalls):
+                    self.wfile.write(body[: len(body) // 2])
+                    hub.stalled.set()
+                    hub.closing.wait()
+                elif with_body:
                     self.wfile.write(body)
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -65,8 +83,6 @@ class Hub:
         directory = self.folder / name
         if len(parts) < 2 or not directory.is_dir():
             return self._error(401, "RepoNotFound", "Repository not found")
-        if name.startswith("gated/") and authorization not in [f"Bearer {token}" for token in self.tokens]:
-            return self._error(401, "GatedRepo", "Access to this model is restricted")
         revision = rest[1] if len(rest) > 1 else "main"
         if revision not in self.revisions:
             return self._error(404, "RevisionNotFound", "Invalid rev id")
@@ -75,15 +91,26 @@ class Hub:
             tree = [{"type": "file", "path": f, "size": (directory / f).stat().st_size, "oid": "0" * 40} for f in files]
             return 200, {"Content-Type": "application/json"}, json.dumps(tree).encode()
         if parts[0] == "api":
-            siblings = [{"rfilename": f} for f in files]
+            siblings = [
+                {"rfilename": f, "size": (directory / f).stat().st_size, "blobId": self._content(directory / f)}
+                for f in files
+            ]
             info = {"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            info |= {"cardData": {"license": self.licence}}
             return 200, {"Content-Type": "application/json", "X-Repo-Commit": COMMIT}, json.dumps(info).encode()
+        if name.startswith("gated/") and authorization not in [f"Bearer {token}" for token in self.tokens]:
+            return self._error(401, "GatedRepo", "Access to this model is restricted")  # what files there are is public
         file = "/".join(rest[2:])
         if rest[:1] != ["resolve"] or file not in files:
             return self._error(404, "EntryNotFound", "Entry not found")
         body = (directory / file).read_bytes()
-        headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{self._content(directory / file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         return 200, headers, body
+
+    @staticmethod
+    def _content(file: Path) -> str:
+        """The name of a file's content."""
+        return hashlib.sha1(file.read_bytes()).hexdigest()
 
     @staticmethod
     def _error(status: int, code: str, message: str) -> tuple[int, dict[str, str], bytes]:
@@ -100,5 +127,6 @@ class Hub:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.closing.set()
         self._server.shutdown()
         self._server.server_close()

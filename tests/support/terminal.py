@@ -81,9 +81,10 @@ class Session:
 
 
 @contextlib.contextmanager
-def terminal(*arguments: str, state: Path, columns: int = 70) -> Iterator[Session]:
+def terminal(*arguments: str, state: Path, columns: int = 70, **environment: str) -> Iterator[Session]:
     """Run `quire ...` in a terminal. state: the folder in which it keeps the user's state."""
-    session = Session([sys.executable, "-m", "quire", *arguments], columns, {"XDG_STATE_HOME": str(state)})
+    environment["XDG_STATE_HOME"] = str(state)
+    session = Session([sys.executable, "-m", "quire", *arguments], columns, environment)
     try:
         yield session
     finally:

@@ -1,0 +1,117 @@
+"""The format of a checkpoint's weights, as people call it: safetensors BF16, GPTQ 4-bit, GGUF Q4_K_M."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from quire.loading.gguf import GgufFile
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_METHODS = {
+    "gptq": "GPTQ", "awq": "AWQ", "autoawq": "AWQ", "auto-round": "AutoRound", "fp8": "FP8", "fbgemm_fp8": "FP8",
+    "mxfp4": "MXFP4",
+}  # fmt: skip
+_FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S", 32: "BF16",
+}  # fmt: skip
+_GGUF_TYPES = {  # bits of a code, elements of a group, and whether groups have offsets; all others are floats
+    "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (5, 32, False), "Q5_1": (5, 32, True),
+    "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True),
+    "Q5_K": (5, 32, True), "Q6_K": (6, 16, False),
+}  # fmt: skip
+_IN_A_NAME = re.compile(r"[-._](I?Q\d[\w]*|BF16|F16|F32)(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
+
+
+def weight_files(names: Collection[str]) -> list[str]:
+    """Those of a model's files that hold weights."""
+    return sorted(name for name in names if name.endswith(_WEIGHTS))
+
+
+def quantization_of(config: Mapping[str, Any]) -> str | None:
+    """The format in which a checkpoint with this config.json is quantized, None if it is not."""
+    settings = _settings(config)
+    if not settings:
+        return None
+    method = str(settings.get("quant_method", "compressed-tensors")).lower()
+    bits: Any = settings.get("bits") or settings.get("w_bit")
+    if "config_groups" in settings:
+        weights = _weights_of_group(settings)
+        if weights.get("type") == "float":
+            return f"{method} FP{weights.get('num_bits', 8)}"
+        bits = weights.get("num_bits")
+    name = _METHODS.get(method, method)
+    return f"{name} {bits}-bit" if bits else name
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = config.get("quantization_config") or config.get("compression_config")
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _weights_of_group(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the weights of the first group of layers are quantized, in a checkpoint of compressed-tensors."""
+    groups = settings["config_groups"]
+    group: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
+
+
+def format_of(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """By config.json and the names of all files of a checkpoint. "no weights" if there are none."""
+    weights = weight_files(names)
+    if not weights:
+        return "no weights"
+    kind = PurePath(weights[0]).suffix.removeprefix(".")
+    if kind == "gguf":
+        found = {match[1].upper() for name in weights if (match := _IN_A_NAME.search(name))}
+        return " ".join(["GGUF", *(found if len(found) == 1 else ())])
+    if (quantization := quantization_of(config)) is not None:
+        return quantization
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    named = next((c[key] for c in (config, inner) for key in ("dtype", "torch_dtype") if c.get(key)), "")
+    library = "safetensors" if kind == "safetensors" else "pytorch"
+    return f"{library} {_TYPES.get(str(named), '')}".rstrip()
+
+
+def gguf_format(gguf: GgufFile) -> str:
+    """By the file's own statement or, without one, the type of most parameters."""
+    number = gguf.metadata.get("general.file_type")
+    if isinstance(number, int) and number in _FILE_TYPES:
+        return f"GGUF {_FILE_TYPES[number]}"
+    sizes = Counter[str]()
+    for tensor in gguf.tensors.values():
+        sizes[tensor.kind.name] += math.prod(tensor.shape)
+    return " ".join(["GGUF", *(kind for kind, _ in sizes.most_common(1))])
+
+
+def gguf_bytes(kind: str) -> float:
+    """Bytes of a parameter in memory, by the type of its tensor in a GGUF file."""
+    bits, group, has_offsets = _GGUF_TYPES.get(kind, (16, 0, False))
+    return _bytes(bits, group, has_offsets)
+
+
+def quantized_bytes(config: Mapping[str, Any]) -> float:
+    """Bytes of a parameter of a quantized layer in memory, as far as config.json tells."""
+    settings = _settings(config)
+    group: Any = settings.get("group_size") or settings.get("q_group_size") or 0
+    bits: Any = settings.get("bits") or settings.get("w_bit") or 8
+    has_offsets = True
+    if "config_groups" in settings:
+        weights = _weights_of_group(settings)
+        bits, group = weights.get("num_bits") or 8, weights.get("group_size") or 0
+        has_offsets = not weights.get("symmetric", True)
+    return _bytes(int(bits), int(group), has_offsets)
+
+
+def _bytes(bits: int, group: int, has_offsets: bool) -> float:
+    """Codes take 4 bits or 8. Each group has a scale, and perhaps an offset, in float32."""
+    if bits > 8:
+        return bits / 8
+    scales = 4 * (2 if has_offsets else 1) / group if group > 0 else 0.0
+    return (0.5 if bits <= 4 else 1.0) + scales

@@ -1,0 +1,131 @@
+"""A model on the Hugging Face hub, before it is downloaded."""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.loading.errors import ModelNotFoundError
+from quire.loading.hub import files_of_model
+from quire.messages.errors import error_text
+from quire.system.folders import private_folder
+from quire_cli.models.facts import Facts, facts_of
+
+_TIMEOUT = 30.0  # seconds
+_SMALL = (  # what describes a model; tokenizers and indexes of weights are larger, and not needed for that
+    "config.json", "adapter_config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+)  # fmt: skip
+_SMALL_IN_FOLDERS = r"additional_chat_templates/[^/]*\.jinja|\d[^/]*/config\.json"
+
+
+class HubUnreachableError(ModelNotFoundError):
+    """The hub does not answer, so nobody knows whether it has the model."""
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """A revision of a repository. commit: its hash. files: the sizes of all its files in bytes. blobs: the name of each
+    file's content in the cache. licence: as the card says."""
+
+    name: str
+    commit: str
+    files: Mapping[str, int]
+    blobs: Mapping[str, str]
+    licence: str | None
+
+    @property
+    def needed(self) -> dict[str, int]:
+        """The files that an engine loads, with their sizes."""
+        return {name: self.files[name] for name in files_of_model(self.files)}
+
+    def missing(self, folder: Path) -> dict[str, int]:
+        """Those of them that the repository's folder in the cache lacks, with the bytes that are to be downloaded for
+        each: none if an earlier commit has the same file."""
+        snapshot, blobs = folder / "snapshots" / self.commit, folder / "blobs"
+        absent = {name: size for name, size in self.needed.items() if not (snapshot / name).exists()}
+        return {name: 0 if (blobs / self.blobs[name]).exists() else size for name, size in absent.items()}
+
+
+def ask_hub(name: str, revision: str | None, token: Any) -> RemoteModel:
+    """Raises ModelNotFoundError, and HubUnreachableError if the hub does not answer."""
+    from huggingface_hub import HfApi
+
+    with _explained(name, revision, token):
+        info = HfApi().model_info(name, revision=revision, token=token, files_metadata=True, timeout=_TIMEOUT)
+    files, blobs = dict[str, int](), dict[str, str]()
+    for file in info.siblings or ():
+        files[file.rfilename] = file.size or 0
+        blobs[file.rfilename] = (file.lfs.sha256 if file.lfs else file.blob_id) or "unknown"
+    licence = getattr(info.card_data, "license", None)
+    return RemoteModel(name, str(info.sha), files, blobs, licence if isinstance(licence, str) else None)
+
+
+def describe(model: RemoteModel, token: Any) -> Facts:
+    """The facts of a model, by its small files, which are not kept. Raises ModelNotFoundError."""
+    from huggingface_hub import hf_hub_download
+
+    small = [name for name in model.files if name in _SMALL or re.fullmatch(_SMALL_IN_FOLDERS, name)]
+    folder = private_folder("quire-model-")
+    try:
+        with _explained(model.name, model.commit, token), progress_bars(shown=False):
+            for name in small:
+                hf_hub_download(model.name, name, revision=model.commit, token=token, local_dir=folder)
+        return replace(facts_of(folder, model.files), licence=model.licence)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Whether the library shows progress bars."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+@contextmanager
+def _explained(name: str, revision: str | None, token: Any) -> Iterator[None]:
+    """Turn the library's errors into one line that says what to do."""
+    from huggingface_hub import errors
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        access = "the given hf_token has no access"
+        if not isinstance(token, str):
+            access = "give a token with hf_token or in the environment as HF_TOKEN"
+        message = f"model {name!r} is gated: accept its licence at {ENDPOINT}/{name}; {access}"
+        raise ModelNotFoundError(message) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(f"the hub has no model {name!r}, or it is private and needs hf_token") from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"model {name!r} has no revision {revision!r} on the hub") from error
+    except errors.HFValidationError as error:
+        raise ModelNotFoundError(f"{name!r} is no name of a model on the hub: {_first_line(error)}") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise HubUnreachableError("HF_HUB_OFFLINE forbids to ask the hub") from error
+    except errors.HfHubHTTPError as error:
+        raise HubUnreachableError(f"the hub answers with an error: {_first_line(error)}") from error
+    except RuntimeError as error:  # a user without a home
+        raise ModelNotFoundError(f"the hub cannot be asked: {_first_line(error)} Set HF_HOME to a folder") from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # of this machine's files
+            raise
+        # The library's HTTP client has errors of its own, and another version has another client.
+        raise HubUnreachableError(f"the hub ({ENDPOINT}) cannot be reached: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return error_text(error).split("\n")[0]

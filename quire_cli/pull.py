@@ -1,0 +1,95 @@
+"""`quire pull`: download a model, after saying what it is and how fast it would run on this machine."""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.config import ModelConfig
+from quire.loading.hub import local_model, resolve
+from quire_cli.flags import add_flags, engine_options
+from quire_cli.models.short_names import short_name_of
+from quire_cli.models.words import size_text
+
+HELP = "download a model, and say first how fast it would run here"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="short name or Hugging Face id")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be downloaded")
+    add_flags(parser, ModelConfig, ("revision", "download_dir", "hf_token"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = engine_options(arguments)
+    name: str | None = arguments.model
+    if name is None:
+        print("The bundled model comes with Quire; there is nothing to download.")
+        return 0
+    if local_model(name) is not None:
+        raise ValueError(f"{name} is a local file or folder, which comes before a model of that name on the hub")
+    from quire_cli.models import report
+    from quire_cli.models.cache import cache_folder, complete_snapshot, folder_of
+    from quire_cli.models.formats import weight_files
+    from quire_cli.models.machine import this_machine
+    from quire_cli.models.remote import HubUnreachableError, ask_hub, describe, progress_bars
+
+    revision, folder, token = (options.get(key) for key in ("revision", "download_dir", "hf_token"))
+    try:
+        remote = ask_hub(name, revision, token)
+    except HubUnreachableError as error:
+        if complete_snapshot(name, revision, folder) is None:
+            raise
+        print(f"{name} is in the cache already. Whether there is a newer commit is not known, since {error}.")
+        return 0
+    missing = remote.missing(folder_of(name, folder))
+    if weight_files(remote.needed) and not missing:
+        print(f"{name} is in the cache already, with the hub's commit {remote.commit[:12]}.")
+        return 0
+    facts, short_name = describe(remote, token), short_name_of(name)
+    size, total = sum(missing.values()), sum(remote.needed.values())
+    download = f"{len(missing)} of {len(remote.needed)} files, {size_text(size)} of {size_text(total)}"
+    print(report.title(name, short_name))
+    print(report.table([("commit", remote.commit), ("download", download), *report.details(facts)]))
+    if facts.problem is not None:
+        raise ValueError(f"nothing is downloaded, since Quire cannot run this model: {facts.problem}")
+    print(f"\n{report.on_this_machine(facts, this_machine())}", flush=True)
+    _check_place(cache_folder(folder), size)
+    if arguments.dry_run:
+        return 0
+    with progress_bars(shown=sys.stderr.isatty()), _ended_by_ctrl_c():
+        path = resolve(name, revision, folder, token)
+    use = "chat" if facts.footprint and facts.footprint.generates and facts.chat_template else "serve"
+    print(f"\nIt is in {path}\nTo use it: quire {use} {short_name or name}")
+    return 0
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once. Otherwise it would wait until the library's threads have their files."""
+
+    def end(*_: object) -> None:
+        sys.stderr.write("\n")
+        sys.stderr.flush()
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_place(folder: Path, size: int) -> None:
+    """Raises OSError if so many bytes cannot be written to this folder, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise OSError(f"nothing can be written to {existing}; download_dir takes another folder")
+    if free < size:
+        raise OSError(f"{size_text(size)} are to be downloaded, but only {size_text(free)} are free in {existing}; "
+                      "download_dir takes another folder")  # fmt: skip
