@@ -185,7 +185,7 @@ class EngineMetrics:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        if not self._sequences:
+        if not self._sequences and not are_shared():
             self._throughput.end_work()
         now = time.monotonic()
         metrics = self._cores[sequence.core]
@@ -237,14 +237,15 @@ class EngineMetrics:
         metrics["num_requests_waiting_by_reason", "capacity"].set(stats.num_waiting)
         metrics["kv_cache_usage_perc"].set(stats.kv_cache_usage)
         self._stats[core] = stats
-        if not are_shared():  # else this process does not see all tokens
-            self._throughput.step(
-                CoreStats.total([stats or CoreStats() for stats in self._stats]),
-                max(0, step_tokens - generated),
-                generated,
-                queries,
-                hits,
-            )
+        total = CoreStats.total([stats or CoreStats() for stats in self._stats])
+        is_busy = total.num_running + total.num_waiting > 0
+        if are_shared() and is_busy:  # with requests that this process does not see
+            self._throughput.begin_work()
+        generated = stats.generated_tokens - before.generated_tokens  # for all clients
+        computed, preemptions = max(0, step_tokens - generated), stats.preemptions - before.preemptions
+        self._throughput.step(total, computed, generated, queries, hits, preemptions)
+        if are_shared() and not is_busy:
+            self._throughput.end_work()
 
 
 def _is_of_new_core(stats: CoreStats, before: CoreStats) -> bool:

@@ -345,6 +345,7 @@ class Scheduler:
                     outputs.append(self._advance(request, sampled, num_drafts))
             if status is not Status.RUNNING and not request.holds:  # it was leaving already
                 self._release(request)
+        self.stats.generated_tokens += sum(len(request_output.new_token_ids) for request_output in outputs)
         if output.draft_token_ids and self.speculation is not None:
             self.speculation.receive(requests, output.draft_token_ids)
         if output.logprobs or output.prompt_logprobs:
