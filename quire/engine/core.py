@@ -372,6 +372,7 @@ class EngineCore:
 
 
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:
+    """Bad requests are their clients' failures, and the reasons may quote them."""
     for output in outputs:
-        log = logger.warning if output.finish_reason is FinishReason.BAD_REQUEST else logger.error
-        log("Request %s failed: %s", output.request_id, output.stop_reason)
+        if output.finish_reason is not FinishReason.BAD_REQUEST:
+            logger.error("Request %s failed: %s", output.request_id, output.stop_reason)

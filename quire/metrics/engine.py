@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason, SpeculationStats
 from quire.metrics.exposition import are_shared, exposition
-from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
+from quire.metrics.requests import RequestRecord, SequenceRecord
 from quire.metrics.throughput import ThroughputLog
 
 _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -33,7 +33,6 @@ class EngineMetrics:
         self,
         prefix: str,
         model_name: str,
-        request_log: RequestLog | None = None,
         enabled: bool = True,
         max_loras: int = 0,
         num_cores: int = 1,
@@ -44,7 +43,6 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.enabled = enabled
         self._prefix = prefix
-        self._request_log = request_log or RequestLog(enabled=False)
         self._throughput = ThroughputLog()
         self._sequences: dict[str, SequenceRecord] = {}  # by core request id
         self._counts_cores, self._first_core = counts_cores, first_core
@@ -210,7 +208,6 @@ class EngineMetrics:
         if not request.unfinished:
             metrics["request_params_n"].observe(request.n)
             metrics["request_max_num_generation_tokens"].observe(request.longest)
-        self._request_log.ended(request_id, reason, sequence, now)
 
     def _count(self, core: int, stats: CoreStats, generated: int, first_tokens: int) -> None:
         """Add the changes since the last step. A new core counts from zero, and the metrics continue."""

@@ -14,7 +14,6 @@ from quire.kvcache.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.metrics.logging import logger
 from quire.scheduler.compression import Compression
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
@@ -400,8 +399,6 @@ class Scheduler:
             break
         if constrained is not None:
             constrained.complete(request, output, before + len(sampled))
-            if output.finish_reason is FinishReason.ERROR:
-                logger.error("Request %s failed: %s", request.request_id, output.stop_reason)
         if output.finish_reason is not None:
             self._finish(request)
         return output
