@@ -302,7 +302,10 @@ class ServerConfig:
     weights_folder: str | None = None
     trust_request_chat_template: bool = False
     metrics_prefix: str = "quire"
+    log_format: Literal["text", "json"] = "text"
+    access_log: str | None = None
     enable_log_requests: bool = False
+    log_prompts: bool = False
     max_log_len: int | None = None
     disable_uvicorn_access_log: bool = False
     disable_access_log_for_endpoints: str = "/health,/ping,/version,/metrics,/load"

@@ -8,7 +8,7 @@ import sys
 
 from quire._version import __version__
 from quire.messages.errors import error_text
-from quire.metrics.logging import configure_logging
+from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system.garbage import skip_last_collection
 from quire_cli import bench, chat, compile, doctor, generate, list_models, pull, rm, route, run_batch, serve, show
 from quire_cli.errors import with_flags
@@ -62,7 +62,10 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
             raise
         message = with_flags(error_text(error), arguments.parser, argv)
-        print(f"quire: error: {message}", file=sys.stderr)
+        if log_options().format == "json":
+            logger.error("%s", message)
+        else:
+            print(f"quire: error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

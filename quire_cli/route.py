@@ -3,13 +3,13 @@
 import argparse
 
 from quire.config import ServerConfig
-from quire_cli.flags import add_flags, add_log_level, server_options
-from quire_cli.serve import with_api_key
+from quire_cli.flags import add_flags, add_log_level
+from quire_cli.serve import server_config
 
 HELP = "send the requests of clients to several servers of the same model"
 _SHARED = (
     "host port uds api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
-    "drain_timeout max_body_bytes max_total_body_bytes"
+    "drain_timeout max_body_bytes max_total_body_bytes log_format access_log"
 ).split()
 
 
@@ -26,10 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
     from quire_route.config import RouteConfig
     from quire_route.flags import route_options
 
+    config_of_server = server_config(arguments)
     config = RouteConfig(**route_options(arguments))
-    server_config = ServerConfig.create(**with_api_key(server_options(arguments)))
     try:
         from quire_route.serve import serve
     except ModuleNotFoundError as error:
         raise RuntimeError(f'quire route needs {error.name}: pip install "quire[route]"') from error
-    return serve(config, server_config)
+    return serve(config, config_of_server)

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from quire.config import EngineConfig, ServerConfig
 from quire.messages.errors import error_text
+from quire.metrics.logging import configure_logging
 from quire.system.folders import state_folder
 from quire_cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire_cli.model import add_model_flag
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     config = ServerConfig.create(**server_options(arguments))
+    configure_logging(arguments.log_level, config.log_format)
     config = replace(
         config, api_key=[], max_waiting_requests=None, middleware=[], root_path="", disable_uvicorn_access_log=True
     )

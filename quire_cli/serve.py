@@ -2,10 +2,10 @@
 
 import argparse
 import os
-from typing import Any
+from dataclasses import replace
 
 from quire.config import ServerConfig
-from quire.metrics.logging import logger
+from quire.metrics.logging import configure_logging, logger
 from quire_cli.flags import add_engine_flags, add_flags, add_log_level, engine_options, server_options
 from quire_cli.model import add_model
 
@@ -20,23 +20,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = engine_options(arguments)
-    config = ServerConfig.create(**with_api_key(server_options(arguments)))
+    options, config = engine_options(arguments), server_config(arguments)
     from quire_server.serve import serve
 
     return serve(arguments.model, config, options)
 
 
-def with_api_key(options: dict[str, Any]) -> dict[str, Any]:
-    """The server's options, with the API key from the environment if they contain none.
+def server_config(arguments: argparse.Namespace) -> ServerConfig:
+    """The server's options, with the API key from the environment if they contain none. The log begins to have the
+    format that they say.
 
     The API key is the only option that the environment can set: on a command line, every user of the machine can read
     it.
     """
-    if options.get("api_key"):
-        return options
+    config = ServerConfig.create(**server_options(arguments))
+    configure_logging(arguments.log_level, config.log_format)
+    if config.api_key:
+        return config
     if key := os.environ.get("QUIRE_API_KEY"):
-        return {**options, "api_key": [key]}
+        return replace(config, api_key=[key])
     if os.environ.get("VLLM_API_KEY"):
         logger.warning("VLLM_API_KEY has no effect: requests need no API key. Quire reads QUIRE_API_KEY")
-    return options
+    return config

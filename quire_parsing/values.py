@@ -66,17 +66,19 @@ def from_python(text: str) -> str:
 
 
 def _types(schema: Any, depth: int = 0) -> frozenset[str]:
-    """The types that a schema allows: all of them if it does not say."""
+    """The types that a schema allows: all of them if it does not say, or says nonsense."""
     if not isinstance(schema, dict) or depth > 8:
         return _ALL_TYPES
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(options := schema.get(key), list) and options and "type" not in schema:
             return frozenset().union(*(_types(option, depth + 1) for option in options))
     values = schema.get("enum", [schema.get("const")] if "const" in schema else [])
+    values = values if isinstance(values, list) else []
     inferred = ["null" if value is None else _TYPES.get(type(value), "") for value in values]
     inferred += ["object"] * ("properties" in schema) + ["array"] * ("items" in schema)
-    declared = schema.get("type", inferred)
-    return _ALL_TYPES.intersection([declared] if isinstance(declared, str) else map(str, declared)) or _ALL_TYPES
+    declared = schema.get("type")
+    declared = [declared] if isinstance(declared, str) else declared
+    return _ALL_TYPES.intersection(map(str, declared if isinstance(declared, list) else inferred)) or _ALL_TYPES
 
 
 def _convert(match: re.Match[str]) -> str:

@@ -148,7 +148,8 @@ class Prefill:
         except (NotTaken, RouteError) as error:
             failure = error
         except Exception as error:
-            logger.exception("Request %s: its prefill failed", self._call.request_id)
+            fields = {"request_id": self._call.request_id}
+            logger.exception("Request %s: its prefill failed", self._call.request_id, extra={"fields": fields})
             failure = error
         self._fail(backend, failure)
         if begun.done():
@@ -162,7 +163,10 @@ class Prefill:
         # Other servers would refuse it as well. The one that answers tells the client why.
         self._attempts_left = 0 if reason == "refused" else self._attempts_left - 1
         backend.metrics.count_retry(reason)
-        logger.warning("Request %s: prefill at %s: %s", self._call.request_id, backend.url, failure)
+        fields = {"request_id": self._call.request_id, "backend": backend.url, "reason": reason}
+        logger.warning(
+            "Request %s: prefill at %s: %s", self._call.request_id, backend.url, failure, extra={"fields": fields}
+        )
 
     async def _send(self, backend: Backend, visit: Visit, body: bytes) -> None:
         """Send a request to a prefill server, and wait until it is done. Raises NotTaken for an error."""

@@ -20,6 +20,7 @@ from quire_route.fleet import Backend, Fleet, Visit
 from quire_route.headers import header, request_id_of, to_client, to_server
 from quire_route.metrics import RouteMetrics
 from quire_route.prefill import Prefill, Prefills
+from quire_server.access_log import AccessLog
 
 if TYPE_CHECKING:
     from quire_route.cached import Tokens
@@ -33,7 +34,7 @@ _INTERNAL_ERROR = RouteError(500, "internal error; the proxy's log says more", "
 class Proxy:
     """config: says what may be retried. keys: the API keys of which a request must carry one, if there are any.
     prefills: asks other servers to compute prompts, if there are such servers. tokens: finds out the tokens of
-    requests, if the policy needs them."""
+    requests, if the policy needs them. access_log: has a line for each request, if there is one."""
 
     def __init__(
         self,
@@ -45,9 +46,10 @@ class Proxy:
         metrics: RouteMetrics,
         prefills: Prefills | None = None,
         tokens: "Tokens | None" = None,
+        access_log: AccessLog | None = None,
     ) -> None:
         self.config, self.client, self.bodies, self.fleet, self.metrics = config, client, bodies, fleet, metrics
-        self.prefills, self._tokens = prefills, tokens
+        self.prefills, self._tokens, self._access_log = prefills, tokens, access_log
         self._keys = [key.encode() for key in keys]
         self._session_header = (config.session_header or "").lower().encode()
         self._own = {"/health": self._show_health, "/metrics": self._show_metrics}
@@ -84,10 +86,12 @@ class Proxy:
             else:
                 raise
         except Exception:
-            logger.exception("Request %s failed", answer.name)
+            logger.exception("Request %s failed", answer.name, extra=answer.fields())
             await self._send_error(scope, answer, _INTERNAL_ERROR)
         finally:
             self.running.discard(task)
+            if self._access_log is not None:
+                self._access_log.write(scope, answer.status or 499, answer.sent)  # 499: the client has left
 
     # ---- a request
 
@@ -155,7 +159,10 @@ class Proxy:
                 backend.metrics.count_retry(error.reason)
                 if losses > self.config.max_retries:
                     raise RouteError(502, "the server was lost before it answered", "backend_lost") from error
-                logger.warning("Request %s: %s: %s; trying again", answer.name, backend.url, error)
+                logger.warning(
+                    "Request %s: %s: %s; trying again", answer.name, backend.url, error,
+                    extra=answer.fields(backend=backend.url, reason=error.reason),
+                )  # fmt: skip
             else:
                 return
 
@@ -210,12 +217,13 @@ class Proxy:
 
     async def _send_error(self, scope: Any, answer: "_Answer", error: RouteError) -> None:
         self.metrics.errors.labels(error.code).inc()
-        path = printable(scope["path"], 200)
-        if answer.begun:
-            logger.error("Request %s: %s: the answer ends early: %s", answer.name, path, error.message)
+        path, status = printable(scope["path"], 200), answer.status or error.status
+        fields = answer.fields(path=path, status=status, error=error.message, error_code=error.code)
+        if answer.status:
+            logger.error("Request %s: %s: the answer ends early: %s", answer.name, path, error.message, extra=fields)
             return  # uvicorn closes the connection, from which the client sees that something is missing
         level = logger.error if error.status >= 500 else logger.warning
-        level("Request %s: %s: %d: %s", answer.name, path, error.status, error.message)
+        level("Request %s: %s: %d: %s", answer.name, path, error.status, error.message, extra=fields)
         headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
         await answer.send_whole(error.status, error.body, b"application/json", headers)
 
@@ -239,12 +247,17 @@ def _target(scope: Any) -> str:
 
 
 class _Answer:
-    """What is sent to the client."""
+    """What is sent to the client. status: 0 until it begins. sent: bytes of its body."""
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send, self.request_id = send, request_id
         self.name = request_id.decode("ascii")
-        self.begun = self.ended = self.client_left = False
+        self.status = self.sent = 0
+        self.ended = self.client_left = False
+
+    def fields(self, **fields: Any) -> dict[str, Any]:
+        """What a line of the log about the request says, for programs."""
+        return {"fields": {"request_id": self.name, **fields}}
 
     async def watch(self, receive: Receive, task: "asyncio.Task[Any] | None") -> None:
         """Cancel the task that answers if the client leaves before the end."""
@@ -255,14 +268,16 @@ class _Answer:
             task.cancel()
 
     async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        self.begun = True
+        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, chunk: bytes) -> None:
+        self.sent += len(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, chunk: bytes) -> None:
         self.ended = True
+        self.sent += len(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def send_whole(

@@ -14,6 +14,7 @@ from quire_route.health import HealthChecks
 from quire_route.metrics import RouteMetrics
 from quire_route.prefill import Prefills
 from quire_route.proxy import Proxy
+from quire_server.access_log import AccessLog
 from quire_server.draining import DrainingServer, loop_factory
 from quire_server.listening import listening_socket, raise_descriptor_limit
 
@@ -29,6 +30,7 @@ def serve(config: RouteConfig, server_config: ServerConfig) -> int:
 
 async def _serve(config: RouteConfig, server_config: ServerConfig, listening: socket.socket) -> None:
     metrics = RouteMetrics()
+    access_log = AccessLog(server_config.access_log) if server_config.access_log else None
     cached = None
     if config.policy == "cached":
         from quire_route.cached import CachedPrefixes, Tokens, listen
@@ -49,7 +51,7 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
         try:
             prefills = None if prefill_fleet is None else Prefills(config, client, prefill_fleet)
             tokens = None if cached is None else Tokens(client, fleet)
-            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills, tokens)
+            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills, tokens, access_log)
             await _Server(proxy, server_config).serve(sockets=[listening])
         finally:
             for listener in listeners:

@@ -35,6 +35,7 @@ from quire_server.errors import add_error_handlers
 from quire_server.generation import Server
 from quire_server.middleware import ApiKeys, RootPath, add_middleware
 from quire_server.observability import HttpMetrics, Observability
+from quire_server.request_log import RequestLog
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
@@ -56,7 +57,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     if config.weights_folder and not config.enable_admin_api:
         raise ConfigError("weights_folder needs enable_admin_api, which lets clients replace the weights")
     adapters = Adapters(llm, config, model_names)
-    app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters)
+    log = RequestLog(config)
+    app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log)
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
     app.state.http_metrics = http_metrics = HttpMetrics()
@@ -94,11 +96,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         app.add_middleware(CORSMiddleware, **allowed)
     for path in config.middleware:
         add_middleware(app, path)
-    quiet_paths = config.disable_access_log_for_endpoints.split(",")
-    access_log = not config.disable_uvicorn_access_log
-    app.add_middleware(
-        Observability, metrics=http_metrics, routes=routes, access_log=access_log, quiet_paths=quiet_paths
-    )
+    app.add_middleware(Observability, metrics=http_metrics, log=log, routes=routes)
     if root_path := config.root_path.strip("/"):
         app.add_middleware(RootPath, root_path=f"/{root_path}")
     return app

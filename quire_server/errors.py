@@ -1,5 +1,6 @@
 """Errors, in the shape of the API that the request is for: OpenAI's, Anthropic's or Ollama's."""
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,10 +21,15 @@ from quire_server.fields import TABLES
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES: dict[str, str] = TABLES["anthropic"]["errors"]
 _CODES = {404: "not_found", 405: "method_not_allowed"}
+_QUOTED = ("structured_outputs", "stop", "bad_words")  # fields with text that the engine's messages quote
+_QUOTING = ("constraint", "union_tag_invalid")  # types of pydantic's errors whose messages quote values
 
 
 class ApiError(HTTPException):
-    """An error response: its status and message. param: the path of the wrong field, such as `messages[0].role`."""
+    """An error response: its status and message. param: the path of the wrong field, such as `messages[0].role`.
+
+    quotes: whether the message may quote a prompt or an answer, so that the log must not have it.
+    """
 
     def __init__(
         self,
@@ -33,9 +39,16 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        quotes: bool = False,
     ) -> None:
         super().__init__(status, message, headers)
-        self.param, self.code = param, code
+        self.param, self.code, self.quotes = param, code, quotes
+
+    @property
+    def logged(self) -> str:
+        """The message for the log."""
+        reason = "the reason may quote the request, so only the answer has it"
+        return f"{self.param or 'the request failed'}: {reason}" if self.quotes else self.detail
 
     def body(self, path: str) -> dict[str, Any]:
         """The body of the error response to a request for `path`.
@@ -60,7 +73,13 @@ class ApiError(HTTPException):
         if (name := names.get(field)) is None:
             return self
         message, param = self.detail.replace(field, name, 1), name + (self.param or "").removeprefix(field)
-        return ApiError(self.status_code, message, param=param, code=self.code, headers=self.headers)
+        return ApiError(
+            self.status_code, message, param=param, code=self.code, headers=self.headers, quotes=self.quotes
+        )
+
+
+class _Unquoted(Exception):  # noqa: N818
+    """Stands for an unexpected exception in the log, with its type as the text: its own may quote a prompt."""
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -89,14 +108,15 @@ def bad_value(error: Exception, fields: Iterable[str], default: str) -> ApiError
     elif named and not isinstance(error, PromptTooLongError):
         param = named[0].replace(" ", "_")
     code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code, quotes=param in _QUOTED)
 
 
 def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiError:
     """A 400 for one of pydantic's errors: the first of those that lie deepest in the body."""
     found: dict[str, list[str]] = {}
-    deepest = -1
+    deepest, quotes = -1, False
     for error in errors:
+        quotes |= error["type"] in _QUOTING
         path, depth = _path_in(body, error)
         if depth > deepest:
             found, deepest = {}, depth
@@ -104,7 +124,7 @@ def invalid_request(errors: Iterable[Mapping[str, Any]], body: object) -> ApiErr
             found.setdefault(path, []).append(error["msg"] if path else "the body should be a JSON object")
     path, messages = next(iter(found.items()))
     text = " or ".join(dict.fromkeys(messages))
-    return ApiError(400, f"{path}: {text}" if path else text, param=path or None)
+    return ApiError(400, f"{path}: {text}" if path else text, param=path or None, quotes=quotes)
 
 
 def _path_in(body: object, error: Mapping[str, Any]) -> tuple[str, int]:
@@ -130,7 +150,10 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, error.detail, code=_CODES.get(error.status_code), headers=error.headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, error_text(error), code="engine_dead")
-    logger.error("A request failed", exc_info=error)
+    exception: Exception = error
+    if not logger.isEnabledFor(logging.DEBUG):
+        exception = _Unquoted(type(error).__qualname__).with_traceback(error.__traceback__)
+    logger.error("A request failed", exc_info=exception)
     return ApiError(500, "internal error; the server's log says more", code="internal_error")
 
 

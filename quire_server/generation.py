@@ -25,6 +25,7 @@ from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, api_error, bad_value, path_in
 from quire_server.messages import Message
 from quire_server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
+from quire_server.request_log import RequestLog, Summary
 from quire_server.responses import Usage
 
 SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
@@ -45,6 +46,7 @@ class Server:
     tool_parser: str | None
     app: FastAPI
     adapters: Adapters
+    log: RequestLog
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[str] = field(default_factory=set)
@@ -107,7 +109,16 @@ class Server:
                 return str(await held.run(self._render, messages, body))
             return await asyncio.to_thread(self._render, messages, body)  # a request's own template may run for long
         except (ValueError, TypeError) as error:
-            raise bad_value(error, type(body).model_fields, "messages") from error
+            refusal = bad_value(error, type(body).model_fields, "messages")
+            refusal.quotes |= error.__cause__ is not None and not self._is_of_template(error.__cause__)
+            raise refusal from error
+
+    def _is_of_template(self, error: BaseException) -> bool:
+        """Whether the text of an error that a template has raised is a constant of the server's template, and so no
+        part of the conversation."""
+        frontend = self.llm.frontend
+        templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
+        return any(str(error) in template for template in templates if template is not None)
 
     def _render(self, messages: Sequence[Message], body: Rendering) -> str:
         chat = [message.model_dump(exclude_none=True) for message in messages]
@@ -139,12 +150,15 @@ class PromptCall:
         state = request.state
         self.name: str = state.request_id if state.request_id_given or not body.request_id else body.request_id
         self.id, self.created = f"{prefix}-{self.name}", int(time.time())
+        self.summary = state.summary = Summary(self.id, self.model, self.model != server.model_names[0])
         self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may use a name again
         self._began = asyncio.get_running_loop().time()
+        self._log_id, self._came_at = state.request_id, state.began
         self._receive = request.receive
         self._held: HeldBody = request.state.body
         self._requests: list[ProcessedRequest] = []
         self._ended_by: ApiError | None = None
+        self._constraint_field: str | None = None
 
     def _request_id(self, index: int, num_prompts: int) -> str:
         return self._engine_id if num_prompts == 1 else f"{self._engine_id}-{index}"
@@ -156,18 +170,21 @@ class PromptCall:
         """
         server, timeout = self.server, self.server.config.request_timeout
         server.admit()  # again, since other requests may have arrived while this one was tokenized
+        server.log.received(self._log_id, self._requests)
         loop = asyncio.get_running_loop()
         watcher = asyncio.create_task(self._watch())
         timer = None if timeout is None else loop.call_at(self._began + timeout, self._time_out)
         server.calls.add(self)
+        whole: list[RequestOutput] = []
         try:
-            async with aclosing(server.llm.run(self._requests)) as outputs:
+            async with aclosing(server.llm.run(self._requests, whole=whole)) as outputs:
                 async for output in outputs:
                     for completion in output.outputs:
                         self._check(completion)
                     yield output
         finally:
             server.calls.discard(self)
+            self.summary.count(whole, self._came_at)
             watcher.cancel()
             if timer is not None:
                 timer.cancel()
@@ -194,7 +211,8 @@ class PromptCall:
         """Raises ApiError if the completion has failed."""
         if completion.finish_reason == "error":
             self.server.llm.client.check()
-            raise ApiError(500, f"the request failed: {completion.stop_reason}", code="request_failed")
+            reason, quotes = f"the request failed: {completion.stop_reason}", self._constraint_field is not None
+            raise ApiError(500, reason, code="request_failed", quotes=quotes)
         if completion.finish_reason == "abort" and self._ended_by is not None:
             raise self._ended_by
 
@@ -208,7 +226,6 @@ class Call(PromptCall):
         if not server.llm.processor.generates:
             raise ApiError(400, "this model makes embeddings or scores, and generates no text", param="model")
         self.body = body
-        self._constraint_field: str | None = None
 
     @property
     def tokens_as_ids(self) -> bool:
@@ -323,7 +340,8 @@ class Call(PromptCall):
             raise ApiError(400, str(completion.stop_reason), param="model", code="adapter_unusable")
         if completion.finish_reason == "bad_request":
             reason = str(completion.stop_reason).removeprefix("structured_outputs: ")
-            raise ApiError(400, f"{self._constraint_field}: {reason}", param=self._constraint_field)
+            field = self._constraint_field
+            raise ApiError(400, f"{field}: {reason}", param=field, quotes=True)
 
     def head(self, kind: str) -> dict[str, Any]:
         """The fields that a response and all its chunks share."""

@@ -11,7 +11,6 @@ from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.core_client import CoreClient, CoreState
 from quire.metrics.logging import logger
-from quire.metrics.requests import RequestLog
 from quire_server.app import create_app
 from quire_server.draining import DrainingServer, loop_factory
 
@@ -33,9 +32,8 @@ def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[s
     """The engine that a server's options describe, and the names of its model. Raises ConfigError."""
     names = config.served_model_name or [core.config.model.model or "quire-demo"]
     llm = AsyncLLM(
-        core=core, metrics_prefix=config.metrics_prefix, served_name=names[0], log_stats=not config.disable_log_stats,
-        request_log=RequestLog(config.enable_log_requests, config.max_log_len),
-    )  # fmt: skip
+        core=core, metrics_prefix=config.metrics_prefix, served_name=names[0], log_stats=not config.disable_log_stats
+    )
     return llm, names
 
 

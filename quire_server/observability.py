@@ -1,11 +1,10 @@
-"""Every HTTP request leaves a trace: its id, a line in the log, and metrics under the names of vLLM's.
+"""Every HTTP request gets an id, a line in the log, and its share of metrics under the names of vLLM's.
 
 vLLM's come from prometheus-fastapi-instrumentator. Plain ASGI, so that a stream's chunks pass without a copy or a task
 in between: each is only counted.
 """
 
 import asyncio
-import logging
 import re
 import time
 import tomllib
@@ -27,12 +26,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.metrics.exposition import are_shared, exposition
-from quire.metrics.logging import logger, printable
 from quire_server.errors import ApiError, api_error, error_response, path_in
 from quire_server.middleware import header
+from quire_server.request_log import RequestLog
 
 PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, not in the HTTP metrics
-MAX_PATH, MAX_MESSAGE = 200, 500  # characters in the log
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
 _KINDS: dict[str, type[Any]] = {"counter": Counter, "histogram": Histogram, "summary": Summary}
@@ -84,31 +82,23 @@ class _Exchange:
 class Observability:
     """The outermost middleware. Gives each request its id, from X-Request-Id or a new one, and sees how it ends.
 
-    routes: whose paths the metrics name. access_log: log requests that succeed, except for those of quiet_paths.
-    Requests that are refused are always logged.
+    routes: whose paths the metrics name.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        metrics: HttpMetrics,
-        routes: Sequence[BaseRoute],
-        access_log: bool,
-        quiet_paths: Sequence[str],
-    ) -> None:
-        self.app, self.metrics, self.access_log, self.quiet_paths = app, metrics, access_log, frozenset(quiet_paths)
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, log: RequestLog, routes: Sequence[BaseRoute]) -> None:
+        self.app, self.metrics, self.log = app, metrics, log
         self.routes = [route for route in routes if isinstance(route, Route)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began = time.perf_counter()
+        began = time.monotonic()
         given = header(scope, b"x-request-id")
         valid = given is None or _REQUEST_ID.fullmatch(given) is not None
         request_id = given if given is not None and valid else uuid.uuid4().hex.encode()
         state = scope.setdefault("state", {})
-        state["request_id"], state["request_id_given"] = request_id.decode(), given is not None
+        state |= {"began": began, "request_id": request_id.decode(), "request_id_given": given is not None}
         message = "X-Request-Id should be 1 to 128 visible ASCII characters"
         app = self.app if valid else error_response(ApiError(400, message, param="X-Request-Id"), scope)
         exchange = _Exchange(send, request_id)
@@ -123,36 +113,15 @@ class Observability:
                     raise  # the response has begun, so no error can be sent
                 await error_response(api_error(error), scope)(scope, receive, exchange.send)
         finally:
-            self._ended(scope, exchange, time.perf_counter() - began)
+            self._ended(scope, exchange, time.monotonic() - began)
 
     def _handler(self, path: str) -> str:
         return next((route.path for route in self.routes if route.path_regex.match(path)), "none")
 
     def _ended(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
         path = path_in(scope)
-        status = exchange.status or 500
         if path not in PROBES:
             length = header(scope, b"content-length") or b"0"
-            received = int(length[:20]) if length.isdigit() else 0
+            received, status = int(length[:20]) if length.isdigit() else 0, exchange.status or 500
             self.metrics.count(self._handler(path), scope["method"], status, seconds, received, exchange.num_bytes)
-        error: ApiError | None = scope["state"].get("error")  # that was sent, or that has ended a stream
-        level = _level(status if error is None else error.status_code)
-        quiet = level == logging.INFO and (path in self.quiet_paths or not self.access_log)
-        if quiet or not logger.isEnabledFor(level):
-            return
-        client = scope.get("client")
-        address = f"{printable(client[0], MAX_PATH)}:{client[1]}" if client else "unix socket"
-        reason = ": no answer was sent" if not exchange.status else ""
-        if error is not None:
-            ended = f"the stream ended with error {error.status_code}, " if status < 400 else ""
-            reason = f": {ended}{printable(error.detail, MAX_MESSAGE)}"
-        logger.log(
-            level, "%s %s %s %d in %.3f s, request %s%s",
-            address, scope["method"], printable(path, MAX_PATH), status, seconds, scope["state"]["request_id"], reason,
-        )  # fmt: skip
-
-
-def _level(status: int) -> int:
-    if status < 400 or status == 499:  # the client closed the connection
-        return logging.INFO
-    return logging.WARNING if status < 500 else logging.ERROR
+        self.log.ended(scope, exchange.status, exchange.num_bytes)

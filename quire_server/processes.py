@@ -18,7 +18,7 @@ from quire.engine.cores import MAX_FAILED_STARTS, Cores
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreUp
 from quire.messages.errors import error_text
 from quire.metrics.exposition import SHARED_FOLDER
-from quire.metrics.logging import configure_logging, logger, logging_level
+from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 from quire.system.folders import private_folder
 
 
@@ -50,12 +50,12 @@ class _ParentsCores:
 
 def _run_api(
     connection: Connection, listening: socket.socket, config: ServerConfig, engine_config: EngineConfig,
-    directory: Path, index: int, is_first_start: bool, log: str,
+    directory: Path, index: int, is_first_start: bool, log: LogOptions,
 ) -> None:  # fmt: skip
     """The main function of an API process. It sends its parent the line for the log when it serves, and an exception if
     it cannot go on."""
     os.setpgrp()  # signals of the terminal reach it through the parent
-    configure_logging(log)
+    configure_logging(*log)
     try:
         from quire_server.http_server import run  # metrics need the folder that the parent has put into the environment
 
@@ -65,6 +65,9 @@ def _run_api(
     except (ValueError, OSError, EngineDeadError) as error:
         kind = EngineDeadError if isinstance(error, EngineDeadError) else ConfigError
         connection.send(kind(error_text(error)))
+    except Exception:
+        logger.exception("The API process failed")
+        sys.exit(1)
 
 
 class _Api:
@@ -75,8 +78,8 @@ class _Api:
         self.connection, theirs = context.Pipe()
         self.news: asyncio.Queue[str | Exception | None] = asyncio.Queue()
         self.process = context.Process(
-            target=_run_api, args=(theirs, listening, *options, index, is_first_start, logging_level()),
-            name="quire-api",
+            target=_run_api, args=(theirs, listening, *options, index, is_first_start, log_options()),
+            name=f"api {index}",
         )  # fmt: skip
         self.process.start()
         theirs.close()

@@ -105,6 +105,7 @@ class Run:
         self.responses, self.answering, self.record, self.owner = responses, answering, record, owner
         self.is_background, self.is_cancelled = bool(record.response["background"]), False
         self.task: asyncio.Task[None] | None = None
+        self.log: Callable[[], None] = lambda: None  # of a response in the background, when it has ended
         self.events = Events()
         self._output = Output(self.events)
         self._news = asyncio.Condition()
@@ -165,6 +166,7 @@ class Run:
         finally:
             refreshing.cancel()
             del self.responses.runs[self.response["id"]]
+            self.log()
             async with self._news:
                 self.task = None
                 self._news.notify_all()
@@ -210,7 +212,7 @@ class Run:
         if error is not None:
             code = "server_error" if error.status_code >= 500 else "invalid_prompt"
             status, response["error"] = "failed", {"code": code, "message": error.detail}
-            logger.warning("Request %s: its response failed: %s", self.answering.call.name, error.detail)
+            self.answering.call.summary.error = error
         elif self.is_cancelled or reason == "abort":
             status = "cancelled"
         elif reason == "length":
@@ -300,9 +302,10 @@ async def _answer(body: ResponsesRequest, request: Request) -> Response:
     body.drop_prompt()
     answering = await Answering.begin(Request(request.scope, _never) if body.background else request, chat, "resp")
     response = _new_response(request.app.state.server, body, answering)
-    answering.call.id = response["id"]
+    answering.call.id = answering.call.summary.response_id = response["id"]
     run = Run(responses, answering, Record(response, items if response["store"] else []), owner)
     if body.background:
+        run.log = request.app.state.server.log.later(request.scope)
         await run.start()
         return await ResponseStream.begin(run.follow(-1)) if body.stream else json_response(response)
     if body.stream:

@@ -40,7 +40,6 @@ from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.metrics.engine import EngineMetrics
 from quire.metrics.logging import logger
-from quire.metrics.requests import RequestLog
 from quire.models.heads.resolve import with_files
 from quire.text.tokenizer import Tokenizer
 
@@ -66,9 +65,9 @@ class AsyncLLM:
     """A model behind an asyncio interface. Call `start` before anything else, and `shutdown` in the end.
 
     model, options: as for `LLM`. metrics_prefix: the prefix of the Prometheus metrics' names. served_name: the model's
-    name in the metrics' labels. log_stats: keep statistics for the metrics and the periodic log line. request_log: logs
-    each request; None logs none. core: the client of cores that were started already, with its own model and options.
-    Raises ConfigError (a ValueError) for options that are unknown or cannot be met.
+    name in the metrics' labels. log_stats: keep statistics for the metrics and the periodic log line. core: the client
+    of cores that were started already, with its own model and options. Raises ConfigError (a ValueError) for options
+    that are unknown or cannot be met.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class AsyncLLM:
         metrics_prefix: str = "quire",
         served_name: str | None = None,
         log_stats: bool = True,
-        request_log: RequestLog | None = None,
         core: CoreClient | None = None,
         **options: Any,
     ) -> None:
@@ -93,14 +91,12 @@ class AsyncLLM:
             raise
         self.processor = self.frontend.processor
         self.output_processor = OutputProcessor(self.frontend.tokenizer, self.config.scheduler)
-        self.request_log = request_log or RequestLog(enabled=False)
         name = served_name or self.config.model.model or "quire"
         lora = self.config.lora
         max_loras = lora.max_loras if lora.enable_lora else 0
         self.metrics = EngineMetrics(
-            metrics_prefix, name, self.request_log, log_stats, max_loras, len(core.sizes), core.index == 0,
-            core.since_start, core.first,
-        )  # fmt: skip
+            metrics_prefix, name, log_stats, max_loras, len(core.sizes), core.index == 0, core.since_start, core.first
+        )
         self.prefixes: dict[str, PinPrefix] = {}  # the pinned ones by id
         self._weights_lock = asyncio.Lock()
         self._pinning: set[asyncio.Task[None]] = set()
@@ -409,11 +405,14 @@ class AsyncLLM:
             return await asyncio.to_thread(self.processor.process, *arguments)
         return self.processor.process(*arguments)
 
-    async def run(self, requests: Sequence[ProcessedRequest], core: int | None = None) -> AsyncGenerator[RequestOutput]:
+    async def run(
+        self, requests: Sequence[ProcessedRequest], core: int | None = None, whole: list[RequestOutput] | None = None
+    ) -> AsyncGenerator[RequestOutput]:
         """Run the requests together. Yields a RequestOutput whenever it changed in a way that its output_kind reports.
 
-        core: the number of the core to take; None lets the client choose one for each sequence. Closing the generator
-        aborts the unfinished requests. Raises ValueError if a request id is in use.
+        core: the number of the core to take; None lets the client choose one for each sequence. whole: gets the whole
+        outputs, which grow while the requests run. Closing the generator aborts the unfinished requests. Raises
+        ValueError if a request id is in use.
         """
         for request in requests:
             if request.request_id in self._running:
@@ -425,7 +424,8 @@ class AsyncLLM:
             for request in requests:
                 output = self.output_processor.add(request)
                 self._running[request.request_id] = _Running(request, output, mailbox)
-                self.request_log.received(request.request_id, request.prompt, request.prompt_token_ids, request.params)
+                if whole is not None:
+                    whole.append(output)
             self.client.add([core_request for request in requests for core_request in request.core_requests], core)
             for request in requests:
                 self.metrics.add(request.core_requests, self.client.core_of)

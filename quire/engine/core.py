@@ -178,7 +178,7 @@ class EngineCore:
             num_running=len(scheduler.running), num_waiting=len(scheduler.requests) - len(scheduler.running),
             kv_cache_usage=(pool.num_usable - pool.num_free) / max(1, pool.num_usable), preemptions=counts.preemptions,
             prefix_queries=counts.prefix_queries, prefix_hits=counts.prefix_hits,
-            computed_tokens=counts.computed_tokens,
+            computed_tokens=counts.computed_tokens, generated_tokens=counts.generated_tokens,
             is_paused=self._pause.is_closed, is_sleeping=bool(self._asleep),
             external_queries=sum(connector.num_queries for connector in connectors),
             external_hits=sum(connector.num_hits for connector in connectors),
@@ -381,6 +381,7 @@ class EngineCore:
 
 
 def _log_failures(outputs: list[EngineCoreOutput]) -> None:
+    """Bad requests are their clients' failures, and the reasons may quote them."""
     for output in outputs:
-        log = logger.warning if output.finish_reason is FinishReason.BAD_REQUEST else logger.error
-        log("Request %s failed: %s", output.request_id, output.stop_reason)
+        if output.finish_reason is not FinishReason.BAD_REQUEST:
+            logger.error("Request %s failed: %s", output.request_id, output.stop_reason)

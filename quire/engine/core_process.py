@@ -26,7 +26,7 @@ from quire.messages import engine as messages
 from quire.messages.changes import Look, Pause, TrainerOrder
 from quire.messages.engine import CoreReport, EngineCoreOutput, FinishReason, MeetingPlace
 from quire.messages.errors import error_text
-from quire.metrics.logging import configure_logging, logger
+from quire.metrics.logging import LogOptions, configure_logging, logger
 from quire.system.garbage import skip_last_collection
 
 HEARTBEAT_SECONDS = 1.0
@@ -43,13 +43,14 @@ def core_address(folder: Path) -> str:
 
 
 def run_core(
-    folder: Path, rank: int, config: EngineConfig, directory: Path, log: str, remote: tuple[str, bytes] | None = None,
-    place: MeetingPlace | None = None, listener: socket.socket | None = None, memory: str = "",
+    folder: Path, rank: int, config: EngineConfig, directory: Path, log: LogOptions,
+    remote: tuple[str, bytes] | None = None, place: MeetingPlace | None = None, listener: socket.socket | None = None,
+    memory: str = "",
 ) -> None:  # fmt: skip
     """The main function of the process.
 
     folder: contains the parent's socket "reports", and gets the core's own, for its clients. rank: the core's number.
-    directory: the model's directory or GGUF file. log: the level of the log. remote: the address of this machine at
+    directory: the model's directory or GGUF file. log: as the parent logs. remote: the address of this machine at
     which clients on other machines reach the core, and the secret that they know. place: where the replicas meet that
     share experts, None for a replica that shares none. listener: the socket of that place, if this core provides it.
     memory: a file of the parent for blocks in CPU memory, which a core that replaces this one finds there.
@@ -58,7 +59,7 @@ def run_core(
         os.environ[MEMORY_VARIABLE] = memory  # for this process and those of its ranks
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to the whole group of processes; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    configure_logging(log)
+    configure_logging(*log)
     tqdm.set_lock(threading.RLock())  # tqdm's own lock is shared between processes; a killed process would leak it
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.ROUTER), context.socket(zmq.PUSH)

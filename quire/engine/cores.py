@@ -21,7 +21,7 @@ from quire.kvcache.kept_memory import KeptMemory
 from quire.messages import engine as messages
 from quire.messages.engine import CoreDied, CoreEvent, CoreLost, CoreReady, CoreUp
 from quire.messages.errors import error_text
-from quire.metrics.logging import logger, logging_level
+from quire.metrics.logging import log_options, logger
 from quire.system.folders import private_folder
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class _Process:
         self.reports.set_hwm(0)
         self.reports.bind(f"ipc://{folder}/reports")
         self.process: BaseProcess = multiprocessing.get_context("spawn").Process(
-            target=run_core, name="quire-core",
-            args=(folder, rank, config, directory, logging_level(), remote,
+            target=run_core, name=f"core {rank}",
+            args=(folder, rank, config, directory, log_options(), remote,
                   *(() if fellows is None else fellows.meetings.place(rank))),
             kwargs={"memory": memory},
         )  # fmt: skip

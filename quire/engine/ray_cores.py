@@ -17,7 +17,7 @@ from quire.cluster.secret import ClusterSecret
 from quire.config import ConfigError, EngineConfig
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.messages.errors import error_text
-from quire.metrics.logging import configure_logging, logger, logging_level
+from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 
 _ALONE: dict[str, float] = {"memory": 1 << 20}  # what a core needs whose ranks are actors themselves: bytes
 _AGAIN_SECONDS = 2.0  # between the end of an actor and the next one of its replica
@@ -31,7 +31,7 @@ class RayReplicas:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_launch, args=(theirs, portable(config), replicas, secret.secret, logging_level()), name="quire-ray"
+            target=_launch, args=(theirs, portable(config), replicas, secret.secret, log_options()), name="quire-ray"
         )
         self._process.start()
         theirs.close()
@@ -63,11 +63,11 @@ class RayReplicas:
         self._process.join()
 
 
-def _launch(parent: Connection, config: bytes, replicas: range, secret: bytes, log: str) -> None:
+def _launch(parent: Connection, config: bytes, replicas: range, secret: bytes, log: LogOptions) -> None:
     """The main function of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides
         signal.signal(number, signal.SIG_IGN)
-    configure_logging(log)
+    configure_logging(*log)
     try:
         cluster = RayCluster()
         bundle = _needs(unpacked(config)[0], cluster)

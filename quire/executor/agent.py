@@ -56,7 +56,7 @@ class Agent:
         begin = _begins.decode(body)
         start = messages.Start(
             self._config, str(self._directory), begin.max_model_len, begin.sizes, self._address,
-            self._threads, begin.log_level,
+            self._threads, begin.log,
             (self._numbers.start, len(self._numbers)), begin.machines,
         )  # fmt: skip
         self._session = _Session(self._numbers, self._node)

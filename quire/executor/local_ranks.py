@@ -45,7 +45,7 @@ class LocalRanks(Ranks):
         """
         key, first = secrets.token_bytes(32), messages.encode(start)
         # All ranks log the same, so only rank 0 does.
-        quiet = messages.encode(msgspec.structs.replace(start, log_level="ERROR"))
+        quiet = messages.encode(msgspec.structs.replace(start, log=start.log._replace(level="ERROR")))
         with socket.create_server((HOST, 0)) as listener:
             for rank in self.numbers:
                 self.processes.append(_start_process(rank, listener.getsockname()[1], [key, secret], environment))

@@ -9,6 +9,7 @@ from quire.kvcache.specs import KVCacheSize
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, StepCosts, TokenMasks
 from quire.messages.transfers import Transfer
+from quire.metrics.logging import LogOptions
 from quire.parallel.sizes import MeshSizes
 
 BEAT_SECONDS = 1.0  # time between two heartbeats, in both directions
@@ -36,7 +37,7 @@ class Start(msgspec.Struct, array_like=True, tag=True):
     sizes: MeshSizes
     meeting: str
     num_threads: int
-    log_level: str
+    log: LogOptions
     neighbours: tuple[int, int]
     machines: list[int]
     replica: int = 0
@@ -133,7 +134,7 @@ class Begin(msgspec.Struct, array_like=True, tag=True):
     max_model_len: int
     sizes: MeshSizes
     machines: list[int]
-    log_level: str
+    log: LogOptions
 
 
 class ForRanks(msgspec.Struct, array_like=True, tag=True):

@@ -21,7 +21,7 @@ from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import MeetingPlace
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
-from quire.metrics.logging import logging_level
+from quire.metrics.logging import log_options
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 
@@ -62,7 +62,7 @@ class MultiprocExecutor(Executor):
         self._ranks.groups.append(here)
         start = messages.Start(
             config, str(directory), max_model_len, sizes, place.address,
-            max(1, torch.get_num_threads() // len(everyone)), logging_level(), (0, len(everyone)), [0] * len(everyone),
+            max(1, torch.get_num_threads() // len(everyone)), log_options(), (0, len(everyone)), [0] * len(everyone),
             place.replica, place.generation,
         )  # fmt: skip
         here.start(start, place.secret, interface_variables(place.host))

@@ -13,7 +13,7 @@ from quire.executor.agreement import facts
 from quire.executor.local_ranks import LocalRanks
 from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.remote_ranks import Agents, RemoteRanks
-from quire.metrics.logging import logging_level
+from quire.metrics.logging import log_options
 from quire.parallel.sizes import MeshSizes
 
 
@@ -27,7 +27,7 @@ class NodesExecutor(MultiprocExecutor):
         count = sizes.world // machines
         shares = [range(number * count, (number + 1) * count) for number in range(machines)]
         numbers = [number for number, share in enumerate(shares) for _ in share]
-        begin = messages.Begin(max_model_len, sizes, numbers, logging_level())
+        begin = messages.Begin(max_model_len, sizes, numbers, log_options())
         host, secret = resolve(options.master_addr), ClusterSecret.read(options.cluster_secret_file)
         others = range(count, sizes.world)
         agents = Agents(secret, host, options.master_port, others, facts(config, directory), begin, ranks)
@@ -36,7 +36,7 @@ class NodesExecutor(MultiprocExecutor):
         ranks.groups += [here, *(RemoteRanks(share, agents) for share in shares[1:])]
         agents.start()
         threads = max(1, torch.get_num_threads() // count)
-        start = messages.Start(config, str(directory), max_model_len, sizes, agents.address, threads, begin.log_level,
+        start = messages.Start(config, str(directory), max_model_len, sizes, agents.address, threads, begin.log,
                                (0, count), numbers)  # fmt: skip
         here.start(start, secret.secret, interface_variables(host))
         agents.wait(shares, ranks.check)

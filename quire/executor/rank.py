@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,8 @@ def main() -> None:
     start = _orders.decode(link.receive())
     assert isinstance(start, messages.Start)
     link.expect_within(SILENCE_SECONDS)
-    configure_logging(start.log_level)
+    configure_logging(*start.log)
+    current_process().name = f"rank {rank}"  # in the log
     threading.Thread(target=_beat, args=(link,), name="heartbeat", daemon=True).start()
     try:
         _work(link, start, rank, secret)

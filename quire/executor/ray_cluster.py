@@ -17,7 +17,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.executor import messages
 from quire.loading.hub import hub_name
 from quire.messages.errors import error_text
-from quire.metrics.logging import configure_logging, logger, logging_level
+from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 from quire.models.heads.resolve import with_files
 
 PLACE_SECONDS = 600.0  # within which the cluster must have what is asked for
@@ -150,16 +150,16 @@ def portable(config: EngineConfig) -> bytes:
     if given.get("model") and (found := hub_name(Path(given["model"]))):
         given = {**given, "model": found[0], "revision": found[1]}
     return messages.encode(_Config(replace(config, scheduler=replace(config.scheduler, speculative_config=given)),
-                                   logging_level()))  # fmt: skip
+                                   log_options()))  # fmt: skip
 
 
 def unpacked(config: bytes) -> tuple[EngineConfig, Path]:
     """What `portable` has made, on the other machine: the config, and the directory of the model there."""
     found = msgspec.msgpack.decode(config, type=_Config)
-    configure_logging(found.log_level)
+    configure_logging(*found.log)
     return with_files(found.config)
 
 
 class _Config(msgspec.Struct, array_like=True):
     config: EngineConfig
-    log_level: str
+    log: LogOptions

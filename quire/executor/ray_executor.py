@@ -12,7 +12,7 @@ from quire.executor.multiproc import MultiprocExecutor
 from quire.executor.ray_cluster import Actors, RayCluster, portable, resources, unpacked, uses_gpus
 from quire.executor.remote_ranks import Agents, RemoteRanks
 from quire.messages.errors import error_text
-from quire.metrics.logging import logging_level
+from quire.metrics.logging import log_options
 from quire.parallel.sizes import MeshSizes
 
 
@@ -32,7 +32,7 @@ class RayExecutor(MultiprocExecutor):
         actors = Actors(cluster, [bundle] * sizes.world, "PACK")
         ranks.at_end(actors.close)
         secret = ClusterSecret.random() if path is None else ClusterSecret.read(path)
-        begin = messages.Begin(max_model_len, sizes, actors.machines, logging_level())
+        begin = messages.Begin(max_model_len, sizes, actors.machines, log_options())
         agents = Agents(secret, cluster.host, 0, ranks.all, facts(config, directory), begin, ranks)
         ranks.at_end(agents.close)
         shares = [range(rank, rank + 1) for rank in ranks.all]

@@ -137,6 +137,7 @@ class CoreStats(msgspec.Struct, array_like=True):
     prefix_queries: int = 0  # tokens that were looked up in the prefix cache
     prefix_hits: int = 0  # tokens of these that were found, and so were not computed
     computed_tokens: int = 0  # prompt and output tokens computed by the steps whose results are known
+    generated_tokens: int = 0  # by these steps
     is_paused: bool = False
     is_sleeping: bool = False
     external_queries: int = 0  # tokens that were looked up in tiers beyond the pool

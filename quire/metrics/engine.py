@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest, FinishReason, SpeculationStats
 from quire.metrics.exposition import are_shared, exposition
-from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
+from quire.metrics.requests import RequestRecord, SequenceRecord
 from quire.metrics.throughput import ThroughputLog
 
 _TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -33,7 +33,6 @@ class EngineMetrics:
         self,
         prefix: str,
         model_name: str,
-        request_log: RequestLog | None = None,
         enabled: bool = True,
         max_loras: int = 0,
         num_cores: int = 1,
@@ -44,7 +43,6 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self.enabled = enabled
         self._prefix = prefix
-        self._request_log = request_log or RequestLog(enabled=False)
         self._throughput = ThroughputLog()
         self._sequences: dict[str, SequenceRecord] = {}  # by core request id
         self._counts_cores, self._first_core = counts_cores, first_core
@@ -185,7 +183,7 @@ class EngineMetrics:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return
-        if not self._sequences:
+        if not self._sequences and not are_shared():
             self._throughput.end_work()
         now = time.monotonic()
         metrics = self._cores[sequence.core]
@@ -210,7 +208,6 @@ class EngineMetrics:
         if not request.unfinished:
             metrics["request_params_n"].observe(request.n)
             metrics["request_max_num_generation_tokens"].observe(request.longest)
-        self._request_log.ended(request_id, reason, sequence, now)
 
     def _count(self, core: int, stats: CoreStats, generated: int, first_tokens: int) -> None:
         """Add the changes since the last step. A new core counts from zero, and the metrics continue."""
@@ -237,14 +234,15 @@ class EngineMetrics:
         metrics["num_requests_waiting_by_reason", "capacity"].set(stats.num_waiting)
         metrics["kv_cache_usage_perc"].set(stats.kv_cache_usage)
         self._stats[core] = stats
-        if not are_shared():  # else this process does not see all tokens
-            self._throughput.step(
-                CoreStats.total([stats or CoreStats() for stats in self._stats]),
-                max(0, step_tokens - generated),
-                generated,
-                queries,
-                hits,
-            )
+        total = CoreStats.total([stats or CoreStats() for stats in self._stats])
+        is_busy = total.num_running + total.num_waiting > 0
+        if are_shared() and is_busy:  # with requests that this process does not see
+            self._throughput.begin_work()
+        generated = stats.generated_tokens - before.generated_tokens  # for all clients
+        computed, preemptions = max(0, step_tokens - generated), stats.preemptions - before.preemptions
+        self._throughput.step(total, computed, generated, queries, hits, preemptions)
+        if are_shared() and not is_busy:
+            self._throughput.end_work()
 
 
 def _is_of_new_core(stats: CoreStats, before: CoreStats) -> bool:

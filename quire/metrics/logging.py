@@ -1,29 +1,102 @@
-"""The log: readable lines on standard error, such as `12:03:44 INFO  KV cache: ...`."""
+"""The log on standard error: readable lines such as `12:03:44 INFO    KV cache: ...`, or a JSON object a line."""
 
+import io
+import json
 import logging
 import sys
+import threading
+from datetime import datetime
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("quire")
 
 
-def configure_logging(level: str = "INFO") -> None:
+class LogOptions(NamedTuple):
+    """How a process logs. level: the lowest one that is logged. format: "text" or "json"."""
+
+    level: str = "INFO"
+    format: str = "text"
+
+
+def configure_logging(level: str = "INFO", format: str = "text") -> None:
     """Send Quire's log to standard error. For the command line: a program that imports Quire configures logging itself.
 
-    Further calls change the level only.
+    With "json", whatever Python code prints on standard error becomes a part of the log, too. Further calls change the
+    level and the format.
     """
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
-        logger.addHandler(handler)
+        logger.addHandler(logging.StreamHandler(sys.stderr))
         logger.propagate = False
+    for handler in logger.handlers:
+        handler.setFormatter(_JsonFormatter() if format == "json" else _TextFormatter())
+    if format == "json" and isinstance(handler := logger.handlers[0], logging.StreamHandler):
+        _take_over(handler)
     logger.setLevel(level.upper())
 
 
-def logging_level() -> str:
-    return logging.getLevelName(logger.getEffectiveLevel())
+def log_options() -> LogOptions:
+    """Those of this process, for the processes that it starts."""
+    is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in logger.handlers)
+    return LogOptions(logging.getLevelName(logger.getEffectiveLevel()), "json" if is_json else "text")
 
 
-def printable(text: str, limit: int) -> str:
+def printable(text: str, limit: int | None = None) -> str:
     """Text from a client, made safe for the log: cut after `limit` characters, and control characters escaped."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:limit])
-    return f"{shown}... ({len(text):,} characters)" if len(text) > limit else shown
+    return f"{shown}... ({len(text):,} characters)" if limit is not None and len(text) > limit else shown
+
+
+class _TextFormatter(logging.Formatter):
+    """Control characters are escaped, and further lines of a message are indented: none can look like another one."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if text.isprintable() else "\n    ".join(map(printable, text.split("\n")))
+
+
+class _JsonFormatter(logging.Formatter):
+    """A record's `fields`, which callers give as extra={"fields": {...}}, become keys of the object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+            "level": record.levelname, "logger": record.name, "process": record.processName, "pid": record.process,
+            "message": record.getMessage(), **getattr(record, "fields", {}),
+        }  # fmt: skip
+        if record.exc_info and record.exc_info[0]:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+class _Stderr(io.TextIOBase):
+    """Stands for standard error. Each line that is printed there becomes an entry of the log."""
+
+    def __init__(self, handler: "logging.StreamHandler[Any]") -> None:
+        self._handler, self._rest = handler, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in filter(str.strip, lines):
+            record = logging.LogRecord("stderr", logging.INFO, "", 0, line, None, None)
+            # Not by the handler: it prints its own errors here.
+            self._handler.stream.write(self._handler.format(record) + "\n")
+        return len(text)
+
+    def fileno(self) -> int:
+        return int(self._handler.stream.fileno())
+
+
+def _take_over(handler: "logging.StreamHandler[Any]") -> None:
+    """Let a handler have what other libraries log, warnings, the tracebacks of this process, and what it prints."""
+
+    def unhandled(exception: Any) -> None:
+        logger.critical("An exception was not handled", exc_info=exception)
+
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+    sys.excepthook = lambda *exception: unhandled(exception)
+    threading.excepthook = lambda found: unhandled((found.exc_type, found.exc_value, found.exc_traceback))
+    sys.stderr = _Stderr(handler)

@@ -23,10 +23,12 @@ class ThroughputLog:
     def _reset(self, now: float) -> None:
         self._began_at = now
         self._work_seconds = 0.0  # in periods of work that have ended
-        self._prompt_tokens = self._generated = self._queries = self._hits = 0
+        self._prompt_tokens = self._generated = self._queries = self._hits = self._preemptions = 0
 
     def begin_work(self) -> None:
-        """The first request arrived at an idle engine."""
+        """The first request arrived at an idle engine. Nothing changes if it has work already."""
+        if self._working_since is not None:
+            return
         self._working_since = time.monotonic()
         if not self._prompt_tokens + self._generated:
             self._reset(self._working_since)
@@ -37,22 +39,27 @@ class ThroughputLog:
             self._work_seconds += time.monotonic() - self._working_since
             self._working_since = None
 
-    def step(self, stats: CoreStats, prompt_tokens: int, generated: int, queries: int, hits: int) -> None:
-        """A step has finished. The numbers count tokens; queries and hits are those of the prefix cache."""
+    def step(
+        self, stats: CoreStats, prompt_tokens: int, generated: int, queries: int, hits: int, preemptions: int = 0
+    ) -> None:
+        """A step has finished. The numbers count tokens; queries and hits are those of the prefix cache. preemptions:
+        of requests."""
         self._prompt_tokens += prompt_tokens
         self._generated += generated
         self._queries += queries
         self._hits += hits
+        self._preemptions += preemptions
         now = time.monotonic()
         seconds = self._work_seconds + (0.0 if self._working_since is None else now - self._working_since)
         if now - self._began_at < LOG_SECONDS or not seconds or not self._prompt_tokens + self._generated:
             return
+        preempted = f", preemptions {self._preemptions}" if self._preemptions else ""
         found = f"{100 * self._hits / self._queries:.1f} %" if self._queries else "none looked up"
         logger.info(
             "Running %d, waiting %d; computed %.1f prompt tokens/s, generated %.1f tokens/s in %.1f s of work; "
-            "KV cache %.1f %% in use, prefix cache hits %s%s",
+            "KV cache %.1f %% in use, prefix cache hits %s%s%s",
             stats.num_running, stats.num_waiting, self._prompt_tokens / seconds, self._generated / seconds, seconds,
-            100 * stats.kv_cache_usage, found, self._speculation(stats),
+            100 * stats.kv_cache_usage, found, preempted, self._speculation(stats),
         )  # fmt: skip
         self._reset(now)
         if self._working_since is not None:

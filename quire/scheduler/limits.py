@@ -72,3 +72,4 @@ class SchedulerStats:
     prefix_queries: int = 0  # tokens that were looked up in the prefix cache, at the first admission of their request
     prefix_hits: int = 0  # tokens among them that were found
     computed_tokens: int = 0  # tokens of retired steps
+    generated_tokens: int = 0

@@ -14,7 +14,6 @@ from quire.kvcache.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
-from quire.metrics.logging import logger
 from quire.scheduler.compression import Compression
 from quire.scheduler.constraints import ConstrainedRequests
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
@@ -345,6 +344,7 @@ class Scheduler:
                     outputs.append(self._advance(request, sampled, num_drafts))
             if status is not Status.RUNNING and not request.holds:  # it was leaving already
                 self._release(request)
+        self.stats.generated_tokens += sum(len(request_output.new_token_ids) for request_output in outputs)
         if output.draft_token_ids and self.speculation is not None:
             self.speculation.receive(requests, output.draft_token_ids)
         if output.logprobs or output.prompt_logprobs:
@@ -399,8 +399,6 @@ class Scheduler:
             break
         if constrained is not None:
             constrained.complete(request, output, before + len(sampled))
-            if output.finish_reason is FinishReason.ERROR:
-                logger.error("Request %s failed: %s", request.request_id, output.stop_reason)
         if output.finish_reason is not None:
             self._finish(request)
         return output

@@ -19,15 +19,6 @@ from pathlib import Path
 _NO_LIMIT = 1 << 60  # bytes; where no limit is set, version 1 shows a number of at least this size
 
 
-def free_on_host() -> int:
-    """Free bytes of the machine, or of this process's cgroup if it has fewer."""
-    import psutil  # imported here, since an engine on a GPU does not need it
-
-    available: int = psutil.virtual_memory().available
-    allowed = free_memory()
-    return available if allowed is None else min(available, allowed)
-
-
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes that the cgroups leave: limit - usage + page cache that can be reclaimed. None without a limit."""
     free = []

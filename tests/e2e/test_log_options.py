@@ -9,8 +9,8 @@ from support.server_process import Server
 
 
 def test_requests_are_logged_and_statistics_left_out_as_the_options_say() -> None:
-    flags = ["--enable-log-requests", "--max-log-len", "4", "--disable-log-stats", "--disable-uvicorn-access-log"]
-    with Server("--log-level", "DEBUG", *flags) as server:
+    flags = ["--log-prompts", "--max-log-len", "4", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    with Server(*flags) as server:
         for max_tokens in (3, -1):
             body = json.dumps({"prompt": "Once upon a time", "max_tokens": max_tokens}).encode()
             headers = {"Content-Type": "application/json", "X-Request-Id": f"of-{max_tokens}"}

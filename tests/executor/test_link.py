@@ -14,6 +14,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.executor import link as links
 from quire.executor.link import Link
 from quire.executor.messages import Order, Start, encode
+from quire.metrics.logging import LogOptions
 from quire.parallel.sizes import MeshSizes
 from quire.sampling.logits_processors import LogitsProcessor, load_plugins
 from support.faults import Faults
@@ -100,7 +101,15 @@ def test_closing_wakes_both_ends():
 
 def start(**options: Any) -> Start:
     return Start(
-        EngineConfig.create(**options), "/some/model", 128, MeshSizes(tp=2), "127.0.0.1:1", 1, "INFO", (0, 2), [0, 0]
+        EngineConfig.create(**options),
+        "/some/model",
+        128,
+        MeshSizes(tp=2),
+        "127.0.0.1:1",
+        1,
+        LogOptions(),
+        (0, 2),
+        [0, 0],
     )
 
 

@@ -18,6 +18,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.executor.link import Link
 from quire.executor.messages import Broken, Hello, Ready, Reply, Result, Sample, Start, Submit, encode
+from quire.metrics.logging import LogOptions
 from quire.parallel.mesh import open_meeting
 from quire.parallel.sizes import MeshSizes
 from support.engines import GREEDY, MAX_MODEL_LEN, core_request, make_llm
@@ -53,7 +54,17 @@ def greeted(listener: socket.socket) -> Link:
 def start(path: Path, sizes: MeshSizes = MeshSizes(), port: int = 1) -> bytes:  # noqa: B008
     config = EngineConfig.create(model=str(path), dtype="float32", max_num_seqs=4, num_gpu_blocks_override=40)
     return encode(
-        Start(config, str(path), MAX_MODEL_LEN, sizes, f"127.0.0.1:{port}", 1, "ERROR", (0, sizes.world), [0, 0])
+        Start(
+            config,
+            str(path),
+            MAX_MODEL_LEN,
+            sizes,
+            f"127.0.0.1:{port}",
+            1,
+            LogOptions("ERROR"),
+            (0, sizes.world),
+            [0, 0],
+        )
     )
 
 

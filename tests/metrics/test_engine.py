@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -12,6 +13,7 @@ from quire.messages.engine import CoreStats, EngineCoreOutput, EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics import engine, throughput
 from quire.metrics.engine import EngineMetrics
+from quire.metrics.exposition import SHARED_FOLDER
 from support.clock import Clock
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -45,7 +47,11 @@ class Core:
         self.metrics, self.stats = metrics, CoreStats()
 
     def step(self, computed: int, *outputs: EngineCoreOutput) -> None:
-        self.stats = CoreStats(num_running=1, computed_tokens=self.stats.computed_tokens + computed)
+        generated = sum(len(output.new_token_ids) for output in outputs)
+        self.stats = CoreStats(
+            num_running=1, computed_tokens=self.stats.computed_tokens + computed,
+            generated_tokens=self.stats.generated_tokens + generated,
+        )  # fmt: skip
         self.metrics.step(list(outputs), self.stats)
 
 
@@ -168,6 +174,30 @@ def test_rates_in_the_log_leave_idle_time_out(clock, caplog) -> None:
     (line,) = lines(caplog)
     # At b's first step: two prompts and 11 tokens in 5.5 s of work.
     assert "computed 36.4 prompt tokens/s, generated 2.0 tokens/s in 5.5 s of work" in line
+
+
+def test_with_several_api_processes_the_first_logs_what_the_cores_do_for_all(
+    clock, caplog, monkeypatch, tmp_path
+) -> None:
+    caplog.set_level("INFO", "quire")
+    monkeypatch.setenv(SHARED_FOLDER, str(tmp_path))
+    first, second = (EngineMetrics("quire", "m", counts_cores=i == 0) for i in range(2))
+    stats = CoreStats(num_running=1)
+    for _ in range(2):
+        for _ in range(6):  # steps that take 2 s, for a client of the second process
+            clock.now += 2
+            stats = msgspec.structs.replace(
+                stats, computed_tokens=stats.computed_tokens + 110, generated_tokens=stats.generated_tokens + 10
+            )
+            first.step([], stats)
+            second.step([], stats)
+        stats.num_running = 0
+        first.step([], stats)
+        clock.now += 100  # idle
+        stats.num_running = 1
+    assert len(lines(caplog)) == 2
+    assert all("Running 1, waiting 0" in line for line in lines(caplog))
+    assert "generated 6.0 tokens/s in 10.0 s of work" in lines(caplog)[0]
 
 
 def test_a_busy_engine_logs_every_ten_seconds_and_an_idle_one_not_at_all(clock, caplog) -> None:

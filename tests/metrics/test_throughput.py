@@ -80,3 +80,15 @@ def test_a_line_says_how_many_drafts_were_accepted_since_the_one_before(clock: C
     assert lines[2].endswith("none looked up")
     assert lines[3].endswith("; mean acceptance length 3.00, drafts accepted 100 % (by position 1.00 1.00)")
     assert lines[4].endswith("; mean acceptance length 1.00, drafts accepted 0 %")
+
+
+def test_preemptions_since_the_line_before_are_told_of(clock: Clock, lines: list[str]):
+    log = ThroughputLog()
+    log.begin_work()
+    for preemptions in (3, 0):
+        clock.now += LOG_SECONDS / 2
+        log.step(CoreStats(), 0, 50, 100, 25, preemptions)
+        clock.now += LOG_SECONDS / 2
+        log.step(CoreStats(), 0, 50, 0, 0, preemptions)
+    assert lines[0].endswith("prefix cache hits 25.0 %, preemptions 6")
+    assert lines[1].endswith("prefix cache hits 25.0 %")

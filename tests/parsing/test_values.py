@@ -35,6 +35,9 @@ from quire_parsing.values import from_python, parameter_types, typed
         ("x", {}, "x"),
         ("[1]", True, [1]),
         ("7", {"type": [{}, 3]}, 7),
+        ("7", {"type": 5}, 7),
+        ("7", {"type": None}, 7),
+        ("7", {"type": {"a": 1}, "enum": 5}, 7),
     ],
 )
 def test_a_value_has_the_type_that_its_schema_allows(text: str, schema: object, value: object):

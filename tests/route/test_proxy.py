@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 import socket
 import threading
@@ -481,3 +482,18 @@ def test_the_proxy_starts_without_torch_and_without_its_servers():
     with Proxy("http://127.0.0.1:1") as proxy:
         assert proxy.get("/health")[0] == 503
         assert "libtorch" not in Path(f"/proc/{proxy.process.pid}/maps").read_text()
+
+
+def test_the_access_log_has_a_line_for_each_request(tmp_path):
+    path = tmp_path / "access.log"
+    with stand_ins(1) as servers, Proxy(servers[0].url, options=("--access-log", str(path))) as proxy:
+        answer = proxy.post("/v1/completions?a=b", {"prompt": "x"}, User_Agent="me")
+        servers[0].stop()
+        eventually(lambda: proxy.get("/health")[0] == 503)
+        proxy.request("GET", "/v1/models")
+        eventually(lambda: path.read_text().count("\n") == 2)
+    answered, refused = path.read_text().splitlines()
+    assert re.fullmatch(
+        rf'127\.0\.0\.1 - - \[.+\] "POST /v1/completions\?a=b HTTP/1\.1" 200 {len(answer.body)} "-" "me"', answered
+    )
+    assert re.fullmatch(r'127\.0\.0\.1 - - \[.+\] "GET /v1/models HTTP/1\.1" 50[23] \d+ "-" "-"', refused)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from quire.messages.sampling_params import SamplingParams
-from quire.metrics.requests import RequestLog, RequestRecord, SequenceRecord
 from quire_server.observability import HttpMetrics
 from support.server import Answer, Host, Service, eventually
 
@@ -111,7 +109,8 @@ def test_an_exception_is_a_500_with_a_request_id_and_a_traceback_in_the_log(host
     service = host.serve()
 
     def fail() -> None:
-        raise RuntimeError("a bug")
+        what = "bug"
+        raise RuntimeError(f"a {what}")
 
     service.app.add_api_route("/fail", fail)
     answer = service.get("/fail", X_Request_Id="mine")
@@ -119,6 +118,11 @@ def test_an_exception_is_a_500_with_a_request_id_and_a_traceback_in_the_log(host
     (record,) = lines(caplog, answer)
     assert record.levelno == logging.ERROR
     assert "/fail 500" in record.getMessage()
+    assert "in fail" in caplog.text
+    assert "RuntimeError" in caplog.text
+    assert "a bug" not in caplog.text  # the text of an exception may quote a prompt
+    caplog.set_level("DEBUG", "quire")
+    service.get("/fail")
     assert "a bug" in caplog.text
 
 
@@ -129,7 +133,7 @@ def test_a_stream_that_ends_with_an_error_is_logged_although_its_status_was_200(
     (record,) = lines(caplog, answer)
     assert record.levelno == logging.ERROR
     assert "200 in" in record.getMessage()
-    assert "the stream ended with error 504, the request was not finished within" in record.getMessage()
+    assert "the answer ended with error 504, the request was not finished within" in record.getMessage()
     eventually(lambda: host.is_idle)
 
 
@@ -170,9 +174,6 @@ def test_requests_that_succeed_are_logged_but_for_probes(host: Host, caplog):
     answer = service.post("/v1/completions", SHORT)
     (record,) = lines(caplog, answer)
     assert record.levelno == logging.INFO
-    request_id = answer.headers["x-request-id"]
-    said = rf"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d+\.\d{{3}} s, request {request_id}"
-    assert re.fullmatch(said, record.getMessage())
     for path in ("/health", "/ping", "/version", "/metrics", "/load"):
         service.get(path)
     lines(caplog, service.get("/v1/models"))
@@ -237,27 +238,6 @@ def test_metrics_show_the_engine_http_and_the_process_and_probes_are_not_counted
         assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE), name
     assert 'handler="/metrics"' not in text
     assert 'handler="/health"' not in text
-
-
-# ---- --enable-log-requests
-
-
-def test_requests_are_logged_with_their_parameters_and_prompts_only_for_debugging(caplog):
-    params = SamplingParams(temperature=0.5, stop=["a\nb"], max_tokens=7)
-    log = RequestLog(enabled=True, max_length=5)
-    log.received("cmpl-1", "Tell me\n a secret", [1, 2, 3, 4, 5, 6, 7], params)
-    assert [r.getMessage() for r in caplog.records] == [
-        r"Request cmpl-1 received: 7 prompt tokens, temperature=0.5, stop=['a\nb'], max_tokens=7"
-    ]
-    caplog.clear()
-    caplog.set_level("DEBUG", "quire")
-    log.received("cmpl-1", "Te\nll me a secret", [1, 2, 3, 4, 5, 6, 7], params)
-    assert caplog.records[1].getMessage() == r"Request cmpl-1: prompt 'Te\nll', token ids [1, 2, 3, 4, 5]"
-    log.ended("cmpl-1", "stop", SequenceRecord(RequestRecord(1, 1), 7, 3, 1.0, first_token_at=1.1, num_tokens=3), 1.5)
-    assert "first token after 0.100 s" in caplog.records[2].getMessage()
-    caplog.clear()
-    RequestLog(enabled=False).received("cmpl-1", "x", [1], params)
-    assert not caplog.records
 
 
 def test_the_documented_http_metrics_are_those_that_there_are():

@@ -159,3 +159,22 @@ def test_a_client_that_goes_away_leaves_nothing(server, host):
         raw.close()
     eventually(lambda: host.is_idle)
     assert json.loads(server.get("/load").body) == {"server_load": 0}
+
+
+def test_the_log_has_tokens_of_requests_and_none_of_their_text(server, caplog):
+    caplog.set_level("INFO", "quire")
+    text = "The shibboleth of the old house"
+    bodies = {
+        "/v1/embeddings": {"input": [text, text]}, "/pooling": {"input": text}, "/classify": {"input": text},
+        "/v1/score": {"text_1": text, "text_2": [text]}, "/v1/rerank": {"query": text, "documents": [text]},
+        "/v2/embed": {"texts": [text]},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        for field in body:
+            for value in (body[field], {"text": text}, [[text]], 5):
+                server.post(path, {**body, field: value})
+    answer = server.post("/v1/embeddings", {"input": text})
+    said = f"request {answer.headers['x-request-id']}: {answer.json['usage']['prompt_tokens']} prompt tokens (0 cached)"
+    eventually(lambda: said in caplog.text)
+    assert "generated" not in caplog.text
+    assert "shibboleth" not in caplog.text
