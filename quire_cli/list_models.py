@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import shutil
+import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -92,7 +92,7 @@ def _as_text(lines: list[Line]) -> str:
         used = "bundled" if line.last_used is None else age_text(datetime.fromisoformat(line.last_used).timestamp())
         rows.append((line.name, line.short_name or "-", line.format, parameters, size, used))
     text = table(rows, indent="")
-    if not sys.stdout.isatty() or max(map(len, text.split("\n"))) <= shutil.get_terminal_size().columns:
+    if not sys.stdout.isatty() or max(map(len, text.split("\n"))) <= os.get_terminal_size(sys.stdout.fileno()).columns:
         return text
     return "\n".join(
         f"{title(line.name, line.short_name)}\n  {', '.join(cell for cell in row[2:] if cell != '-')}"

@@ -118,7 +118,7 @@ def test_the_machine_is_measured():
     machine = this_machine()
     assert machine.free > 2**20
     assert 1e8 < machine.bandwidth < 1e14
-    assert machine.device != "CPU" or machine.cache_share == memory._FREE_SHARE
+    assert machine.device != "CPU" or machine.cache_share == memory.FREE_SHARE
 
 
 def test_types_of_gguf_files_are_those_of_the_library():
