@@ -63,6 +63,6 @@ class KVCompressionOptions:
         """How many full blocks a text of `num_tokens` keeps, besides the last one that is not full. None if it keeps
         all of them. ratio: the request's own."""
         full, tail = divmod(num_tokens, block_size)
-        kept = round((num_tokens / (ratio or self.ratio) - tail) / block_size)
+        kept = int(num_tokens / (ratio or self.ratio) - tail) // block_size
         kept = max(kept, self.fewest_blocks(num_tokens, block_size))
         return kept if kept < full else None
