@@ -80,7 +80,10 @@ def test_an_engine_with_these_options_that_serves_compiles_nothing(options: dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["sm_80", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "card",
+    [pytest.param("sm_80", marks=pytest.mark.nightly), "sm_100", pytest.param("sm_120", marks=pytest.mark.nightly)],
+)
 def test_an_engine_that_serves_on_another_card_compiles_nothing(card: str):
     assert not _compiled(card)[1]
     assert not _compiled(card, hf_overrides=_EXPERTS, quantization="int8")[1]
