@@ -9,7 +9,6 @@ import json
 import platform
 import sys
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quire._version import __version__
@@ -22,11 +21,6 @@ HELP = "say what is wrong on this machine, and what to do"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument(
-        "--model", metavar="MODEL",
-        help="also say whether this model fits into memory, and how fast its answers can be at most: a checkpoint "
-        "directory, a .gguf file, or the Hugging Face id of a model that was downloaded",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
     parser.set_defaults(log_level="ERROR")  # the table says it all
 
@@ -38,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may have characters that the terminal lacks
-    checks, counts, findings = _checks(arguments.model), Counter[Level](), []
+    checks, counts, findings = _checks(), Counter[Level](), []
     table = Table.of(sys.stdout, checks)
     if not arguments.json:
         machine = f"Quire {__version__} on {platform.system()} {platform.release()}, {platform.machine()}"
@@ -62,12 +56,11 @@ def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def _checks(model: str | None) -> "dict[str, Check]":
+def _checks() -> "dict[str, Check]":
     """All checks by name, in the order of the table."""
     from quire_cli.checks import folders, gpu, memory, network, processor, software, system, threads
-    from quire_cli.checks.model import check_model
 
-    checks: dict[str, Check] = {
+    return {
         "Python": software.check_python,
         "PyTorch": software.check_torch,
         "packages": software.check_packages,
@@ -97,4 +90,3 @@ def _checks(model: str | None) -> "dict[str, Check]":
         "proxies": network.check_proxies,
         "port": network.check_port,
     }
-    return checks if model is None else {**checks, "model": partial(check_model, model)}

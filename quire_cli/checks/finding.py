@@ -36,6 +36,6 @@ def problem(found: str, advice: str) -> Finding:
     return Finding(Level.PROBLEM, found, advice)
 
 
-def size_text(size: float) -> str:
-    """A number of bytes, for people."""
+def memory_text(size: float) -> str:
+    """A number of bytes of memory, in the units in which systems count it."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.messages.errors import error_text
 from quire.system.folders import cache_folder, private_folder, state_folder
-from quire_cli.checks.finding import Finding, note, ok, problem, size_text
+from quire_cli.checks.finding import Finding, memory_text, note, ok, problem
 
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "gluster", "lustre", "beegfs", "gpfs", "afs", "fuse.")
 _VOLATILE = {"tmpfs": "in memory", "ramfs": "in memory", "overlay": "in the container's own layer"}
@@ -99,7 +99,7 @@ def _existing(folder: Path) -> Path:
 def _described(folder: Path) -> str:
     kind, device = _file_system(folder)
     place = f" on {device} ({kind})" if kind else ""
-    return f"{folder}, {size_text(_free(folder))} free{place}"
+    return f"{folder}, {memory_text(_free(folder))} free{place}"
 
 
 def _free(folder: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.messages.errors import error_text
 from quire_cli.checks.engine import need_engine
-from quire_cli.checks.finding import Finding, note, ok, problem, size_text
+from quire_cli.checks.finding import Finding, memory_text, note, ok, problem
 
 _LEAST_CAPABILITY = 80  # of the cards for which the kernels are checked (quire/gpu/cards.py)
 _NVIDIA, _AMD, _WSL = Path("/proc/driver/nvidia/version"), Path("/dev/kfd"), Path("/dev/dxg")
@@ -81,7 +81,7 @@ def _gpu(index: int) -> Iterator[Finding]:
     properties: Any = torch.cuda.get_device_properties(index)
     is_nvidia, capability = card.backend == "cuda", 10 * properties.major + properties.minor
     kind = f"compute capability {properties.major}.{properties.minor}" if is_nvidia else str(card.capability)
-    found = f"{index}: {card.name}, {kind}, {size_text(free)} of {size_text(total)} free"
+    found = f"{index}: {card.name}, {kind}, {memory_text(free)} of {memory_text(total)} free"
     if driver := _driver():
         found += f", {driver}"
     share = CacheConfig().gpu_memory_utilization
@@ -91,7 +91,7 @@ def _gpu(index: int) -> Iterator[Finding]:
         yield problem(f"{found}; this build of PyTorch has no code for it", "Install a PyTorch for a newer CUDA.")
     elif free < share * total:
         yield problem(
-            f"{found}; the default --gpu-memory-utilization {share} needs {size_text(share * total)}",
+            f"{found}; the default --gpu-memory-utilization {share} needs {memory_text(share * total)}",
             "End the other programs on this GPU, or lower --gpu-memory-utilization.",
         )
     elif is_nvidia and capability not in {known.capability for known in CARDS.values()}:

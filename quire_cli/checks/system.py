@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import quire
-from quire_cli.checks.finding import Finding, note, ok, problem, size_text
+from quire_cli.checks.finding import Finding, memory_text, note, ok, problem
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = 1 << 30  # bytes of shared memory that NCCL's ranks on a machine may need
@@ -52,7 +52,7 @@ def check_locked_memory() -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield ok("unlimited")
         return
-    found = f"at most {size_text(soft)}"
+    found = f"at most {memory_text(soft)}"
     if find_spec("nixl") is not None or any(Path("/sys/class/infiniband").glob("*")):
         advice = "Raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1"
         yield note(f"{found}, but RDMA (NIXL, NCCL over InfiniBand) locks the memory that it reads", advice)
@@ -81,7 +81,7 @@ def check_shared_memory() -> Iterator[Finding]:
         return
     facts = os.statvfs(_SHARED_MEMORY)
     size = facts.f_blocks * facts.f_frsize
-    found = f"{size_text(size)} in /dev/shm"
+    found = f"{memory_text(size)} in /dev/shm"
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and size < _LEAST_SHARED:
         advice = "docker run --shm-size 1g, or --ipc host; on Kubernetes, a volume in memory at /dev/shm"
         yield note(f"{found}, which may be too little for ranks on several GPUs (NCCL)", advice)

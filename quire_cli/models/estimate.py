@@ -36,10 +36,15 @@ def estimates(footprint: Footprint, machine: Machine) -> list[Estimate]:
     return [_estimate(footprint, machine, quantization) for quantization in footprint.quantizations]
 
 
+def tokens_per_second(read: float, bandwidth: float) -> float:
+    """read: bytes of weights for each token. bandwidth: of the memory, in bytes a second."""
+    return 1 / (_STEP_SECONDS + read / (_EFFICIENCY * bandwidth))
+
+
 def _estimate(footprint: Footprint, machine: Machine, quantization: str | None) -> Estimate:
     memory, read = footprint.weights(quantization)
     room = int(machine.cache_share * (machine.free - memory))
     longest = footprint.spec.max_positions
     context = 0 if room < 0 else bisect_right(range(longest + 1), room, key=footprint.cache) - 1
-    speed = 1 / (_STEP_SECONDS + read / (_EFFICIENCY * machine.bandwidth)) if footprint.generates else None
+    speed = tokens_per_second(read, machine.bandwidth) if footprint.generates else None
     return Estimate(quantization, round(memory), context, speed)

@@ -36,11 +36,11 @@ def this_machine() -> Machine:
         if torch.cuda.is_available():
             return _gpu(torch)
     free = free_on_host()
-    return Machine("CPU", free, 0.5, _host_bandwidth(free))
+    return Machine("CPU", free, 0.5, host_bandwidth(free))
 
 
-def _host_bandwidth(free: int) -> float:
-    """Bytes that all threads together read and write in a second while they copy buffers."""
+def host_bandwidth(free: int) -> float:
+    """Bytes that all threads together read and write in a second while they copy buffers. free: bytes of memory."""
     import numpy as np
 
     threads = min(processors(), _MOST_THREADS)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from quire.loading.hub import bundled_model
 from quire.ops.cpu.build import find_compiler, library
 from support.container import can_unshare, container
 from support.stand_in import run_on_stand_in
@@ -54,20 +53,14 @@ def limit(kind: int, value: int) -> Callable[[], None]:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Of this machine, with a model in the hub's cache."""
-    hub = tmp_path_factory.mktemp("hub")
-    snapshot = hub / "hub/models--owner--name/snapshots/0123456789012345678901234567890123456789"
-    shutil.copytree(bundled_model(), snapshot)
-    references = snapshot.parents[1] / "refs"
-    references.mkdir()
-    (references / "main").write_text(snapshot.name)
-    return doctor("--json", "--model", "owner/name", HF_HOME=str(hub))
+def report() -> subprocess.CompletedProcess[str]:
+    """Of this machine."""
+    return doctor("--json")
 
 
 def test_every_check_finds_something_on_this_machine(report):
     found = findings(report)
-    assert [name for name in found if name != "Triton"] == [*CHECKS, "model"]
+    assert [name for name in found if name != "Triton"] == [*CHECKS]
     texts = [finding["found"] for of_check in found.values() for finding in of_check]
     assert not [text for text in texts if "could not be found out" in text or "the check failed" in text]
     assert all(finding["advice"] for of_check in found.values() for finding in of_check if finding["level"] != "ok")
@@ -87,17 +80,11 @@ def test_what_it_finds_is_what_quire_uses(report):
     found = {name: of_check[0]["found"] for name, of_check in findings(report).items()}
     assert found["PyTorch"].startswith(torch.__version__)
     assert f"{psutil.virtual_memory().total / 2**30:.1f} GiB" in found["memory"]
-    assert float(re.match(r"([\d.]+) GB/s read", found["memory bandwidth"])[1]) > 0.1
+    assert float(re.match(r"([\d.]+) GB/s, by", found["memory bandwidth"])[1]) > 0.1
     if find_compiler() is not None:
         assert found["C++ compiler"].startswith(find_compiler()[0])
     if library() is not None:
         assert found["CPU kernels"].endswith(str(library().path)) or "compiles them" in found["CPU kernels"]
-
-
-def test_a_model_in_the_hubs_cache_is_found_without_a_download(report):
-    fit, speed = (finding["found"] for finding in findings(report)["model"])
-    assert re.match(r"about \d+ MiB of weights fit into .* has room for [\d,]+ tokens$", fit)
-    assert "caches" in speed
 
 
 def test_a_pipe_gets_one_line_for_each_text_and_no_colours():
@@ -196,20 +183,17 @@ def test_gpus_are_listed_with_what_they_have_free(card):
     printed = run_on_stand_in(
         """
         from quire_cli.checks.gpu import check_gpus, check_triton
-        from quire_cli.checks.model import check_model
-        for finding in [*check_gpus(), *check_triton(), *check_model("quire-demo/draft")]:
+        for finding in [*check_gpus(), *check_triton()]:
             print(*finding, sep="|")
         """,
         card,
     )
-    gpu, triton, model = printed.splitlines()
+    gpu, triton = printed.splitlines()
     assert re.match(r"ok\|0: (NVIDIA H100, compute capability 9.0|AMD MI300X, gfx942), .* GiB free", gpu)
     assert triton.startswith("ok|3.")
-    assert "of the first GPU that may be used" in model
 
 
 def test_help_names_the_options():
     done = subprocess.run([sys.executable, "-m", "quire", "doctor", "--help"], capture_output=True, text=True)
-    assert "--model MODEL" in done.stdout
     assert "--json" in done.stdout
     assert "says what is wrong and what to do" in " ".join(done.stdout.split())

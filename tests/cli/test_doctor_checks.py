@@ -5,37 +5,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
-import re
 import resource
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
-from quire.loading.hub import bundled_model
 from quire.ops.cpu import build
 from quire.ops.cpu.build import find_compiler
 from quire_cli.checks import folders, memory, network, processor, software, system, threads
 from quire_cli.checks.examination import examine
-from quire_cli.checks.finding import Finding, Level, note, ok, problem, size_text
-from quire_cli.checks.model import check_model
+from quire_cli.checks.finding import Finding, Level, memory_text, note, ok, problem
 from quire_cli.checks.table import Table
-from support.gguf_files import write_gguf
 
 # ---- checks that go wrong
 
@@ -174,7 +165,7 @@ def test_no_line_is_too_long_but_for_a_single_word_and_no_word_is_lost(found, ad
 
 
 def test_sizes_are_written_for_people():
-    assert [size_text(n) for n in (0, 300 << 20, 3 << 29)] == ["0 MiB", "300 MiB", "1.5 GiB"]
+    assert [memory_text(n) for n in (0, 300 << 20, 3 << 29)] == ["0 MiB", "300 MiB", "1.5 GiB"]
 
 
 # ---- single checks
@@ -337,9 +328,8 @@ def test_little_memory_and_what_is_swapped_out(monkeypatch):
     low, swapped, *_ = memory.check_memory()
     assert (low.level, low.found.split(" free")[0]) == ("problem", "200 MiB")
     assert (swapped.level, swapped.found.split(" of")[0]) == ("note", "5.0 GiB")
-    memory.rates.cache_clear()
     with pytest.raises(OSError, match="too little memory"):
-        memory.rates()
+        only(memory.check_bandwidth())
 
 
 def test_the_systems_settings_are_read_from_their_files(monkeypatch, tmp_path):
@@ -405,87 +395,6 @@ def test_where_the_hubs_cache_lies(monkeypatch, tmp_path, kind, level, text):
     finding = only(folders.check_hub_cache())
     assert finding.level == level
     assert text in finding.found
-
-
-# ---- models
-
-
-def write_model(folder: Path, weights: int, max_model_len: int = 2048) -> Path:
-    """A checkpoint whose file of weights has holes, and takes no space on the disk. weights: their bytes."""
-    folder.mkdir()
-    config = json.loads((bundled_model() / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": max_model_len}))
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors = {name: {"dtype": "F32", "shape": [weights // 4], "data_offsets": [0, weights // 4 * 4]}}
-    header = json.dumps(tensors).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + weights // 4 * 4)
-    return folder
-
-
-def judged(model: object) -> list[Finding]:
-    """The findings about a model. In a process of its own: the check goes offline for good."""
-    return [finding for _, finding in examine({"model": partial(check_model, str(model))})]
-
-
-def test_a_model_that_is_too_large_is_a_problem(tmp_path):
-    fit, speed = judged(write_model(tmp_path / "large", 1 << 41))
-    assert fit.level == "problem"
-    assert fit.found.startswith("about 1024.0 GiB of weights do not fit")  # floats become bfloat16
-    assert speed.level == "note"
-    assert "--quantization" in fit.advice
-    assert "--quantization" in speed.advice
-
-
-def test_a_model_whose_longest_request_does_not_fit_names_the_option(tmp_path):
-    finding, _ = judged(write_model(tmp_path / "long", 1 << 20, 1 << 40))
-    assert finding.level == "problem"
-    assert "--max-model-len auto" in finding.advice
-
-
-def test_a_model_of_some_size_fits_and_has_a_speed(tmp_path):
-    fit, speed = judged(write_model(tmp_path / "some", 512 << 20))
-    assert fit.level == "ok"
-    assert re.fullmatch(r"memory lets it generate at most [\d.]+ tokens/s for a single request", speed.found)
-
-
-def test_a_gguf_file_and_torchs_files_are_measured_too(tmp_path):
-    from quire_cli.checks.model import _weight_sizes
-
-    shutil.copytree(bundled_model(), tmp_path / "torch")
-    tensors = load_file(tmp_path / "torch/model.safetensors")
-    (tmp_path / "torch/model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "torch/pytorch_model.bin")
-    gguf = write_gguf(bundled_model(), tmp_path / "model.gguf", "BF16")
-    expected = sum(2 * tensor.numel() for tensor in tensors.values())
-    assert sum(_weight_sizes(bundled_model()).values()) == expected
-    assert sum(_weight_sizes(tmp_path / "torch").values()) == expected
-    assert sum(_weight_sizes(gguf).values()) == pytest.approx(expected, rel=0.1)  # norms are float32
-
-
-def test_a_model_that_is_not_there_or_not_whole_is_told(tmp_path):
-    (finding,) = judged("owner/not-in-the-cache")
-    assert finding.level == "note"
-    assert "hf download owner/not-in-the-cache" in finding.advice
-    (finding,) = judged(tmp_path / "missing")
-    assert finding.level == "problem"
-    whole = write_model(tmp_path / "part", 1 << 20)
-    for size, text in ((1 << 19, "ends within its tensors"), (100, "ends within its header")):
-        with (whole / "model.safetensors").open("r+b") as file:
-            file.truncate(size)
-        (finding,) = judged(whole)
-        assert finding.level == "problem"
-        assert f"model.safetensors {text}" in finding.found
-
-
-def test_of_a_mixture_a_token_reads_some_experts_only():
-    from quire.layers.specs import MLPSpec, MoESpec
-    from quire_cli.checks.model import _bytes_of_a_token
-
-    spec = SimpleNamespace(mlps=(MLPSpec(8), MoESpec(8, 2, 8)), tie_embeddings=False, names={"embedding": "embed"})
-    sizes = {"embed.weight": 1000, "model.layers.1.mlp.experts.0.up.weight": 800, "lm_head.weight": 7}
-    assert _bytes_of_a_token(spec, sizes) == 207
 
 
 def test_levels_are_the_words_of_the_table():
