@@ -114,6 +114,13 @@ def namespaces() -> Iterator[list[str]]:
 
 class Servers:
     def __init__(self, names: list[str], folder: Path) -> None:
+        """folder: gets the model, the secret and the logs."""
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(bundled_model() / name, folder / "model")
+        (folder / "secret").write_text(secrets.token_hex(32))
+        (folder / "secret").chmod(0o600)
         self.names, self.folder, self.processes = names, folder, list[subprocess.Popen[bytes]]()
         self.cores = sorted(os.sched_getaffinity(0))
         self.variables: dict[str, str] = {}
@@ -152,12 +159,6 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as path, namespaces() as names:
         folder = Path(path)
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(bundled_model() / name, folder / "model")
-        (folder / "secret").write_text(secrets.token_hex(32))
-        (folder / "secret").chmod(0o600)
         found: dict[str, list[dict[str, float]]] = {"together": [], "apart": []}
         servers = Servers(names, folder)
         try:

@@ -15,8 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,8 +22,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.disaggregation import ADDRESSES, CONFIG, Servers, namespaces, stream, wait_for
-from quire.loading.hub import bundled_model
+from benchmarks.disaggregation import ADDRESSES, Servers, namespaces, stream, wait_for
 
 PROMPT = 2000
 BYTES = PROMPT // 16 * 16 * 30 * 2 * 3 * 64 * 2  # bfloat16
@@ -57,12 +54,6 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as path, namespaces() as names:
         folder = Path(path)
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(bundled_model() / name, folder / "model")
-        (folder / "secret").write_text(secrets.token_hex(32))
-        (folder / "secret").chmod(0o600)
         servers = Servers(names, folder)
         try:
             servers.serve(0, 8002, "--max-num-batched-tokens", str(PROMPT), kv_role="kv_producer", kv_ip=ADDRESSES[0])

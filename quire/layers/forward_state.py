@@ -14,8 +14,7 @@ class ForwardState:
     """What all layers of a step share.
 
     rotary: cos and sin [tokens, rotary_dim / 2], float32, for each rotary spec of the model. plans: one for each KV
-    group. layer_done: if set, called behind each layer; the last one may be left
-    out.
+    group. layer_done: if set, called behind each layer; the last one may be left out.
     """
 
     inputs: StepInputs

@@ -26,18 +26,6 @@ TEXT = "Once upon a time there was a fox who lived near a river. "
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(dtype="float32", max_num_seqs=8, num_gpu_blocks_override=300)
-    yield host
-    host.close()
-
-
-@pytest.fixture(scope="module")
-def server(host: Host) -> Service:
-    return host.serve()
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])

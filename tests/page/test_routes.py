@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -16,18 +15,6 @@ from quire_page import live
 from support.server import Host, Service, eventually
 
 NAMES = sorted(path.name for path in files("quire_page").joinpath("static").iterdir())
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    host = Host(dtype="float32", max_num_seqs=16, num_gpu_blocks_override=300)
-    yield host
-    host.close()
-
-
-@pytest.fixture(scope="module")
-def server(host: Host) -> Service:
-    return host.serve()
 
 
 class Viewer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -48,3 +49,11 @@ def parrot(dictating: Host) -> Service:
 @pytest.fixture(scope="session")
 def offline() -> LLM:
     return LLM(**OPTIONS)
+
+
+@pytest.fixture
+def info_is_captured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("quire")
+    monkeypatch.setattr(logger, "handlers", [])  # those of a command that another test ran
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", "quire")

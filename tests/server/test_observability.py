@@ -18,18 +18,12 @@ SHORT = {"prompt": "a", "max_tokens": 1}
 JSON = {"Content-Type": "application/json"}
 KEY = {"Authorization": "Bearer very-secret-key"}
 
+pytestmark = pytest.mark.usefixtures("info_is_captured")
+
 
 @pytest.fixture(scope="module")
 def guarded(host: Host) -> Service:
     return host.serve(api_key=["very-secret-key"], max_body_bytes=5000, max_generated_tokens=10_000)
-
-
-@pytest.fixture(autouse=True)
-def _log(caplog, monkeypatch) -> None:
-    logger = logging.getLogger("quire")
-    monkeypatch.setattr(logger, "handlers", [])  # those of a command that another test ran
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level("INFO", "quire")
 
 
 def lines(caplog, answer: Answer) -> list[logging.LogRecord]:

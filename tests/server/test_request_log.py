@@ -19,13 +19,7 @@ from support.server import Answer, Host, Service, eventually
 GREEDY = {"temperature": 0, "ignore_eos": True}
 TIMES = r"first token after \d+\.\d{3} s, \d+\.\d ms per token"
 
-
-@pytest.fixture(autouse=True)
-def _log(caplog, monkeypatch) -> None:
-    logger = logging.getLogger("quire")
-    monkeypatch.setattr(logger, "handlers", [])  # those of a command that another test ran
-    monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level("INFO", "quire")
+pytestmark = pytest.mark.usefixtures("info_is_captured")
 
 
 def line(caplog, answer: Answer) -> logging.LogRecord:

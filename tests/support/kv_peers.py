@@ -4,11 +4,12 @@ they are."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.attention.base import AttentionShape
 from quire.attention.reference import ReferenceAttention
@@ -18,10 +19,11 @@ from quire.layers.specs import NormSpec
 from quire.messages.transfers import Peer, Transfer
 from quire.parallel.mesh import Communicator
 from quire.worker.kv_memory import KVMemory
-from quire.worker.kv_transfer import Rows
+from quire.worker.kv_transfer import WHOLE, Rows
 from quire.worker.step_clock import StepClock
 from quire_transfer.layout import RankLayout, rank_layout
 from quire_transfer.server import BlockServer
+from quire_transfer.store import PeerStore
 
 SECRET, NAME = b"s" * 32, "producer-1"
 
@@ -60,6 +62,10 @@ class ModelModel:
         backends = [ReferenceAttention(shape)] * len(specs)
         pages = (spec.page_bytes(backends[0].entry_bytes()) for spec in specs)
         return rank_layout([mixer] * self.layers, group, specs, backends, max(*pages, 64))
+
+
+GQA, LATENTS, WINDOWS = ModelModel(), ModelModel(kv_heads=0), ModelModel(layers=8, windows=(8, None))
+NUM_BLOCKS = 16  # of a consumer
 
 
 def content(group: int, layer: int, head: int, block: object, size: int) -> bytes:
@@ -143,3 +149,45 @@ class Producer:
     def close(self) -> None:
         for server in self.servers:
             server.close()
+
+
+class CopiedRows(Rows):
+    """Rows that CPU code cannot reach directly, like those of a GPU."""
+
+    def pin(self, memory: Tensor) -> None: ...
+
+    def read(self, block_ids: Sequence[int], targets: Sequence[Tensor], span: slice = WHOLE) -> None:
+        for block_id, target in zip(block_ids, targets, strict=True):
+            target[span] = self.blocks[block_id, span]
+
+    def write(self, block_ids: Sequence[int], sources: Sequence[Tensor], span: slice = WHOLE) -> None:
+        for block_id, source in zip(block_ids, sources, strict=True):
+            self.blocks[block_id, span] = source[span]
+
+
+class Consumer:
+    """The ranks of an engine that read."""
+
+    def __init__(self, layouts: Sequence[RankLayout], rows: type[Rows] | None = None, **options: object) -> None:
+        self.layouts = layouts
+        self.blocks = [torch.zeros(NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8) for layout in layouts]
+        self.rows = [(rows or Rows.of)(blocks) for blocks in self.blocks]  # type: ignore[operator]
+        secret = options.pop("secret", SECRET)
+        self.stores = [
+            PeerStore(layout, rank, secret, **options) for rank, layout in enumerate(layouts)  # type: ignore[arg-type]
+        ]  # fmt: skip
+
+    def load(self, order: Transfer) -> list[list[int]]:
+        """Each rank's failures."""
+        return [store.load(rows, order) for store, rows in zip(self.stores, self.rows, strict=True)]
+
+    def check(self, order: Transfer) -> None:
+        for layout, blocks in zip(self.layouts, self.blocks, strict=True):
+            check(blocks.numpy(), layout, order)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+Make = Callable[..., tuple[Producer, Consumer]]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
-from test_reads import GQA, LATENTS, WINDOWS, Consumer, CopiedRows
 
 from quire.messages.transfers import Transfer
 from quire.worker.step_clock import ALL_LAYERS, NOT_RUN, StepClock
 from quire_transfer import server, store
-from support.kv_peers import ModelModel, Producer, content, heads
+from support.kv_peers import GQA, LATENTS, WINDOWS, Consumer, CopiedRows, Make, Producer, content, heads
 from support.server import eventually
 
 STEP = 5
@@ -47,31 +45,25 @@ class Reading:
         return self.results[0]
 
 
-Make = Callable[..., tuple[Producer, Consumer]]
-
-
 @pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Producer | Consumer] = []
+def make_computing(make: Make) -> Make:
+    """Makes a producer that has still to compute its blocks, and a consumer."""
 
     def both(
-        model: ModelModel = GQA, theirs: tuple[int, int] = (1, 1), ours: tuple[int, int] = (1, 1),
-        producer: dict[str, object] | None = None, **consumer: object,
-    ) -> tuple[Producer, Consumer]:  # fmt: skip
-        made.append(Producer(model.layouts(*theirs), computes=True, **(producer or {})))  # type: ignore[arg-type]
-        made.append(Consumer(model.layouts(*ours), **consumer))  # type: ignore[arg-type]
-        return made[-2], made[-1]  # type: ignore[return-value]
+        *arguments: object, producer: dict[str, object] | None = None, **consumer: object
+    ) -> tuple[Producer, Consumer]:
+        return make(*arguments, producer={"computes": True, **(producer or {})}, **consumer)
 
-    yield both
-    for thing in reversed(made):
-        thing.close()
+    return both
 
 
 @pytest.mark.parametrize(("producing", "consuming"), TRANSPORTS)
 @pytest.mark.parametrize("model", [GQA, LATENTS, WINDOWS], ids=["gqa", "latents", "windows"])
 @pytest.mark.parametrize(("theirs", "ours"), [((1, 1), (1, 1)), ((2, 2), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 2))])
-def test_layers_are_read_when_they_have_been_computed(make: Make, producing, consuming, model, theirs, ours) -> None:
-    producer, consumer = make(model, theirs, ours, producing, **consuming)
+def test_layers_are_read_when_they_have_been_computed(
+    make_computing: Make, producing, consuming, model, theirs, ours
+) -> None:
+    producer, consumer = make_computing(model, theirs, ours, producer=producing, **consuming)
     reading = Reading(consumer, producer.order())
     for clock in producer.clocks:
         clock.begin(STEP)
@@ -93,8 +85,8 @@ def test_layers_are_read_when_they_have_been_computed(make: Make, producing, con
 
 
 @pytest.mark.parametrize(("producing", "consuming"), TRANSPORTS)
-def test_a_step_that_was_not_run_is_not_read(make: Make, producing, consuming) -> None:
-    producer, consumer = make(producer=producing, **consuming)
+def test_a_step_that_was_not_run_is_not_read(make_computing: Make, producing, consuming) -> None:
+    producer, consumer = make_computing(producer=producing, **consuming)
     (clock,) = producer.clocks
     reading = Reading(consumer, producer.order())
     clock.begin(STEP)
@@ -112,10 +104,10 @@ def test_a_step_that_was_not_run_is_not_read(make: Make, producing, consuming) -
     consumer.check(later)
 
 
-def test_a_rank_that_stands_still_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_a_rank_that_stands_still_is_given_up(make_computing: Make, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(store, "_STILL_SECONDS", 0.3)
     monkeypatch.setattr(server, "AWAIT_SECONDS", 0.1)
-    producer, consumer = make()
+    producer, consumer = make_computing()
     (clock,) = producer.clocks
     reading = Reading(consumer, producer.order())
     for step_id in range(1, STEP):
@@ -127,8 +119,8 @@ def test_a_rank_that_stands_still_is_given_up(make: Make, monkeypatch: pytest.Mo
     assert "has not been run for too long" in caplog.text
 
 
-def test_closing_ends_a_wait(make: Make) -> None:
-    producer, consumer = make()
+def test_closing_ends_a_wait(make_computing: Make) -> None:
+    producer, consumer = make_computing()
     reading = Reading(consumer, producer.order())
     eventually(lambda: any(link.clocks for link in consumer.stores[0]._links.values()))
     consumer.close()
