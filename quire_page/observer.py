@@ -1,7 +1,7 @@
 """What an engine core records about itself while somebody looks at it.
 
 Nothing is recorded before the first look, and nothing any more when nobody has looked for IDLE_SECONDS. Meanwhile, the
-observer is a listener of the scheduler's steps, and stands around the calls of the core's loop to take their times.
+observer is told of the scheduler's steps, and wraps the calls of the core's loop to take their times.
 """
 
 import time
@@ -126,13 +126,13 @@ class Observer:
     # ---- on and off
 
     def _begin(self) -> None:
-        """Stand around the calls of the core's loop. An attribute of the object hides the method of its class."""
+        """Wrap the calls of the core's loop. An attribute of the object hides the method of its class."""
         self._forget()
         scheduler, executor = self._scheduler, self._core.executor
-        self._around(scheduler, "schedule", self._scheduled)
-        self._around(executor, "submit")
-        self._around(executor, "sample")
-        self._around(scheduler, "update", self._updated)
+        self._wrap(scheduler, "schedule", self._scheduled)
+        self._wrap(executor, "submit")
+        self._wrap(executor, "sample")
+        self._wrap(scheduler, "update", self._updated)
         scheduler.connectors.append(self)
         self._is_on = True
 
@@ -144,7 +144,7 @@ class Observer:
         self._is_on = False
         self._forget()
 
-    def _around(self, owner: Any, name: str, after: Callable[..., None] | None = None) -> None:
+    def _wrap(self, owner: Any, name: str, after: Callable[..., None] | None = None) -> None:
         call = getattr(owner, name)
 
         def timed(*arguments: Any) -> Any:

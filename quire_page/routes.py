@@ -5,10 +5,11 @@ from importlib.resources import files
 from typing import Any, cast
 
 from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from quire._version import __version__
-from quire_page.live import Live
+from quire_page.live import MOST_VIEWERS, Live
 
 _STATIC = {
     path.name: path.read_bytes() for path in files("quire_page").joinpath("static").iterdir() if path.is_file()
@@ -42,7 +43,7 @@ async def events(request: Request) -> Response:
     """What the engine does, as server-sent events, until the client leaves."""
     live = cast(Live, request.app.state.live)
     if live.is_full:
-        return Response("too many viewers", 503)
+        raise HTTPException(503, f"{MOST_VIEWERS} viewers look at the engine already")
 
     async def stream() -> AsyncGenerator[bytes]:
         async with live.events() as found:
@@ -76,6 +77,6 @@ async def file(name: str) -> Response:
 
 def _file(name: str) -> Response:
     if name not in _STATIC:
-        return Response(status_code=404)
+        raise HTTPException(404)
     kind = _TYPES[name.rpartition(".")[2]]
     return Response(_STATIC[name], headers={**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"})

@@ -59,9 +59,12 @@ class _Server(DrainingServer):
         self.app, self.llm = app, llm
         self.engine_failed = False
         models = ", ".join(names)
-        super().__init__(
-            app, config, lambda url: announce(f"Serving at {url}: model {models}, API {url}/v1, description {url}/docs")
-        )
+
+        def say(url: str) -> None:
+            page = "" if config.disable_ui else f", page {url}/"
+            announce(f"Serving at {url}: model {models}, API {url}/v1, description {url}/docs{page}")
+
+        super().__init__(app, config, say)
 
     async def on_tick(self, counter: int) -> bool:
         if self.llm.client.state is CoreState.DEAD and not self.engine_failed:
