@@ -138,8 +138,8 @@ def compile_for_gpu(
 
         if not HAS_TRITON:
             raise ConfigError("quire compile --target needs a C compiler: install gcc or clang")
-        from quire.ops.triton.cache import use_folder
         from quire.worker.worker import Worker
+        from quire_triton.cache import use_folder
 
         if not is_default:
             use_folder(folder)

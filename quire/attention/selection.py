@@ -1,5 +1,7 @@
 """Chooses the attention backend of a model."""
 
+from importlib import import_module
+
 from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
@@ -8,10 +10,7 @@ from quire.ops import HAS_TRITON
 
 BACKENDS: list[type[AttentionBackend]] = [CpuAttention, ReferenceAttention]  # best first
 if HAS_TRITON:
-    from quire.attention.triton import TritonAttention
-    from quire.attention.varlen import FlashAttention, TorchVarlenAttention
-
-    BACKENDS = [TritonAttention, FlashAttention, TorchVarlenAttention, *BACKENDS]
+    BACKENDS = [*import_module("quire_triton.backends").BACKENDS, *BACKENDS]
 
 # vLLM's names, with the nearest backend of Quire. They are preferences: a command line that has one starts anywhere.
 VLLM_BACKENDS = {

@@ -11,7 +11,7 @@ from quire.models.spec import Architecture, DecoderSpec, HfConfig
 
 
 def _functions(table: Mapping[str, str]) -> dict[str, Architecture]:
-    return {name: resolve_name(f"quire.models.architectures.{path}") for name, path in table.items()}
+    return {name: resolve_name(f"quire_architectures.{path}") for name, path in table.items()}
 
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """The operations of the forward pass and the sampler, and their implementations."""
 
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -13,7 +14,7 @@ import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
-import quire.ops.reference.drafts
+import quire.ops.reference.drafts  # noqa: F401
 from quire.metrics.logging import logger
 from quire.ops import launchers
 from quire.ops.registry import OPS, Kernels, Op, Target, declare
@@ -35,16 +36,6 @@ def triton_works() -> bool:
 
 HAS_TRITON = triton_works()
 if HAS_TRITON:
-    import quire.ops.triton.batch
-    import quire.ops.triton.dense
-    import quire.ops.triton.drafts
-    import quire.ops.triton.elementwise
-    import quire.ops.triton.encoder_attention
-    import quire.ops.triton.linear
-    import quire.ops.triton.lora
-    import quire.ops.triton.masks
-    import quire.ops.triton.partials
-    import quire.ops.triton.sampling
-    import quire.ops.triton.sums  # noqa: F401
+    import_module("quire_triton.kernels")  # registers them
 
 __all__ = ["HAS_TRITON", "OPS", "Kernels", "Op", "Target", "declare"]

@@ -10,10 +10,10 @@ from attention.test_attention_invariance import Case, Sequences, assert_same_bit
 
 from quire.attention.base import AttentionShape
 from quire.attention.selection import choose_backend
-from quire.attention.triton import TritonAttention
-from quire.attention.varlen import TorchVarlenAttention
 from quire.gpu.cards import CARDS
-from quire.ops.triton import INTERPRETED
+from quire_triton.attention_backend import TritonAttention
+from quire_triton.targets import INTERPRETED
+from quire_triton.varlen_backend import TorchVarlenAttention
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter"),

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quire.gpu.cards import CARDS
 from quire.ops.reference.elementwise import combine_experts, linear, linear_by_head
-from quire.ops.triton import INTERPRETED, dense
+from quire_triton import dense
+from quire_triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

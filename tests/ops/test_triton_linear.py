@@ -20,8 +20,9 @@ from quire.ops.reference.quantized import (
     quantize,
     quantized_linear,
 )
-from quire.ops.triton import INTERPRETED, linear
-from quire.ops.triton.tiles import row_sizes, suits_few_rows, tile_of
+from quire_triton import linear
+from quire_triton.targets import INTERPRETED
+from quire_triton.tiles import row_sizes, suits_few_rows, tile_of
 from support.stand_in import run_on_stand_in
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -185,7 +186,7 @@ _COMPILE = """
     import torch
     from benchmarks.gpu.machine_code import read
     from quire.ops.reference.quantized import QuantizedMatrix
-    from quire.ops.triton import linear
+    from quire_triton import linear
     results = []
     for kind, columns, rows in {cases!r}:
         dtype = torch.float8_e4m3fn if kind == "float8" else torch.uint8
@@ -208,7 +209,7 @@ _COMPILE_FEW = """
     import torch
     from benchmarks.gpu.machine_code import read
     from benchmarks.gpu.rules import broken
-    from quire.ops.triton import linear
+    from quire_triton import linear
     weight = torch.empty(28672, 4096, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     results = []
     for rows in (1, 16):

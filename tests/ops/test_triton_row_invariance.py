@@ -15,7 +15,8 @@ from quire.gpu.cards import CARDS
 from quire.ops import OPS
 from quire.ops.reference.quantized import QuantizedMatrix, quantize
 from quire.ops.registry import Target
-from quire.ops.triton import INTERPRETED, dense
+from quire_triton import dense
+from quire_triton.targets import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.ops.reference.elementwise import row_sums
 from quire.ops.reference.sampling import log_softmax
-from quire.ops.triton import on_gpu
+from quire_triton.targets import on_gpu
 
 _BLOCK = 2048  # elements of an iteration
 

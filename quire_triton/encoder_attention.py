@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference.encoder_attention import encoder_attention
-from quire.ops.triton import on_gpu, precision
-from quire.ops.triton.linear import multiplied, part_of
+from quire_triton.linear import multiplied, part_of
+from quire_triton.targets import on_gpu, precision
 
 _KEYS = 32  # of an iteration; more do not fit the registers of 12.0
 _LOG2_E = tl.constexpr(1.4426950408889634)

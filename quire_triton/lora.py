@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference.lora import add_lora
-from quire.ops.triton import on_gpu, precision
-from quire.ops.triton.linear import multiplied
+from quire_triton.linear import multiplied
+from quire_triton.targets import on_gpu, precision
 
 _FEW = 64  # tokens up to which each has programs of its own
 _INPUTS, _OUTPUTS = 128, 128  # of an iteration; of a program

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference import elementwise as reference
-from quire.ops.triton import on_gpu
+from quire_triton.targets import on_gpu
 
 
 @triton.jit

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference import drafts as reference
-from quire.ops.triton import on_gpu
-from quire.ops.triton.sampling import _first, _first_best, _merge
+from quire_triton.sampling import _first, _first_best, _merge
+from quire_triton.targets import on_gpu
 
 _PART = 4096  # tokens of a program
 _BLOCK = 1024  # tokens of an iteration

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import combine_experts, linear, linear_by_head
-from quire.ops.triton import on_gpu, on_gpu_in_any_batch, precision
-from quire.ops.triton.linear import multiplied
+from quire_triton.linear import multiplied
+from quire_triton.targets import on_gpu, on_gpu_in_any_batch, precision
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import grouped_linear, linear
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
 from quire.ops.registry import Function, Op, Target
-from quire.ops.triton import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
-from quire.ops.triton.float8 import converts_float8, from_float8, to_float8
-from quire.ops.triton.tiles import suits_few_rows, tile_of
+from quire_triton.float8 import converts_float8, from_float8, to_float8
+from quire_triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
+from quire_triton.tiles import suits_few_rows, tile_of
 
 _FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.gpu.cards import card_of
 from quire.ops.reference import sampling as reference
-from quire.ops.triton import on_gpu
+from quire_triton.targets import on_gpu
 
 _PART = 4096  # tokens of a program
 _GROUP = 128  # tokens of a group, of which only the largest logit is looked at to find the cutoff

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference import batch as reference
-from quire.ops.triton import on_gpu
+from quire_triton.targets import on_gpu
 
 _BLOCK = 1024  # tokens of an iteration
 

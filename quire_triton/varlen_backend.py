@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionShape, Preparation, Scores, StepLayout
-from quire.attention.triton import TritonAttention, TritonPlan
+from quire_triton.attention_backend import TritonAttention, TritonPlan
 
 
 class VarlenAttention(TritonAttention):

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.reference.masks import apply_token_masks
-from quire.ops.triton import on_gpu
+from quire_triton.targets import on_gpu
 
 _WORDS = 128  # words of 32 tokens that a program expands
 

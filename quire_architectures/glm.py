@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from quire.layers.specs import NormSpec
-from quire.models.architectures.deepseek import mixtures, with_draft_layers
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
+from quire_architectures.deepseek import mixtures, with_draft_layers
 
 
 def glm(config: HfConfig) -> DecoderSpec:

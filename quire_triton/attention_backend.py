@@ -1,4 +1,4 @@
-"""Paged attention on GPUs, in Triton (ops/triton/attention.py, where the cache's layout is described)."""
+"""Paged attention on GPUs, in Triton (quire_triton/attention.py, where the cache's layout is described)."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
@@ -11,8 +11,8 @@ from quire.attention.base import AttentionShape, Preparation, PreparingBackend, 
 from quire.attention.cells import SCALE_BYTES
 from quire.attention.tiles import Tile, choose_tiles
 from quire.gpu.cards import card_of
-from quire.ops.triton import INTERPRETED, precision
-from quire.ops.triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
+from quire_triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
+from quire_triton.targets import INTERPRETED, precision
 
 _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_SPLITS = 64

@@ -1,10 +1,10 @@
-"""Triton kernels for GPUs. For tests, Triton's interpreter (TRITON_INTERPRET=1) runs them on a CPU."""
+"""Where the kernels run, and how precisely they multiply."""
 
 import torch
 import triton
 
 from quire.ops.registry import Target
-from quire.ops.triton.cache import use_default_folder
+from quire_triton.cache import use_default_folder
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 if not INTERPRETED:
