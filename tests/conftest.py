@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,9 +33,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--speculate", choices=CHOICES, help="run the tests marked texts, with drafts of this kind")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than processors, as tests often wait for servers and ranks that they start; each takes up to 2 GB."""
+    return min(4, (os.cpu_count() or 1) + 1)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "family(name): tests of a family of models")
     config.addinivalue_line("markers", "texts: compares what engines say; runs with drafts, too, by --speculate")
+    config.addinivalue_line("markers", "sampled(n): of these cases, one in n runs each time; the others are nightly")
     config.addinivalue_line("markers", "plain(reason): though marked texts, it cannot run with drafts")
     if name := config.getoption("--speculate"):
         config.pluginmanager.register(Everywhere(name))
@@ -42,8 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests stay together in one process: those of a file, but those of a family of models wherever they are."""
+    """Which tests stay together in one process: those of a file, but those of a family of models wherever they are.
+    Which cases of large matrices are nightly: it follows from their names, so it is the same in every process."""
     for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and zlib.crc32(item.nodeid.encode()) % sampled.args[0]:
+            item.add_marker(pytest.mark.nightly)
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         variant = parameters.get("variant")
         family = ALL_VARIANTS[variant][0] if variant in ALL_VARIANTS else None
