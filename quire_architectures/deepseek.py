@@ -1,13 +1,14 @@
-"""DeepSeek-V2 and V3: latent attention, and many small experts besides shared ones that every token uses."""
+"""DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention, and many small experts besides shared ones that
+every token uses."""
 
 from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
 
 
 def deepseek(config: HfConfig) -> DecoderSpec:
-    is_v3 = config["architectures"][0] == "DeepseekV3ForCausalLM"
+    is_v3 = config["architectures"][0] != "DeepseekV2ForCausalLM"
     rotary = rotary_spec(config, config["qk_rope_head_dim"])
     nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     latent = LatentAttentionSpec(
@@ -18,6 +19,22 @@ def deepseek(config: HfConfig) -> DecoderSpec:
     return decoder_spec(
         config, mixer=latent, mlp=mixtures(config, is_v3), rotary=rotary,
         names=NAMES["deepseek_moe"] | NAMES["deepseek"], ignored=with_draft_layers(config),
+    )  # fmt: skip
+
+
+def glm4_moe_lite(config: HfConfig) -> DecoderSpec:
+    """GLM-4.7-Flash."""
+    return deepseek({"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1, **config})
+
+
+def dots1(config: HfConfig) -> DecoderSpec:
+    """dots.llm1: usual attention, with norms of queries and keys, and the experts of DeepSeek-V3."""
+    bias, norm = bool(config.get("attention_bias", False)), NormSpec("rms", config.get("rms_norm_eps", 1e-6))
+    first = config.get("max_window_layers", 62)
+    attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm}
+    return decoder_spec(
+        config, attention=attention, mlp=mixtures({"norm_topk_prob": False, **config}, is_v3=True),
+        names=NAMES["deepseek_moe"], windows=layer_windows(config, lambda i: i >= first),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from quire.layers.attention_spec import AttentionSpec, Temperature
 from quire.layers.specs import MLPSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
 
@@ -18,6 +19,31 @@ def llama(config: HfConfig, scale: float | None = None) -> DecoderSpec:
 def mistral(config: HfConfig) -> DecoderSpec:
     """Mistral: every layer has a sliding window (in the first 7B model; later models have none)."""
     return decoder_spec(config, windows=layer_windows({"sliding_window": 4096, **config}))
+
+
+def ministral3(config: HfConfig) -> DecoderSpec:
+    """Ministral 3: YaRN, and queries that grow with the length of the text."""
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    scale, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    temperature = Temperature(scale, length) if scale and length else None
+    windows = layer_windows(config)
+    return decoder_spec({"head_dim": 128, **config}, attention={"temperature": temperature}, windows=windows)
+
+
+def arcee(config: HfConfig) -> DecoderSpec:
+    """Llama whose MLP has a squared ReLU, and no gate."""
+    bias = bool(config.get("mlp_bias", False))
+    mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False, bias=bias)
+    spec = llama({"mlp_bias": False, **config})
+    return replace(spec, mlps=(mlp,) * spec.num_layers)
+
+
+def seed_oss(config: HfConfig) -> DecoderSpec:
+    """Llama with biases of queries, keys and values, but not of the output."""
+    spec = llama({"head_dim": 128, "attention_bias": True, **config})
+    output_bias = bool(config.get("attention_out_bias", False))
+    mixers = tuple(replace(mixer, output_bias=output_bias) for mixer in spec.mixers if isinstance(mixer, AttentionSpec))
+    return replace(spec, mixers=mixers)
 
 
 def smollm3(config: HfConfig) -> DecoderSpec:

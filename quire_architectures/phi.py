@@ -1,7 +1,7 @@
-"""Phi-1, 1.5 and 2 (parallel branches), and Phi-3 and 4 (Llama with fused projections)."""
+"""Phi-1, 1.5 and 2 (parallel branches), Phi-3 and 4 (Llama with fused projections), and Phi-3.5-MoE."""
 
-from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count, layer_windows
 
 
 def phi(config: HfConfig) -> DecoderSpec:
@@ -17,3 +17,19 @@ def phi(config: HfConfig) -> DecoderSpec:
 def phi3(config: HfConfig) -> DecoderSpec:
     attention, windows = {"qkv_layout": "concatenated"}, layer_windows(config)
     return decoder_spec(config, attention=attention, names=NAMES["phi3"], windows=windows)
+
+
+def phimoe(config: HfConfig) -> DecoderSpec:
+    """Two experts for each token, chosen one after the other."""
+    bias, norm = (
+        bool(config.get("attention_bias", False)),
+        NormSpec("layer", config.get("rms_norm_eps", 1e-5), bias=True),
+    )
+    mlp = MoESpec(
+        expert_count(config), 2, config["intermediate_size"], config.get("hidden_act", "silu"),
+        scoring="sparse_mixer", jitter=config.get("router_jitter_noise", 0.01),
+    )  # fmt: skip
+    return decoder_spec(
+        config, attention={"qkv_bias": bias, "output_bias": bias}, mlp=mlp, norm=norm, names=NAMES["mixtral"],
+        windows=layer_windows(config), lm_head_bias=bool(config.get("lm_head_bias", False)),
+    )  # fmt: skip

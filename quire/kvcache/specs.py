@@ -135,12 +135,27 @@ class SlidingWindowSpec(KVCacheSpec, frozen=True, tag=True):
         return min(-(-num_tokens // block_size), -(-(self.window - 1 + chunk) // block_size) + 1)
 
 
-AttentionKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec
+class ChunkedSpec(KVCacheSpec, frozen=True, tag=True):
+    """A query reads the tokens of its own chunk of the text, up to itself (Llama 4). chunk: tokens."""
+
+    chunk: int
+
+    def first_needed_token(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.chunk * self.chunk
+
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        return min(-(-num_tokens // block_size), -(-(self.chunk + chunk) // block_size) + 1)
 
 
-def attention_spec(layers: Iterable[int], window: int | None = None) -> AttentionKVSpec:
-    """The spec of attention layers. window: how many tokens a query reads, including its own; None for all."""
+AttentionKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec
+
+
+def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int | None = None) -> AttentionKVSpec:
+    """The spec of attention layers. window: how many tokens a query reads, including its own; None for all. chunk: the
+    tokens of a chunk of the text, of which a query reads no others."""
     entries = tuple(map(CacheEntry, layers))
+    if chunk is not None:
+        return ChunkedSpec(entries, chunk)
     return FullAttentionSpec(entries) if window is None else SlidingWindowSpec(entries, window)
 
 

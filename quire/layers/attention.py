@@ -48,6 +48,8 @@ class Attention(CachedAttention):
             self.k_norm = make_qk_norm(
                 builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight
             )
+        self.norm_after_rotary, self.qkv_clip = spec.norm_after_rotary, spec.qkv_clip
+        self.temperature = spec.temperature
         self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
         self.sinks = None
         if spec.sinks:
@@ -60,7 +62,13 @@ class Attention(CachedAttention):
         super().bind(backend, cache)
         norms, chosen = (self.q_norm, self.k_norm), self.kernels.chosen
         by_head = norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)
-        if not isinstance(backend, PreparingBackend) or not by_head or self.alibi is not None:
+        if (
+            not isinstance(backend, PreparingBackend)
+            or not by_head
+            or self.alibi is not None
+            or self.norm_after_rotary
+            or self.qkv_clip
+        ):
             return
         if chosen["rms_norm"] == chosen["rotary_embedding"] == backend.kernels:
             self.preparing = backend
@@ -82,6 +90,9 @@ class Attention(CachedAttention):
             self.backend.store(self.cache, k, v, plan)
         if wanted is not None and not len(wanted):
             return x.new_empty(0, self.hidden_size)  # only keys and values were to be computed
+        if (temperature := self.temperature) is not None:
+            lengths = (state.inputs.positions + temperature.offset) // temperature.length
+            q = (q * (1 + temperature.scale * torch.log1p(lengths.float()))[:, None, None]).to(q.dtype)
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
@@ -91,14 +102,24 @@ class Attention(CachedAttention):
         """x: [tokens, inputs] -> queries, keys and values, each [tokens, heads or kv_heads, head_dim]"""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        v = qkv[:, heads + kv_heads :]
+        if self.qkv_clip is not None:
+            v = v.clamp(-self.qkv_clip, self.qkv_clip)
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], v
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Queries and keys with their norms, and with their positions."""
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not self.norm_after_rotary:
+            q, k = self._normed(q, k)
         if self.place.rotary is not None:
             q, k = self.kernels.rotary_embedding(q, k, *state.rotary[self.place.rotary], self.interleaved)
+        return self._normed(q, k) if self.norm_after_rotary else (q, k)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if (most := self.qkv_clip) is not None:
+            q, k = q.clamp(-most, most), k.clamp(-most, most)
         return q, k
 
     def _preparation(self, state: ForwardState) -> Preparation:

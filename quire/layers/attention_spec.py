@@ -15,7 +15,7 @@ class CacheShape:
     """What one rank caches of a token in one layer. value_dim: see AttentionShape.
 
     holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
-    how many ranks in a row cache the same, each for equally many query heads.
+    how many ranks in a row cache the same, each for equally many query heads. chunk: see DecoderSpec.chunks.
     """
 
     num_heads: int
@@ -24,6 +24,17 @@ class CacheShape:
     value_dim: int | None = None
     holds_positions: bool = False
     holders: int = 1
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The factor of a query at a position: 1 + scale * log(1 + floor((position + offset) / length)). It keeps attention
+    sharp in texts that are longer than those of the training (Llama 4, Ministral 3)."""
+
+    scale: float
+    length: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,10 +44,12 @@ class AttentionSpec:
     qkv_layout: q, k and v are three tensors ("separate"), follow each other in the tensor "qkv" ("concatenated"), or
     are ordered by KV head in "qkv": its query heads, its key, its value ("by_kv_head"). qk_norm: of queries and keys.
     qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with a weight
-    of its own ("heads"), or over all heads as one vector ("all"). sinks: each head has a learned logit that takes part
-    in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors
-    from which q, k and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those
-    behind them, and cache nothing.
+    of its own ("heads"), or over all heads as one vector ("all"). norm_after_rotary: rotation comes before that norm.
+    qkv_clip: elements of queries, keys and values are clamped to at most this size, behind the norm (OLMo).
+    temperature: of queries, by their positions. sinks: each head has a learned logit that takes part in the softmax.
+    alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
+    and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those behind them,
+    and cache nothing.
     """
 
     hidden_size: int
@@ -48,6 +61,9 @@ class AttentionSpec:
     qkv_layout: Literal["separate", "concatenated", "by_kv_head"] = "separate"
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"
+    norm_after_rotary: bool = False
+    qkv_clip: float | None = None
+    temperature: Temperature | None = None
     interleaved_rotary: bool = False
     scale: float | None = None  # of the scores; None: head_dim ** -0.5
     soft_cap: float | None = None

@@ -108,7 +108,8 @@ def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
 def fused_experts(
     builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int], inner: tuple[int, int]
 ) -> tuple[Experts, Experts]:
-    """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up alternate.
+    """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up
+    alternate, or follow each other.
 
     local: the experts of this rank. inner: the share [start, stop) of their inner elements that it has.
     """
@@ -119,6 +120,8 @@ def fused_experts(
     for here, picked in _runs(local):
         for which in (0, 1):
             outputs, columns = slice(which * share, (which + 1) * share), slice(2 * start + which, 2 * stop, 2)
+            if spec.layout == "fused_halves":
+                columns = slice(which * size + start, which * size + stop)
             target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
             builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
             if gate_up.bias is not None:

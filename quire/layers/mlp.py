@@ -9,6 +9,7 @@ from torch.nn import functional
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, inner_share
 from quire.layers.specs import MLPSpec, OutputPart
+from quire.layers.xielu import XIELU
 from quire.ops import Kernels
 
 Activation = Callable[[Tensor], Tensor]
@@ -71,7 +72,11 @@ class MLP:
         else:
             parts = [OutputPart(names[key], size, start, stop) for key in ("gate", "up")]
         self.up = ColumnParallelLinear(builder, hidden, parts, spec.bias, spec.transposed)
-        self.activation = activation(builder.kernels, spec.activation, spec.gated)
+        self.activation: Activation
+        if spec.activation == "xielu":
+            self.activation = XIELU(builder, names["activation"])
+        else:
+            self.activation = activation(builder.kernels, spec.activation, spec.gated)
         down_bias = spec.bias or spec.down_bias
         self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
 

@@ -35,7 +35,8 @@ class MoE:
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
         if spec.correction_bias:
-            self.correction_bias = builder.whole(names["correction_bias"], spec.num_experts, dtype=torch.float32)
+            shape = (1, spec.num_experts) if spec.correction_bias == "row" else (spec.num_experts,)
+            self.correction_bias = builder.whole(names["correction_bias"], *shape, dtype=torch.float32)
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
         self.dispatch = make_dispatch(builder, spec.num_experts)
         self.loads: Tensor | None = None  # [experts]: for how many tokens each was chosen
@@ -44,12 +45,12 @@ class MoE:
         self.adapters: list[LowRank] = []  # of gate_up and of down
         inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
         if builder.experts is None:
-            reader = names["experts_down" if spec.layout == "fused" else "expert_down"].replace("{e}", "0")
+            reader = names["expert_down" if spec.layout == "separate" else "experts_down"].replace("{e}", "0")
             inner = inner_share(builder, spec.intermediate_size, reader)
-        if spec.layout == "fused":
-            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
-        else:
+        if spec.layout == "separate":
             self.gate_up, self.down = self._separate(builder, hidden, names, inner)
+        else:
+            self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             shared = {key: names[f"shared_{key}"] for key in ("gate", "up", "down")}
@@ -83,6 +84,8 @@ class MoE:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
         own = self.dispatch.own(x)
         weights, experts = self.route(own)  # [own tokens, top_k]
+        if self.spec.weigh_inputs:
+            own, weights = (own * weights).to(own.dtype), torch.ones_like(weights)
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
         sent = self.dispatch.send(own, experts, weights, len(x))
@@ -119,6 +122,8 @@ class MoE:
         """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""
         spec = self.spec
         logits = self.router(x).float()
+        if spec.scoring == "sparse_mixer":
+            return self.sparse_mixer(logits)
         scores = logits.softmax(-1) if spec.scoring == "softmax" else self.kernels.activate(logits, "sigmoid")
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if spec.groups > 1:
@@ -133,3 +138,17 @@ class MoE:
         if spec.normalize:
             weights = weights / (self.kernels.row_sums(weights) + 1e-20)
         return weights * spec.scale, experts
+
+    def sparse_mixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and ids of two experts by SparseMixer-v2 (arXiv:2409.12136): the best, and the best of the
+        others. The weight of each is its share of the softmax over those that are nearly as good; the second choice
+        leaves the first out. logits: [tokens, experts]"""
+        weights, experts, left = [], [], logits
+        for _ in range(2):
+            best, index = left.max(-1, keepdim=True)
+            distance = (best - logits) / torch.maximum(logits.abs(), best)
+            near = left.masked_fill(distance > 2 * self.spec.jitter, float("-inf"))
+            weights.append(near.softmax(-1).gather(1, index))
+            experts.append(index)
+            left = left.scatter(1, index, float("-inf"))
+        return torch.cat(weights, 1), torch.cat(experts, 1)

@@ -24,7 +24,12 @@ class RMSNorm(Norm):
 
     def __init__(self, builder: Builder, name: str, size: int, spec: NormSpec) -> None:
         self.kernels, self.eps = builder.kernels, spec.eps
-        self.weight = builder.whole(f"{name}.weight", size, dtype=torch.float32 if spec.wide else None)
+        dtype = torch.float32 if spec.wide else None
+        if not spec.affine:
+            self.weight = builder.parameter(size, dtype=dtype)
+            builder.when_loaded(lambda: self.weight.fill_(1))  # type: ignore[arg-type]
+            return
+        self.weight = builder.whole(f"{name}.weight", size, dtype=dtype)
         if spec.offset:
             builder.when_loaded(lambda: self.weight.add_(spec.offset))  # type: ignore[arg-type]
 
@@ -47,6 +52,8 @@ class LayerNorm(Norm):
         self.kernels, self.eps = builder.kernels, spec.eps
         self.weight = builder.whole(f"{name}.weight", size) if spec.affine else None
         self.bias = builder.whole(f"{name}.bias", size) if spec.bias and spec.affine else None
+        if self.weight is not None and spec.offset:
+            builder.when_loaded(lambda: self.weight.add_(spec.offset))  # type: ignore[union-attr, arg-type]
 
     def __call__(self, x: Tensor) -> Tensor:
         out: Tensor = self.kernels.layer_norm(x, self.weight, self.bias, self.eps)

@@ -69,7 +69,8 @@ def _longrope(spec: RotarySpec, max_positions: int) -> Frequencies:
     frequencies = 1.0 / (torch.tensor(divisors, dtype=torch.float32) * _powers(spec.theta, spec.rotary_dim))
     factor = spec.scaling.get("factor") or spec.max_positions / original
     sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return frequencies, float(spec.scaling.get("attention_factor", sharpness))
+    mscale = spec.scaling.get("long_mscale" if max_positions > original else "short_mscale")  # Phi-3.5-MoE
+    return frequencies, float(mscale or spec.scaling.get("attention_factor", sharpness))
 
 
 _FREQUENCIES: dict[str, Callable[[RotarySpec, int], Frequencies]] = {  # by variant

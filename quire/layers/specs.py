@@ -19,8 +19,8 @@ class NormSpec:
     """The kind of norm that a model has.
 
     bias: whether a layer norm has one. affine: whether the norm has a weight. wide: the product with the weight is in
-    float32, too (the RMS norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma keeps
-    weight - 1).
+    float32, too (the RMS norm of Gemma, OLMo-2, gpt-oss). offset: added to the checkpoint's weight (Gemma and
+    Nemotron keep weight - 1).
     """
 
     kind: Literal["rms", "layer"]
@@ -34,7 +34,7 @@ class NormSpec:
 @dataclass(frozen=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
-    only `down` has a bias."""
+    only `down` has a bias. The activation "xielu" has learned parameters (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -48,13 +48,16 @@ class MLPSpec:
 class MoESpec:
     """num_experts feed-forward layers, of which each token uses top_k.
 
-    swiglu: alpha and limit of the activation "swiglu_oai". scoring: the function from the router's logits to scores.
+    swiglu: alpha and limit of the activation "swiglu_oai". scoring: the function from the router's logits to scores;
+    "sparse_mixer" chooses two experts one after the other (Phi-3.5-MoE, see MoE.sparse_mixer).
     normalize: the scores of the chosen experts are scaled to sum to 1. scale: factor of the result. groups: only
     experts of the topk_groups best groups can be chosen. group_score: the score of a group's best expert, or the sum of
-    its two best. correction_bias: a bias is added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437).
+    its two best. correction_bias: a bias is added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437),
+    which a checkpoint may keep as a row, [1, experts] (ERNIE 4.5).
     shared: an expert that every token uses. shared_gate: its result is multiplied by sigmoid(gate(x)). layout: every
     expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
-    which gate and up alternate ("fused", gpt-oss).
+    which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves",
+    Llama 4). weigh_inputs: the weight of its one expert is a factor of a token, not of its result (Llama 4).
     """
 
     num_experts: int
@@ -62,17 +65,19 @@ class MoESpec:
     intermediate_size: int
     activation: str = "silu"
     swiglu: tuple[float, float] = (1.702, 7.0)
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    jitter: float = 0.0  # of the sparse mixer: half the distance from the best within which others share its weight
     normalize: bool = True
     scale: float = 1.0
     groups: int = 1
     topk_groups: int = 1
     group_score: Literal["best", "two_best"] = "best"
-    correction_bias: bool = False
+    correction_bias: bool | Literal["row"] = False
     bias: bool = False  # of the router and of the experts
     shared: MLPSpec | None = None
     shared_gate: bool = False
-    layout: Literal["separate", "fused"] = "separate"
+    layout: Literal["separate", "fused", "fused_halves"] = "separate"
+    weigh_inputs: bool = False
 
 
 @dataclass(frozen=True)

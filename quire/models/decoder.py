@@ -1,12 +1,13 @@
 """The only decoder, and encoder. A DecoderSpec says which layers it is built from."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec, group_entries
+from quire.kvcache.specs import AttentionKVSpec, attention_spec, group_entries
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
@@ -116,10 +117,17 @@ class LayerStack:
         self.spec, self.kernels, self.residual_stream = spec, builder.kernels, builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
-        shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
+        chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
+        shapes = [
+            replace(mixer.cache_shape(builder.tensor_group), chunk=chunk)
+            for mixer, chunk in zip(spec.mixers, chunks, strict=True)
+        ]
         self.kv_specs: Sequence[AttentionKVSpec] = []
         if not spec.is_encoder:
-            layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
+            layer_specs = [
+                mixer.kv_spec(i, w) if chunk is None else attention_spec([i], chunk=chunk)
+                for i, (mixer, w, chunk) in enumerate(zip(spec.mixers, windows, chunks, strict=True))
+            ]
             self.kv_specs = group_entries(layer_specs, max_model_len, shapes)
         self.cache_shapes: Sequence[CacheShape] = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
         self.kv_specs = [kv_spec.of_layers(own) for kv_spec in self.kv_specs]

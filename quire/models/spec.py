@@ -36,7 +36,8 @@ class DecoderSpec:
     score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
     vector that is added to their tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
     before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
-    has no logits.
+    has no logits. chunks: of each layer, the tokens of a chunk of the text, outside of which a query sees nothing
+    (Llama 4); None for no chunks.
     """
 
     vocab_size: int
@@ -58,6 +59,7 @@ class DecoderSpec:
     logit_scale: float | None = None
     logit_soft_cap: float | None = None
     score_scales: tuple[float, ...] | None = None
+    chunks: tuple[int | None, ...] | None = None
     token_types: int = 0
     first_norm: bool = True
     names: Names = field(default_factory=lambda: NAMES["llama"])

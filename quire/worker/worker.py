@@ -11,6 +11,7 @@ import torch
 from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
 from quire.attention.by_head import by_head
 from quire.attention.cells import CELLS
+from quire.attention.chunked import in_chunks
 from quire.attention.context import ContextAttention
 from quire.attention.selection import choose_backend
 from quire.config import ConfigError, EngineConfig
@@ -248,7 +249,12 @@ def _backends(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached)
                 cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
             by_shape[cache] = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
-            if config.cache.compression is not None:
+            if cache.chunk is not None:
+                if context is not None or config.cache.compression is not None:
+                    message = "cannot divide or compress the contexts of a model with attention chunks"
+                    raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
+                by_shape[cache] = in_chunks(by_shape[cache], cache.chunk)
+            elif config.cache.compression is not None:
                 by_shape[cache] = by_head(by_shape[cache])
     return [by_shape[cache] for cache in model.cache_shapes]
 

@@ -51,7 +51,32 @@ PEOPLE_CALL_IT = {
     "qwen3_moe": "Qwen3-MoE",
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "DeepSeek-V2",
-    "deepseek_v3": "DeepSeek-V3, R1",
+    "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
+    "llama4_text": "Llama 4 (text)",
+    "arcee": "Arcee",
+    "seed_oss": "Seed-OSS",
+    "nemotron": "Nemotron-3, Nemotron-4, Minitron",
+    "exaone4": "EXAONE 4",
+    "apertus": "Apertus",
+    "olmo": "OLMo-1",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
+    "ernie4_5": "ERNIE 4.5",
+    "ernie4_5_moe": "ERNIE 4.5 (experts)",
+    "hunyuan_v1_dense": "Hunyuan",
+    "hunyuan_v1_moe": "Hunyuan-A13B",
+    "olmoe": "OLMoE",
+    "phimoe": "Phi-3.5-MoE",
+    "dots1": "dots.llm1",
+    "minimax_m2": "MiniMax-M2, M2.1",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+}
+
+OTHER_NAMES = {
+    "llama": ["YiForCausalLM"],
+    "gemma3_text": ["Gemma3ForConditionalGeneration"],
+    "llama4_text": ["Llama4ForConditionalGeneration"],
+    "phimoe": ["PhiMoEForCausalLM"],
 }
 
 
@@ -72,10 +97,13 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("fewer KV heads", of_attention(lambda a: a.num_kv_heads < a.num_heads)),
     ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
+    ("chunks of attention", lambda s: s.chunks),
+    ("temperature by position", of_attention(lambda a: a.temperature)),
     ("sinks", of_attention(lambda a: a.sinks)),
     ("ALiBi", of_attention(lambda a: a.alibi)),
     ("soft caps", lambda s: s.logit_soft_cap or of_attention(lambda a: a.soft_cap)(s)),
     ("norms of q and k", of_attention(lambda a: a.qk_norm)),
+    ("clipped q, k, v", of_attention(lambda a: a.qkv_clip)),
     ("biases", of_attention(lambda a: a.qkv_bias or a.output_bias)),
     ("q, k, v in one tensor", of_attention(lambda a: a.qkv_layout != "separate")),
     ("learned positions", lambda s: s.position_offset is not None),
@@ -102,7 +130,7 @@ def table(checkpoints) -> str:
         configs = [hf_config(checkpoints.path(variant), {}) for variant in variants]
         specs = [spec_of(config) for config in configs]
         names = [f"`{config['architectures'][0]}`" for config in configs[:1]]
-        names += {"llama": ["`YiForCausalLM`"], "gemma3_text": ["`Gemma3ForConditionalGeneration`"]}.get(family, [])
+        names += [f"`{name}`" for name in OTHER_NAMES.get(family, [])]
         features = [label for label, has in FEATURES if any(map(has, specs))]
         other = STAND_INS.get(family)
         reference = f"transformers' {other.capitalize()}, renamed" if other else "transformers"

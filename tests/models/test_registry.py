@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import quire_architectures
 from quire.loading.metadata import hf_config
@@ -19,7 +20,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_att
 
 
 def test_an_unsupported_architecture_is_an_error_that_lists_the_supported_and_the_nearest():
-    with pytest.raises(ValueError, match=r"BloomForCausalLM is not supported; supported: BertModel, .*Yi"):
+    with pytest.raises(ValueError, match=r"BloomForCausalLM is not supported; supported: Apertus.*BertModel.*Yi"):
         spec_of({"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ValueError, match=r"the nearest is Qwen2ForCausalLM$"):
         spec_of({"architectures": ["Qwen2ForQuestionAnswering"]})
@@ -43,37 +44,58 @@ def test_yi_is_llama(checkpoints):
     assert spec_of({**config, "architectures": ["YiForCausalLM"]}) == spec_of(config)
 
 
-def test_the_text_model_of_a_gemma_3_that_sees_equals_transformers(tmp_path):
-    import torch
+TEXT: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20, "max_position_embeddings": 256,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+
+
+def _gemma3() -> Any:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    text: dict[str, Any] = {
-        "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20, "max_position_embeddings": 256,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 28, "patch_size": 14,
-    }  # fmt: skip
-    torch.manual_seed(0)
     config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=319, tie_word_embeddings=True
+        text_config=TEXT, vision_config=VISION, mm_tokens_per_image=4, image_token_index=319, tie_word_embeddings=True
     )
     config._attn_implementation = "eager"
-    model = Gemma3ForConditionalGeneration(config).float().eval()
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _llama4() -> Any:
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    text = TEXT | {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 32, "floor_scale": 16}
+    vision = VISION | {
+        "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "vision_feature_layer": -1,
+    }  # fmt: skip
+    config = Llama4Config(text_config=text, vision_config=vision, image_token_index=319, boi_token_index=318)
+    config._attn_implementation = "eager"
+    return Llama4ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [_gemma3, _llama4], ids=["gemma3", "llama4"])
+def test_the_text_model_of_a_model_that_sees_equals_transformers(tmp_path, make):
+    torch.manual_seed(0)
+    model = make().float().eval()
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5
     model.tie_weights()
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(tmp_path)
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Gemma3ForConditionalGeneration"]
-    for prompt in prompts(319, 9)[-2:]:
-        expected = logits(model, prompt)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(model).__name__]
+    # transformers' Llama 4 fails without pictures.
+    text_model = model.language_model if make is _llama4 else model
+    for prompt in prompts(318, 9)[-2:]:
+        expected = logits(text_model, prompt)
         ours = teacher_forced_logits(make_llm(tmp_path), prompt)
         assert (ours - expected).abs().max() / expected.std() < 5e-5
 
 
 def test_every_architecture_has_a_variant_that_is_compared(checkpoints):
     named = {hf_config(checkpoints.path(variants[0]), {})["architectures"][0] for variants in FAMILIES.values()}
-    assert named | {"YiForCausalLM", "Gemma3ForConditionalGeneration"} == set(ARCHITECTURES)
+    other_names = {"YiForCausalLM", "PhiMoEForCausalLM", "Gemma3ForConditionalGeneration"}
+    assert named | other_names | {"Llama4ForConditionalGeneration"} == set(ARCHITECTURES)

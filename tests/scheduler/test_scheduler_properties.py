@@ -62,6 +62,7 @@ KV_GROUPS: dict[str, list[str]] = {
     "narrow": ["1"],
     "mixed": ["full", "6"],
     "three": ["full", "4", "9"],
+    "chunks": ["full", "chunks of 8"],
     "state": ["state"],
     "hybrid": ["full", "state", "6"],
     "heads": ["full", "heads"],
@@ -97,6 +98,17 @@ class WindowModel:
     def reads(self, start: int, end: int) -> list[Place]:
         """What is read when all of the step is stored."""
         return self.stores(0 if self.window is None else max(0, start - self.window + 1), end)
+
+
+class ChunkModel(WindowModel):
+    """Attention to the tokens of one's own chunk of the text."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(window=None)
+        self.chunk = chunk
+
+    def reads(self, start: int, end: int) -> list[Place]:
+        return self.stores(start // self.chunk * self.chunk, end)
 
 
 class StateModel(WindowModel):
@@ -142,6 +154,9 @@ def make_group(kind: str, layer: int, depth: int) -> tuple[KVCacheSpec, WindowMo
         return StateSpec(entries, 1 + depth), StateModel()
     if kind == "heads":
         return (spec := HeadBudgetSpec(entries, HEAD_BUDGETS)), HeadModel(spec)
+    if kind.startswith("chunks"):
+        chunk = int(kind.split()[-1])
+        return attention_spec([layer], chunk=chunk), ChunkModel(chunk)
     window = None if kind == "full" else int(kind)
     return attention_spec([layer], window), WindowModel(window)
 

@@ -157,7 +157,8 @@ def scale_weights(model: Any, seed: int) -> None:
                 if kind.startswith("gemma"):
                     noise -= 1  # its norms multiply by 1 + weight
             elif tied or not re.search(EMBEDDINGS, name):
-                transposed = (kind == "gpt2" and ".h." in name) or (kind == "gpt_oss" and "experts" in name)
+                transposed = kind == "gpt2" and ".h." in name
+                transposed |= kind in ("gpt_oss", "llama4_text") and ".experts." in name
                 inputs = -2 if transposed else -1
                 if re.search(PLAIN_DOWN, name):
                     noise -= noise.mean(inputs, keepdim=True)  # else the mean of GELU, which is not 0, dominates
@@ -172,7 +173,7 @@ def bias_size(name: str) -> float:
 
 
 def norm_size(name: str, kind: str) -> float:
-    if re.search(r"[qk]_(layer)?norm", name):
+    if re.search(r"([qk]|query|key)_(layer)?norm", name):
         return 2  # sharp attention
     if kind.startswith("gemma") and name == "model.norm.weight":
         return 3  # for the small embeddings

@@ -1,0 +1,34 @@
+"""Tencent's Hunyuan: Llama with norms of queries and keys behind their rotation; larger models have experts."""
+
+from typing import Any
+
+from quire.layers.rotary_spec import RotarySpec, rotary_spec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
+
+
+def hunyuan(config: HfConfig, mlp: Any = None) -> DecoderSpec:
+    bias, config = bool(config.get("attention_bias", False)), {"rms_norm_eps": 1e-5, **config}
+    norm = NormSpec("rms", config["rms_norm_eps"])
+    attention = {"qkv_bias": bias, "output_bias": bias, "qk_norm": norm, "norm_after_rotary": True}
+    return decoder_spec(config, attention=attention, mlp=mlp, rotary=_rotary(config), names=NAMES["hunyuan"])
+
+
+def hunyuan_moe(config: HfConfig) -> DecoderSpec:
+    """Every layer has experts, and one that all tokens use. Values for each layer are equal in all published models."""
+    act, chosen = config.get("hidden_act", "silu"), config.get("moe_topk", 1)
+    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    size, chosen = (value[0] if isinstance(value, list) else value for value in (size, chosen))
+    shared = MLPSpec(config["intermediate_size"], act)
+    return hunyuan(config, MoESpec(expert_count(config), chosen, size, act, shared=shared))
+
+
+def _rotary(config: HfConfig) -> RotarySpec:
+    """The type "dynamic" with `alpha` means a larger base (NTK-aware scaling), the same for all lengths of texts."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    if not (alpha := scaling.get("alpha")):
+        return rotary_spec(config, head_dim)
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000
+    theta *= alpha ** (head_dim / (head_dim - 2))
+    return RotarySpec(theta, head_dim, int(config.get("max_position_embeddings") or 0))
