@@ -25,7 +25,7 @@ def start_order(config: EngineConfig, prefix: str | None) -> Profile:
         raise ValueError('no profiler is chosen; start the engine with profiler_config, such as '
                          '{"profiler": "torch", "torch_profiler_dir": "traces"}')  # fmt: skip
     name = f"{prefix or time.strftime('%Y%m%d-%H%M%S')}-{token_hex(2)}"
-    if prefix is not None and not prefix.replace("-", "").replace("_", "").replace(".", "").isalnum():
+    if prefix and not prefix.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ValueError(f"profile_prefix must consist of letters, digits, '-', '_' and '.', got {prefix!r}")
     # With ranks on other machines, the core's process has to answer these in time, which it cannot while it writes.
     has_core = config.parallel.ranks > 1 and config.layout.machines == 1 and not config.cluster.uses_ray

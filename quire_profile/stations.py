@@ -56,16 +56,19 @@ def core_stations(scheduler: Any) -> Iterator[tuple[Any, str, Callable[..., str]
     yield scheduler, "update", lambda *_: "output"
 
 
-def rank_stations(runner: Any) -> Iterator[tuple[Any, str, Callable[..., str]]]:
+def name_of_step(step: Any) -> str:
+    """Of the argument of `submit`."""
+    return f"step {step.step_id}: {len(step.rows)} requests, {sum(step.num_tokens)} tokens"
+
+
+def rank_stations(
+    runner: Any, name_of_step: Callable[..., str] = name_of_step
+) -> Iterator[tuple[Any, str, Callable[..., str]]]:
     """The same for a rank. What `submit` does besides preparing and the forward belongs to the preparation, too."""
-    yield runner, "submit", _name_of_step
+    yield runner, "submit", name_of_step
     yield runner.staging, "stage", lambda *_: "prepare"
     yield runner.forward, "run", lambda *_: "forward"
     yield runner, "sample", lambda *_: "sample"
-
-
-def _name_of_step(step: Any) -> str:
-    return f"step {step.step_id}: {len(step.rows)} requests, {sum(step.num_tokens)} tokens"
 
 
 def mark(stations: Iterator[tuple[Any, str, Callable[..., str]]], make_range: Range) -> list[Callable[[], None]]:

@@ -102,13 +102,12 @@ async def start_profile(request: Request, profile_prefix: str | None = None) -> 
 
 @router.post("/stop_profile", responses=answers(dict[str, str | int]), response_model=None)
 async def stop_profile(request: Request) -> Response:
-    """Answers when the traces are written. Requests wait meanwhile. cores: how many have written theirs."""
+    """Answers when the traces are written. Requests wait meanwhile. cores: how many have recorded it."""
     try:
         cores = await _llm(request).stop_profile()
     except ValueError as error:
         raise _bad(error) from error
-    folder = _llm(request).config.profile.profiler_config.get("torch_profiler_dir", "")
-    return json_response({"status": "written" if folder else "stopped", "folder": folder, "cores": cores})
+    return json_response({"status": "stopped", "cores": cores})
 
 
 class InitGroupRequest(BaseModel):
