@@ -38,7 +38,7 @@ _LOAD = ("request_rate", "max_concurrency")
 _WORKLOAD = """dataset_name dataset_path num_prompts input_len output_len random_input_len random_output_len
     random_prefix_len random_range_ratio prefix_repetition_prefix_len prefix_repetition_suffix_len
     prefix_repetition_num_prefixes prefix_repetition_output_len custom_output_len burstiness seed num_warmups""".split()
-_PERCENTILES = {50.0, 90.0, 99.0}
+_PERCENTILES = {50.0, 75.0, 90.0, 95.0, 99.0, 99.9}
 
 
 class Point(msgspec.Struct):
@@ -73,7 +73,8 @@ class Sweep:
         """Points of the same server follow each other. Raises ValueError for options and loads that do not exist."""
         a = self.arguments
         workload = {name: str(getattr(a, name)) for name in _WORKLOAD if getattr(a, name) is not None}
-        rest = {"model": self.model, "options": dict(self.options), "workload": workload, "version": __version__}
+        rest = {"model": self.model, "options": dict(self.options), "workload": workload, "version": __version__,
+                "more": sorted({*self.percentiles} - _PERCENTILES)}  # fmt: skip
         points = []
         for options, load, run in product(engine_variants(a), loads(a), range(a.num_runs)):
             point = Point(options, load, run)

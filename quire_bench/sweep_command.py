@@ -36,7 +36,8 @@ def run(model: str | None, options: Mapping[str, Any], arguments: argparse.Names
     if found:
         print(f"{len(found)} of {len(points)} points are in {folder} already", file=sys.stderr)
     interrupted = False
-    with tqdm(total=len(points), initial=len(found), unit="point", dynamic_ncols=True, disable=a.disable_tqdm) as bar:
+    hide = a.disable_tqdm or not sys.stderr.isatty()
+    with tqdm(total=len(points), initial=len(found), unit="point", dynamic_ncols=True, disable=hide) as bar:
         try:
             sweep.run(left, partial(bar.set_postfix_str, refresh=True), lambda point: _count(bar, found, point))
         except KeyboardInterrupt:

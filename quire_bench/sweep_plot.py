@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
-from quire_bench.slo import Limit
+from quire_bench.slo import PERCENTILE, Limit
 from quire_bench.sweep import describe
 from quire_bench.sweep_report import Choice, Row, worst_share
 
@@ -25,23 +25,29 @@ def plot(path: Path, title: str, rows: Sequence[Row], slo: Sequence[Limit], choi
             servers.setdefault(json.dumps(row.options, sort_keys=True), []).append(row)
     named = min(len(servers), _MOST_NAMED)
     figure = Figure(figsize=(13, 5.5 + 0.22 * -(-named // 2)), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    legend = "circle: recommended; filled: meets the SLO; " if slo else "circle: recommended; "
+    figure.suptitle(f"{title}\n{legend}numbers: rows of the table", fontsize=10)
     left, right = figure.subplots(1, 2)
     colours = colormaps["turbo"](np.linspace(0.05, 0.92, max(len(servers), 1)))
     for axis, metric, name in ((left, "ttft", "time to first token"), (right, "itl", "inter-token latency")):
+        percentile = next((limit.percentile for limit in slo if limit.metric == metric), PERCENTILE)
+        key = f"p{percentile:g}_{metric}_ms"
         for colour, server in zip(colours, servers.values(), strict=True):
-            _server(axis, f"p99_{metric}_ms", server, slo, tuple(map(float, colour)))
+            _server(axis, key, server, slo, tuple(map(float, colour)))
         for limit in slo:
-            if limit.metric == metric:
+            if limit.metric == metric and limit.percentile == percentile:
                 axis.axvline(1000 * limit.seconds, color=_RED, ls="--", lw=1.2, label=str(limit))
-        if choice is not None and choice.row.result.get(f"p99_{metric}_ms") is not None:
-            axis.plot(choice.row.result[f"p99_{metric}_ms"], choice.row.result["output_throughput"], "o", ms=17,
+        if choice is not None and choice.row.result.get(key) is not None:
+            axis.plot(choice.row.result[key], choice.row.result["output_throughput"], "o", ms=17,
                       mfc="none", mec=_GREEN if choice.meets else _RED, mew=1.8)  # fmt: skip
-        axis.set(title=f"{name.capitalize()}, 99th percentile", xlabel="ms", ylabel="output tokens per second")
+        axis.set(
+            title=f"{name.capitalize()}, percentile {percentile:g}", xlabel="ms", ylabel="output tokens per second"
+        )
         axis.set_ylim(bottom=0)
-        values = [v for row in rows if (v := row.result.get(f"p99_{metric}_ms"))]
+        values = [v for row in rows if (v := row.result.get(key))]
         if values and max(values) > 20 * min(values):
             axis.set_xscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
         else:
             axis.set_xlim(left=0)
         axis.grid(alpha=0.25)

@@ -60,9 +60,14 @@ def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
+def key(limit: Limit) -> str:
+    """The name of the statistic in the result of `quire bench serve`."""
+    return f"p{limit.percentile:g}_{_NAMES.get(limit.metric, limit.metric)}_ms"
+
+
 def share(limit: Limit, result: Mapping[str, Any]) -> float:
     """The measured value as a share of the limit."""
-    value = result.get(f"p{limit.percentile:g}_{_NAMES.get(limit.metric, limit.metric)}_ms")
+    value = result.get(key(limit))
     return float("inf") if value is None else float(value) / 1000 / limit.seconds
 
 
@@ -107,13 +112,14 @@ def command(model: str | None, options: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Row], slo: Sequence[Limit], choice: Choice | None) -> str:
     """A line for each row. The recommended one is marked."""
     names = list(dict.fromkeys(name for row in rows for name in row.options))
-    head = ["", *names, "load", *_COLUMNS, *(["SLO"] * bool(slo))]
+    columns = _COLUMNS | {f"{limit.metric.upper()} p{limit.percentile:g}": key(limit) for limit in slo}
+    head = ["", *names, "load", *columns, *(["SLO"] * bool(slo))]
     lines = [head]
     for row in rows:
         mark = "*" if choice is not None and row is choice.row else " "
         cells = [f"{mark}{row.number}", *(_plain(row.options.get(name)) for name in names), describe_load(row.load)]
         if row.result:
-            cells += [_number(row.result.get(key)) for key in _COLUMNS.values()]
+            cells += [_number(row.result.get(name)) for name in columns.values()]
             cells += ["met" if worst_share(slo, row.result) <= 1 else "missed"] * bool(slo)
         else:
             cells.append(f"failed: {row.problem[:100]}" if row.problem else "not measured")
