@@ -14,7 +14,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -152,8 +151,7 @@ async def _measure(a: argparse.Namespace, url: str, percentiles: Sequence[float]
         times = arrival_times(len(requests), rate, a.burstiness, rng)
         warmups = [replace(r, prompt=prompts.make(max(r.prompt_len, 1))) for r in requests[: a.num_warmups]]
         await serve.drive(target, warmups, [0.0] * len(warmups), a.max_concurrency)
-        async with aiohttp.ClientSession(url) as session, session.post("/reset_prefix_cache") as answer:
-            answer.raise_for_status()
+        await target.order("/reset_prefix_cache")
         outcomes, duration = await serve.drive(target, requests, times, a.max_concurrency)
     wanted = sorted(_PERCENTILES.union(percentiles))
     return report.summarize(outcomes, duration, list(report.METRICS), wanted, {})

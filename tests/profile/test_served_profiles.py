@@ -15,6 +15,7 @@ import pytest
 
 from quire.engine import cores
 from quire.engine.core_client import CoreState
+from quire_cli.main import main
 from support.server import Host, eventually
 from support.server_process import Server
 
@@ -56,6 +57,15 @@ def test_all_replicas_write_traces(host, folder):
     assert (answer.status, answer.json) == (200, {"status": "stopped", "cores": 2})
     assert all(file.name.startswith("night-") for file in folder.iterdir())
     assert replicas(folder) == {"replica0", "replica1"}
+
+
+def test_a_benchmark_of_a_server_has_its_run_recorded(host, folder, capsys):
+    service = host.serve(enable_admin_api=True)
+    flags = ["--base-url", service.url, "--num-prompts", "4", "--input-len", "10", "--output-len", "3"]
+    assert main(["bench", "serve", *flags, "--profile"]) == 0
+    assert replicas(folder) == {"replica0", "replica1"}
+    assert main(["bench", "serve", *flags, "--profile", "--base-url", host.serve().url]) == 1
+    assert "/start_profile answers HTTP 403" in capsys.readouterr().err
 
 
 def test_only_operators_profile(host):
