@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from quire.engine import cores
-from quire.engine.core_client import CoreState
+from quire.executor import local_ranks, rank
 from quire_cli.main import main
+from support.long_traces import SECONDS, LongTraces
 from support.server import Host, eventually
 from support.server_process import Server
 
@@ -88,16 +89,21 @@ def test_a_lost_replica_loses_its_part_of_the_profile(host, folder, caplog):
 
 
 @pytest.mark.slow
-def test_a_core_that_is_silent_while_it_writes_is_not_taken_for_dead(host, folder, monkeypatch):
-    """Without the message that announces it, it would be: 900 steps with their stacks stop all threads for 5 s."""
-    monkeypatch.setattr(cores, "SILENCE_SECONDS", 3.0)
-    service, restarts = host.serve(enable_admin_api=True), host.llm.client.restarts
-    assert service.request("POST", "/start_profile").status == 200
-    service.complete(["one", "two"], max_tokens=900, ignore_eos=True)
-    assert service.request("POST", "/stop_profile").json["cores"] == 2
-    assert replicas(folder) == {"replica0", "replica1"}
-    assert host.llm.client.restarts == restarts
-    assert host.llm.client.state is CoreState.READY
+def test_processes_that_are_silent_while_they_write_are_not_taken_for_dead(tmp_path):
+    """The core by its parent, the ranks by the core, and the core by the ranks."""
+    assert max(cores.SILENCE_SECONDS, local_ranks.SILENCE_SECONDS, rank.SILENCE_SECONDS) < SECONDS
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    host = Host(**OPTIONS, tensor_parallel_size=2, profiler_config=config, logits_processors=[LongTraces])
+    try:
+        service = host.serve(enable_admin_api=True)
+        assert service.request("POST", "/start_profile").status == 200
+        expected = service.complete("one", max_tokens=3)["choices"]
+        assert service.request("POST", "/stop_profile").json["cores"] == 1
+        assert {file.name.split(".")[0].split("-")[-1] for file in tmp_path.iterdir()} == {"core", "rank0", "rank1"}
+        assert service.complete("one", max_tokens=3)["choices"] == expected
+        assert host.llm.client.restarts == 0
+    finally:
+        host.close()
 
 
 @pytest.mark.slow
