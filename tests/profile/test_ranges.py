@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.config import ConfigError
 from quire.engine.llm import LLM
 
 PROGRAM = """
@@ -66,3 +67,9 @@ def test_recorded_steps_have_stations_without_layers(tmp_path):
     begun = Counter(line[1:] for line in lines if line.startswith(">"))
     assert begun["forward"] == begun["step"] == 3
     assert begun["layer 0"] < 3
+
+
+def test_without_the_library_the_option_is_an_error_that_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(ConfigError, match=r'needs nvtx: pip install "quire\[profile\]"'):
+        LLM(enable_layerwise_nvtx_tracing=True)
