@@ -5,14 +5,17 @@ import asyncio
 import time
 from dataclasses import asdict
 from secrets import token_hex
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from quire.config import EngineConfig
-from quire.engine.core_client import CoreClient
 from quire.messages.changes import Profile
 from quire.metrics.logging import logger
 from quire_profile.options import ProfilerConfig
+
+if TYPE_CHECKING:  # imports zmq, which an LLM does not need
+    from quire.engine.core_client import CoreClient
 
 
 def start_order(config: EngineConfig, prefix: str | None) -> Profile:
@@ -37,7 +40,7 @@ def stop_order() -> Profile:
     return Profile("stop")
 
 
-async def start(client: CoreClient, prefix: str | None) -> None:
+async def start(client: "CoreClient", prefix: str | None) -> None:
     """Start a profile in all cores, or in none. Raises ValueError."""
     order = start_order(client.config, prefix)
     problems = await _tell(client, order)
@@ -46,7 +49,7 @@ async def start(client: CoreClient, prefix: str | None) -> None:
         raise ValueError(problems[0])
 
 
-async def stop(client: CoreClient) -> int:
+async def stop(client: "CoreClient") -> int:
     """Stop the profile in all cores. Returns how many of them have written their traces. Raises ValueError if none has.
 
     Cores that were lost have lost their part of the profile, which is logged."""
@@ -61,7 +64,7 @@ async def stop(client: CoreClient) -> int:
     return ready - len(problems) - lost
 
 
-async def _tell(client: CoreClient, order: Profile) -> list[str]:
+async def _tell(client: "CoreClient", order: Profile) -> list[str]:
     """Have all cores carry out an order. Returns the problems."""
     client.check()
     if not client.ready:
