@@ -16,6 +16,7 @@ from quire.options.kv_compression import KVCompressionOptions
 from quire.options.kv_events import KVEventOptions
 from quire.options.kv_transfer import KVTransferOptions
 from quire.options.lora import LoRAConfig
+from quire.options.profile import ProfileConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 
@@ -361,6 +362,7 @@ class EngineConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         layout = self.layout  # raises ConfigError

@@ -48,9 +48,13 @@ async def _bench(a: argparse.Namespace) -> int:
         times = _arrivals(a, requests, rng)
         warmups = [replace(r, prompt=prompts.make(max(r.prompt_len, 1))) for r in requests[: a.num_warmups]]
         await serve.drive(target, warmups, [0.0] * len(warmups), a.max_concurrency)
+        if a.profile:
+            await target.order("/start_profile")
         hide = a.disable_tqdm or not sys.stderr.isatty()
         with tqdm(total=len(requests), desc="requests", disable=hide, dynamic_ncols=True) as bar:
             outcomes, duration = await serve.drive(target, requests, times, a.max_concurrency, partial(_count, bar))
+        if a.profile:
+            await target.order("/stop_profile")
     result = report.summarize(outcomes, duration, a.percentile_metrics, a.metric_percentiles, goodput)
     title = f"{target.model} at {target.url} · {len(requests)} requests, {_load(a)}"
     print(f"{title}\n\n{report.table(result, outcomes, a.metric_percentiles)}")

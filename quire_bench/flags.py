@@ -6,6 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from quire.messages.errors import error_text
+from quire_bench import slo
+from quire_bench.slo import Limit
+
 if TYPE_CHECKING:
     from quire_bench.datasets import BenchRequest, RandomPrompts
 
@@ -94,6 +98,41 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _values(text: str) -> tuple[str, list[Any]]:
+    """ "max_num_seqs=8,32" -> the name, and the values. What is no JSON is text; none is None."""
+    name, values = _pair(text)
+    return name, [_value(part) for part in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _params(text: str) -> list[dict[str, Any]]:
+    """Objects of JSON, in a file or in the text."""
+    given = text.lstrip()
+    try:
+        value = json.loads(given if given.startswith(("[", "{")) else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON, and no file with JSON: {error_text(error)}") from error
+    objects = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(objects, list) or not objects or not all(isinstance(params, dict) for params in objects):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a list of objects, or an object of objects")
+    return [{name.replace("-", "_"): value for name, value in params.items()} for params in objects]
+
+
+def _slo(text: str) -> list[Limit]:
+    try:
+        return slo.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error_text(error)) from error
+
+
 def _metrics(text: str) -> list[str]:
     if not set(text.split(",")) <= {"ttft", "tpot", "itl", "e2el"}:
         raise argparse.ArgumentTypeError(f"{text!r} has others than ttft, tpot, itl and e2el")
@@ -133,6 +172,7 @@ def _one_of(text: str, known: tuple[str, ...], unsupported: list[str]) -> str:
 TYPES = {
     "text": str, "int": int, "float": float, "path": Path, "positive": _positive, "pair": _pair, "json": _json_object,
     "metrics": _metrics, "percentiles": _percentiles, "goodput": _goodput, "dataset": _dataset, "backend": _backend,
+    "values": _values, "params": _params, "slo": _slo,
 }  # fmt: skip
 
 

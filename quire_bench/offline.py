@@ -149,6 +149,15 @@ def latencies(llm: LLM, requests: Sequence[Request], warmups: int, iterations: i
     return measured
 
 
+def profile(llm: LLM, requests: Sequence[Request], warmups: int) -> None:
+    """Record one run of the batch, after `warmups` runs. Raises ValueError if the options name no profiler."""
+    latencies(llm, requests, warmups, 0)
+    llm.reset_prefix_cache()
+    llm.start_profile()
+    timed(llm, requests)
+    llm.stop_profile()
+
+
 def latency_record(measured: Sequence[float]) -> dict[str, Any]:
     """The result of `bench latency` in seconds, with vLLM's names."""
     percentiles = {str(p): float(np.percentile(measured, p)) for p in _PERCENTILES}

@@ -91,7 +91,8 @@ class Target:
     ) -> None:
         """extra_body: fields to add to every request; null removes a field. request_id_prefix: if it is not None,
         requests carry an X-Request-Id that begins with it."""
-        self.url, self.model, self.extra_body = base_url.rstrip("/") + endpoint, model, extra_body
+        self._base_url = base_url.rstrip("/")
+        self.url, self.model, self.extra_body = self._base_url + endpoint, model, extra_body
         self.vocab_size: int | None = None
         self._chat = endpoint.endswith("/chat/completions")
         self._models_url = self.url.removesuffix("/completions").removesuffix("/chat") + "/models"
@@ -160,6 +161,16 @@ class Target:
             if outcome.status in _HOPELESS:
                 break
         raise OSError(f"{self.url} fails a first small request: {outcome.error}")
+
+    async def order(self, path: str) -> None:
+        """Have the server do something that is no request of the benchmark. Raises OSError if it does not."""
+        url = self._base_url + path
+        try:
+            async with self._session.post(url) as response:
+                if response.status >= 400:
+                    raise OSError(f"{url} answers HTTP {response.status}: {(await response.text())[:300].strip()}")
+        except aiohttp.ClientError as error:
+            raise OSError(f"{url} does not answer: {error_text(error)}") from error
 
     def body(self, prompt: Prompt, output_len: int) -> dict[str, Any]:
         input_field = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}

@@ -1,5 +1,6 @@
 """`quire bench`: benchmarks. `throughput` and `latency` run the engine in this process, `serve` sends requests to a
-server, and `claims` compares measurements with the goals set for each mechanism."""
+server, `sweep` finds the options that suit a load, and `claims` compares measurements with the goals set for each
+mechanism."""
 
 import argparse
 import json
@@ -96,11 +97,19 @@ def _latency(arguments: argparse.Namespace) -> int:
 
     batch_size = arguments.batch_size
     lengths = (arguments.input_len, arguments.output_len)
+    if arguments.profile:
+        options.setdefault("profiler_config", {"profiler": "torch", "torch_profiler_dir": "traces"})
     llm = LLM(arguments.model, **{"enable_prefix_caching": False, **options})
     offline.check_lengths(llm, *lengths)
     prompts = datasets.RandomPrompts(np.random.default_rng(llm.config.model.seed), llm.processor.vocab_size)
     batch = datasets.random_requests(prompts, batch_size, *lengths)
     requests = offline.with_params(batch, n=arguments.n, detokenize=not arguments.disable_detokenize)
+    if arguments.profile:
+        offline.profile(llm, requests, arguments.num_iters_warmup)
+        llm.shutdown()
+        folder = llm.config.profile.profiler_config.get("torch_profiler_dir")
+        print(f"Profiled one batch of {batch_size} requests" + (f": the traces are in {folder}" if folder else ""))
+        return 0
     measured = offline.latencies(llm, requests, arguments.num_iters_warmup, arguments.num_iters)
     llm.shutdown()
     record = offline.latency_record(measured)
@@ -125,4 +134,13 @@ def _claims(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_BENCHES = {"throughput": _throughput, "latency": _latency, "serve": serve.run, "claims": _claims}
+def _sweep(arguments: argparse.Namespace) -> int:
+    options = engine_options(arguments)
+    from quire_bench import sweep_command
+
+    return sweep_command.run(arguments.model, options, arguments)
+
+
+_BENCHES = {
+    "throughput": _throughput, "latency": _latency, "serve": serve.run, "sweep": _sweep, "claims": _claims,
+}  # fmt: skip

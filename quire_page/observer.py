@@ -1,7 +1,7 @@
 """What an engine core records about itself while somebody looks at it.
 
 Nothing is recorded before the first look, and nothing any more when nobody has looked for IDLE_SECONDS. Meanwhile, the
-observer is told of the scheduler's steps, and wraps the calls of the core's loop to take their times.
+observer is told of the scheduler's steps, and watches the calls of the core's loop to take their times.
 """
 
 import time
@@ -15,6 +15,7 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Request, Status
+from quire_profile.stations import watch
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
@@ -105,6 +106,7 @@ class Observer:
         self._core, self._scheduler = core, core.scheduler
         self._viewers: dict[str, _Viewer] = {}
         self._is_on, self._looked_at = False, 0.0
+        self._ends: list[Callable[[], None]] = []  # of the watched calls
         blocks = len(self._scheduler.kv.pool.blocks) - 1
         self._per_cell = -(-blocks // MOST_CELLS)
         self._cells = ["0"] * -(-blocks // self._per_cell)
@@ -126,28 +128,27 @@ class Observer:
     # ---- on and off
 
     def _begin(self) -> None:
-        """Wrap the calls of the core's loop. An attribute of the object hides the method of its class."""
+        """Watch the calls of the core's loop."""
         self._forget()
         scheduler, executor = self._scheduler, self._core.executor
-        self._wrap(scheduler, "schedule", self._scheduled)
-        self._wrap(executor, "submit")
-        self._wrap(executor, "sample")
-        self._wrap(scheduler, "update", self._updated)
+        self._ends = [
+            self._watch(scheduler, "schedule", self._scheduled),
+            self._watch(executor, "submit"),
+            self._watch(executor, "sample"),
+            self._watch(scheduler, "update", self._updated),
+        ]
         scheduler.connectors.append(self)
         self._is_on = True
 
     def _end(self) -> None:
-        scheduler, executor = self._scheduler, self._core.executor
-        for owner, name in ((scheduler, "schedule"), (executor, "submit"), (executor, "sample"), (scheduler, "update")):
-            delattr(owner, name)
-        scheduler.connectors.remove(self)
+        for end in self._ends:
+            end()
+        self._scheduler.connectors.remove(self)
         self._is_on = False
         self._forget()
 
-    def _wrap(self, owner: Any, name: str, after: Callable[..., None] | None = None) -> None:
-        call = getattr(owner, name)
-
-        def timed(*arguments: Any) -> Any:
+    def _watch(self, owner: Any, name: str, after: Callable[..., None] | None = None) -> Callable[[], None]:
+        def timed(call: Callable[..., Any], *arguments: Any) -> Any:
             began = time.perf_counter()
             if name == "update" and self._mark:
                 self._add("wait", began - self._mark)
@@ -158,7 +159,7 @@ class Observer:
                 after(*arguments, result)
             return result
 
-        setattr(owner, name, timed)
+        return watch(owner, name, timed)
 
     def _add(self, station: str, seconds: float) -> None:
         self._ms[station] = self._ms.get(station, 0.0) + 1000 * seconds

@@ -1,4 +1,4 @@
-"""Routes that pause the engine, have it sleep, and replace its weights. Only with --enable-admin-api."""
+"""Routes that pause the engine, have it sleep, replace its weights, and profile it. Only with --enable-admin-api."""
 
 import re
 from typing import Annotated, Any, Literal, cast
@@ -87,6 +87,27 @@ async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] =
 @router.get("/is_sleeping", responses=answers(dict[str, bool]), response_model=None)
 async def is_sleeping(request: Request) -> Response:
     return json_response({"is_sleeping": await _llm(request).is_sleeping()})
+
+
+@router.post("/start_profile", responses=answers(dict[str, str]), response_model=None)
+async def start_profile(request: Request, profile_prefix: str | None = None) -> Response:
+    """Record the steps of all cores as --profiler-config says, until /stop_profile. profile_prefix: of the names of
+    the traces."""
+    try:
+        await _llm(request).start_profile(profile_prefix)
+    except ValueError as error:
+        raise _bad(error) from error
+    return json_response({"status": "profiling"})
+
+
+@router.post("/stop_profile", responses=answers(dict[str, str | int]), response_model=None)
+async def stop_profile(request: Request) -> Response:
+    """Answers when the traces are written. Requests wait meanwhile. cores: how many have recorded it."""
+    try:
+        cores = await _llm(request).stop_profile()
+    except ValueError as error:
+        raise _bad(error) from error
+    return json_response({"status": "stopped", "cores": cores})
 
 
 class InitGroupRequest(BaseModel):

@@ -5,6 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from importlib import import_module
 from secrets import token_hex
 from typing import Any, NamedTuple, get_args
 
@@ -357,6 +358,14 @@ class AsyncLLM:
             task = asyncio.create_task(pin(), name="pin prefixes")
             self._pinning.add(task)
             task.add_done_callback(self._pinning.discard)
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record the steps of all cores, see quire_profile. profile_prefix: of the traces' names. Raises ValueError."""
+        await import_module("quire_profile.client").start(self.client, profile_prefix)
+
+    async def stop_profile(self) -> int:
+        """Returns how many cores have written their traces. Raises ValueError if none has."""
+        return int(await import_module("quire_profile.client").stop(self.client))
 
     async def look(self, viewer: str) -> list[bytes]:
         """What each core does, in JSON, see quire_page. viewer: who asks. Raises EngineDeadError."""

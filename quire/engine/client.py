@@ -145,6 +145,8 @@ def make_core(
             vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
             tiers=tiers, mover=executor, compression=compression,
         )  # fmt: skip
+        if config.profile.enable_layerwise_nvtx_tracing:
+            import_module("quire_profile.ranges").mark_core(scheduler)
         kv_events = _kv_events(config, kv, rank)
         if config.cache.transfer is not None and kv.specs:
             plugin = import_module(f"{config.cache.transfer.kv_connector_module_path}.exchange")

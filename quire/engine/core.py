@@ -17,6 +17,7 @@ from quire.messages.changes import (
     Command,
     Pause,
     PinPrefix,
+    Profile,
     Resume,
     Sleep,
     TakeWeights,
@@ -103,6 +104,8 @@ class EngineCore:
         if lockstep is not None:
             lockstep.connect(self._wake)
         self._observer: Any = None
+        self._profiler: Any = None
+        self.busy: Callable[[float], None] = lambda seconds: None  # is told that this process may be silent for so long
         self._cause_of_death: BaseException | None = None
         self._scheduled_at: dict[str, float] = {}  # by request id, for requests without an output so far
 
@@ -278,6 +281,9 @@ class EngineCore:
             self._pins.unpin(command.id)
         elif isinstance(command, Sleep):
             self._sleep(command)
+        elif isinstance(command, Profile):
+            self._profiler = self._profiler or import_module("quire_profile.core").CoreProfiler(self)
+            self._profiler.obey(command)
         elif isinstance(command, WakeUp) and not self._asleep:
             pass
         elif isinstance(command, WakeUp):

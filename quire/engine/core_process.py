@@ -92,6 +92,7 @@ def run_core(
         if place is not None:
             os.environ.update(interface_variables(place.host))
         core = make_core(config, directory, describe(directory, config.model).max_model_len, place, rank)
+        core.busy = lambda seconds: report(messages.Busy(seconds))
         kv, limits = core.scheduler.kv, core.scheduler.limits
         tokens = int(kv.room(limits.max_model_len) * limits.max_model_len)
         report(messages.CoreReady(kv.pool.num_usable, tokens, limits.max_model_len, address))

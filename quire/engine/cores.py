@@ -161,12 +161,14 @@ class _Replica:
                     return CoreDied(f"its process has been silent for {patience:.0f} s", silent=True)
                 continue
             report = _reports.decode(await process.reports.recv())
-            self._heard_at = time.monotonic()
+            self._heard_at = max(self._heard_at, time.monotonic())
             if isinstance(report, CoreReady):
                 self._is_ready = self._was_ready = True
                 tell(CoreUp(self.rank, report.address or process.address, report))
             elif isinstance(report, messages.FirstOutput):
                 self._failed_starts = 0
+            elif isinstance(report, messages.Busy):
+                self._heard_at = time.monotonic() + report.seconds
             elif isinstance(report, CoreDied):
                 return report
 

@@ -16,6 +16,7 @@ import msgspec
 from quire.executor import messages
 from quire.executor.link import Link
 from quire.executor.ranks import Observer, Ranks
+from quire.messages.changes import PROFILE_SECONDS
 
 HOST = "127.0.0.1"  # where the executor, or the agent of this machine, listens for its ranks
 RANK_PROGRAM = ("-m", "quire.executor.rank")
@@ -120,10 +121,10 @@ class LocalRanks(Ranks):
                         else RuntimeError(f"rank {rank} failed: {reply.reason}")
                     )
                     return
-                if isinstance(reply, messages.Ready):
-                    silence = SILENCE_SECONDS
+                if isinstance(reply, messages.Ready | messages.Busy | messages.Changed):
+                    silence = PROFILE_SECONDS if isinstance(reply, messages.Busy) else SILENCE_SECONDS
                     link.expect_within(silence)
-                if not isinstance(reply, messages.Heartbeat):
+                if not isinstance(reply, messages.Heartbeat | messages.Busy):
                     self._observer.replied(rank, reply)
         except BlockingIOError:
             self._observer.failed(RuntimeError(f"rank {rank} has been silent for {silence:.0f} s"))

@@ -108,6 +108,10 @@ class Changed(msgspec.Struct, array_like=True, tag=True):
     problem: str | None = None
 
 
+class Busy(msgspec.Struct, array_like=True, tag=True):
+    """The rank may be silent until it has carried out a Change."""
+
+
 class Transferred(msgspec.Struct, array_like=True, tag=True):
     """A transfer has ended on this rank. failed: the indices of the blocks that it could not copy."""
 
@@ -122,7 +126,7 @@ class Broken(msgspec.Struct, array_like=True, tag=True):
     by_user: bool = False
 
 
-Reply = Hello | Ready | Result | Loaded | Changed | Transferred | Broken | Heartbeat
+Reply = Hello | Ready | Result | Loaded | Busy | Changed | Transferred | Broken | Heartbeat
 
 
 # ---- between the executor and the agent of another machine, which passes orders on to its ranks, and replies back

@@ -23,7 +23,7 @@ import msgspec
 
 from quire.executor import messages
 from quire.executor.link import Link
-from quire.messages.changes import Change, TrainerOrder
+from quire.messages.changes import PROFILE_SECONDS, Change, Profile, TrainerOrder
 from quire.messages.errors import error_text
 from quire.messages.transfers import Transfer
 from quire.metrics.logging import configure_logging
@@ -105,6 +105,9 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
             assert isinstance(worker.runner, StageRunner)
             worker.runner.take(order.step_id, order.sampled_token_ids)
         elif isinstance(order, Change):
+            if isinstance(order, Profile):  # while a trace is written, no heartbeats may be sent, here or by the core
+                link.send(messages.encode(messages.Busy()))
+                link.expect_within(PROFILE_SECONDS if order.step == "start" else SILENCE_SECONDS)
             link.send(messages.encode(messages.Changed(_change(worker, order))))
         elif isinstance(order, messages.LoadAdapter):
             assert worker.runner.adapters is not None
@@ -121,7 +124,7 @@ def _work(link: Link, start: messages.Start, rank: int, secret: bytes) -> None:
 def _change(worker: "Worker", change: Change) -> str | None:
     """Carry out a change. Returns what is wrong with it, if something is."""
     try:
-        worker.residence.change(change)
+        worker.change(change)
     except (ValueError, OSError) as error:
         return error_text(error)
     return None

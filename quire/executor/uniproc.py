@@ -42,7 +42,7 @@ class UniprocExecutor(Executor):
             store = connect_store(place.address, place.secret, place.generation)
             mesh = join(MeshSizes.of(config.parallel), place.replica, "", 0, kind, store, alone, frozenset(alone))
         worker = Worker(config, directory, max_model_len, mesh)
-        self._residence = worker.residence
+        self._worker = worker
         self.runner, self.kv_cache, self.step_costs = worker.runner, worker.kv_cache, worker.step_costs
         self._transfers = worker.transfers
         self._loader = ThreadPoolExecutor(1, "quire-loader")  # starts a thread when it is used
@@ -62,10 +62,10 @@ class UniprocExecutor(Executor):
         self.runner.adapters.drop(key)
 
     def change(self, change: Change) -> None:
-        self._residence.change(change)
+        self._worker.change(change)
 
     def exchange(self, order: TrainerOrder) -> Future[None]:
-        return self._loader.submit(self._residence.exchange, order)
+        return self._loader.submit(self._worker.residence.exchange, order)
 
     def transfer(self, order: Transfer) -> Future[list[int]]:
         assert self._transfers is not None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from secrets import token_hex
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,6 +10,7 @@ from quire.messages.lora import Adapter
 
 PauseMode = Literal["abort", "wait", "keep"]
 WEIGHT_GROUP = "weight_update_group"  # the usual name of a trainer's process group
+PROFILE_SECONDS = 600.0  # how long a process may be silent while it writes a trace
 
 
 class Pause(msgspec.Struct, array_like=True, tag=True):
@@ -114,8 +115,21 @@ class LeaveGroup(msgspec.Struct, array_like=True, tag=True):
     key: str = msgspec.field(default_factory=lambda: token_hex(8))
 
 
+class Profile(msgspec.Struct, array_like=True, tag=True):
+    """Start or stop a profile (see quire_profile), or drop it if it has this name. name: of its files. replica: the
+    number of the core. has_core: whether the core's process has a trace of its own, beside those of its ranks. options:
+    the fields of profiler_config."""
+
+    step: Literal["start", "stop", "drop"]
+    name: str = ""
+    replica: int = 0
+    has_core: bool = False
+    options: dict[str, Any] = {}
+
+
 TrainerOrder = JoinGroup | ReceiveWeights | LeaveGroup  # with a trainer, while steps run
-Change = Sleep | WakeUp | ReadWeights | TakeWeights  # of a rank's memory, while no step is in flight
+MemoryChange = Sleep | WakeUp | ReadWeights | TakeWeights  # of a rank's memory, while no step is in flight
+Change = MemoryChange | Profile
 Command = Pause | Resume | PinPrefix | UnpinPrefix | Change
 
 

@@ -215,6 +215,12 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=True):
     """Sent regularly while the core's process runs."""
 
 
+class Busy(msgspec.Struct, array_like=True, tag=True):
+    """The core may be silent for so long from now on."""
+
+    seconds: float
+
+
 class CoreDied(msgspec.Struct, array_like=True, tag=True):
     """Why a core was lost: its own last report, or what was found out about it.
 
@@ -226,7 +232,7 @@ class CoreDied(msgspec.Struct, array_like=True, tag=True):
     silent: bool = False
 
 
-CoreReport = CoreReady | FirstOutput | Heartbeat | CoreDied
+CoreReport = CoreReady | FirstOutput | Heartbeat | Busy | CoreDied
 
 
 # ---- what a client is told of the cores

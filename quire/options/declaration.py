@@ -4,7 +4,7 @@ import json
 import os
 import pkgutil
 import re
-from dataclasses import field
+from dataclasses import asdict, field, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from quire.messages.errors import error_text
@@ -42,6 +42,8 @@ def read_value(name: str, value: Any, hint: Any, metadata: Any) -> Any:
         return _read_list(name, value)
     if isinstance(value, str) and metadata.get("size"):
         return parse_size(value)
+    if metadata.get("json") and is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, str) and metadata.get("json"):
         value = read_json(name, value)
         if not isinstance(value, dict):

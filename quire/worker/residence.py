@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from quire.config import EngineConfig
 from quire.layers.lora import AdapterSlots
 from quire.loading.weights import Checkpoint
-from quire.messages.changes import Change, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
+from quire.messages.changes import MemoryChange, ReadWeights, Sleep, TakeWeights, TrainerOrder, WakeUp
 from quire.models.description import describe
 from quire.models.model import Model
 from quire.ops import Kernels
@@ -100,7 +100,7 @@ class Residence:
         self._cache, self._forward = [kv_memory.blocks.untyped_storage()], forward
         self._kv_memory = kv_memory
 
-    def change(self, change: Change) -> None:
+    def change(self, change: MemoryChange) -> None:
         """Raises ValueError or OSError if it cannot be; then nothing has changed."""
         if isinstance(change, Sleep):
             self._sleep(change.level)

@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
 from quire.layers.attention_spec import CacheShape
 from quire.layers.lora import AdapterSlots
+from quire.messages.changes import Change, Profile
 from quire.messages.step import StepCosts
 from quire.metrics.logging import logger
 from quire.models.load import load_model
@@ -168,9 +170,22 @@ class Worker:
         transfer = config.cache.transfer
         clock = self._clock(forward) if transfer is not None and transfer.produces else None
         self.transfers = kv_transfers(config, directory, self.kv_cache, self.kv_memory, self.backends, mesh, clock)
+        self._profiler: Any = None
+        self._rank = mesh.replica.rank
+        if config.profile.enable_layerwise_nvtx_tracing:
+            import_module("quire_profile.ranges").mark_rank(self.runner, config.model.torch_compile)
         self.step_costs = StepCosts()
         if speculation is not None and speculation.adaptive and not pools:
             self.step_costs = step_costs(self.runner, most_tokens, speculation.num_speculative_tokens, replica)
+
+    def change(self, change: Change) -> None:
+        """Raises ValueError or OSError if it cannot be; then nothing has changed."""
+        if isinstance(change, Profile):
+            make = import_module("quire_profile.rank").RankProfiler
+            self._profiler = self._profiler or make(self.runner, self._rank)
+            self._profiler.obey(change)
+        else:
+            self.residence.change(change)
 
     def _model_runner(
         self, config: EngineConfig, model: Model, batch: InputBatch, staging: Staging, forward: Forward,

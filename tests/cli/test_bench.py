@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_latency_of_a_batch_with_its_percentiles(tmp_path: Path, capsys):
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
     assert min(result["latencies"]) <= result["percentiles"]["50"] <= max(result["latencies"])
     assert f"Avg latency: {result['avg_latency']:.4f} seconds" in capsys.readouterr().out
+
+
+def test_latency_with_a_profile_records_one_batch(tmp_path: Path, capsys):
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_with_stack": False}
+    flags = ["--batch-size", "2", "--num-iters-warmup", "1", "--profile", "--profiler-config", json.dumps(profiler)]
+    assert main(["bench", "latency", *SHORT, *flags]) == 0
+    assert f"Profiled one batch of 2 requests: the traces are in {tmp_path}" in capsys.readouterr().out
+    [file] = tmp_path.iterdir()
+    names = [event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    assert sum(name.startswith("step ") and "2 requests" in name for name in names) >= 4  # one for each output token
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_adapters_and_new_weights_exclude_each_other(checkpoints):
 def test_an_engine_that_sleeps_gives_its_memory_back():
     llm = LLM(dtype="float32", max_num_seqs=4, kv_cache_memory_bytes=256 << 20, kv_cache_pretouch=True)
     expected = said(llm)
-    weights = sum(t.nbytes for t in llm.core.executor._residence._weights)
+    weights = sum(t.nbytes for t in llm.core.executor._worker.residence._weights)
 
     def resident() -> int:
         return psutil.Process().memory_info().rss
