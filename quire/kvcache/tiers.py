@@ -6,7 +6,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -194,15 +194,15 @@ class DiskTier(Tier):
                 del self._known[next(iter(self._known))]
 
 
-def memory_slots(total: int, block_bytes: int, ranks: int) -> int:
-    """The number of slots in `total` bytes of CPU memory for all ranks, each with its own part of every block."""
-    return max(0, (total - SlotIndex.RECORD.size) // (ranks * block_bytes + SlotIndex.RECORD.size))
+def memory_slots(total: int, rank_bytes: Sequence[int]) -> int:
+    """The number of slots in `total` bytes of CPU memory. rank_bytes: of one block, on each rank."""
+    return max(0, (total - SlotIndex.RECORD.size) // (sum(rank_bytes) + SlotIndex.RECORD.size))
 
 
-def rank_region(num_slots: int, block_bytes: int, rank: int) -> tuple[int, int]:
+def rank_region(num_slots: int, rank_bytes: Sequence[int], rank: int) -> tuple[int, int]:
     """Where the slots of a rank begin and end in the memory, behind the index."""
-    start = (1 + num_slots) * SlotIndex.RECORD.size + rank * num_slots * block_bytes
-    return start, start + num_slots * block_bytes
+    start = (1 + num_slots) * SlotIndex.RECORD.size + num_slots * sum(rank_bytes[:rank])
+    return start, start + num_slots * rank_bytes[rank]
 
 
 def block_path(folder: Path, rank: int, ranks: int, key: BlockKey) -> Path:

@@ -78,7 +78,7 @@ class Transfers:
     """
 
     def __init__(self, kv: KVCacheManager, tiers: Sequence[Tier], mover: Mover) -> None:
-        self._kv, self._pool, self._tiers, self._mover = kv, kv.pool, tiers, mover
+        self._kv, self._pool, self.tiers, self._mover = kv, kv.pool, tiers, mover
         self.num_queries = self.num_hits = 0  # tokens that were looked up, and those that were loaded
         self._wake: Callable[[], None] = lambda: None
         self._lookups: dict[str, tuple[Future[None], float]] = {}  # by request: the search, and when it is late
@@ -156,7 +156,7 @@ class Transfers:
         for number, blocks in wanted.items():
             taken = [self._pool.take() for _ in blocks]
             ids = dict(zip(blocks, (block.block_id for block in taken), strict=True))
-            load.transfers.append(_Moving(self._tiers[number].load(ids), taken, load))
+            load.transfers.append(_Moving(self.tiers[number].load(ids), taken, load))
         load.pending = len(load.transfers)
         self._loads[request.request_id] = load
         for moving in load.transfers:
@@ -175,7 +175,7 @@ class Transfers:
         return found
 
     def _usable(self) -> Iterable[Tier]:
-        return (tier for tier in self._tiers if tier not in self._stuck)
+        return (tier for tier in self.tiers if tier not in self._stuck)
 
     # ---- saving
 
@@ -243,8 +243,8 @@ class Transfers:
             number, failed = self._ended.popleft()
             moving = self._moving.pop(number)
             order, load = moving.order, moving.load
-            self._tiers[order.tier].ended(order, failed)
-            self._stuck.discard(self._tiers[order.tier])
+            self.tiers[order.tier].ended(order, failed)
+            self._stuck.discard(self.tiers[order.tier])
             if load is None:
                 self._backlogs[order.tier].num_held -= len(moving.held)
                 self._pool.release(reversed(moving.held))
@@ -271,9 +271,7 @@ class Transfers:
         if now < self._look_at:
             return
         self._look_at = now + LATE_SECONDS / 10
-        late = {
-            self._tiers[m.order.tier] for m in self._moving.values() if m.load is not None and now >= m.load.late_at
-        }
+        late = {self.tiers[m.order.tier] for m in self._moving.values() if m.load is not None and now >= m.load.late_at}
         if any(now >= late_at and not search.done() for search, late_at in self._lookups.values()):
             late.update(self._slow)
         for tier in late - self._stuck:
