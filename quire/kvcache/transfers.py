@@ -85,7 +85,7 @@ class Transfers:
         self._loads: dict[str, _Load] = {}  # by request
         self._stored: list[tuple[BlockKey, Block]] = []  # what became findable since a step was scheduled
         self._by_step: dict[int, list[tuple[BlockKey, Block]]] = {}
-        self._moving: dict[int, _Moving] = {}  # by the transfer's number
+        self.moving: dict[int, _Moving] = {}  # by the transfer's number
         self._ended: deque[tuple[int, frozenset[int]]] = deque()  # filled by other threads
         most = self._pool.num_usable
         self._backlogs = [_Backlog(tier, most, max(1, int(_MOST_HELD * most))) for tier in tiers]
@@ -222,7 +222,7 @@ class Transfers:
 
     def _start(self, moving: _Moving) -> None:
         order = moving.order
-        self._moving[order.number] = moving
+        self.moving[order.number] = moving
         self._mover.transfer(order).add_done_callback(lambda future: self._note(order, future))
 
     def _note(self, order: Transfer, future: Future[list[int]]) -> None:
@@ -241,7 +241,7 @@ class Transfers:
             return False
         while self._ended:
             number, failed = self._ended.popleft()
-            moving = self._moving.pop(number)
+            moving = self.moving.pop(number)
             order, load = moving.order, moving.load
             self.tiers[order.tier].ended(order, failed)
             self._stuck.discard(self.tiers[order.tier])
@@ -271,7 +271,7 @@ class Transfers:
         if now < self._look_at:
             return
         self._look_at = now + LATE_SECONDS / 10
-        late = {self.tiers[m.order.tier] for m in self._moving.values() if m.load is not None and now >= m.load.late_at}
+        late = {self.tiers[m.order.tier] for m in self.moving.values() if m.load is not None and now >= m.load.late_at}
         if any(now >= late_at and not search.done() for search, late_at in self._lookups.values()):
             late.update(self._slow)
         for tier in late - self._stuck:
@@ -284,7 +284,7 @@ class Transfers:
     def finish_all(self, wait: Callable[[float], bool]) -> None:
         """Wait until nothing is on its way. Raises ValueError if a tier does not answer."""
         late_at = time.monotonic() + LATE_SECONDS
-        while self._moving:
+        while self.moving:
             if time.monotonic() > late_at:
                 raise ValueError("a tier of the KV cache does not answer; try again later")
             wait(0.1)

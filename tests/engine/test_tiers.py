@@ -44,7 +44,7 @@ def settle(llm: LLM) -> None:
 
     def is_quiet() -> bool:
         llm.core.scheduler.open_gates()
-        return not transfers._moving
+        return not transfers.moving
 
     eventually(is_quiet)
     assert pool.num_free == pool.num_usable
