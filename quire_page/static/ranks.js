@@ -105,7 +105,7 @@ export class Replicas {
     views.forEach(([view, map], number) => {
       const { blocks: first, requests } = this.lines[number], { num_running: running, num_waiting: waiting } = view;
       first.set(`Replica ${number}`, strip(blocks(view, map), view.num_blocks), `${Math.round(100 * (1 - view.num_free / view.num_blocks))} % in use`);
-      requests.set("", strip([["free", 0, most], ["decode", 0, running], ["rejected", running, waiting]], most), `${running} · ${waiting} · ${view.rates.output ?? 0}/s`);
+      requests.set("", strip([["free", 0, most], ["decode", 0, running], ["rejected", running, waiting]], most), `${running} running, ${waiting} waiting`);
     });
   }
 }

@@ -73,8 +73,9 @@ class Tier {
     this.title.textContent = NAMES[view.kind];
     const full = view.most ? `${count(view.filled)} of ${count(view.most)} blocks` : `${count(view.filled)} blocks`;
     const size = bytes(view.filled * this.blockBytes);
-    this.facts.textContent = view.most ? `${full}: ${size} of ${bytes(view.most * this.blockBytes)}.` : `${full} are known to be there: ${size}.`;
-    this.counts.textContent = `While somebody looks: ${count(view.loaded)} loaded, ${count(view.saved)} saved, ${count(view.left)} left for newer ones, ${count(view.failed)} failed. On the way: ${count(view.loading + view.saving)}.`;
+    this.facts.textContent = view.most ? `${full}: ${size} of ${bytes(view.most * this.blockBytes)}` : `${full} are known to be there: ${size}`;
+    this.facts.textContent += `; ${count(view.loading + view.saving)} more on the way.`;
+    this.counts.textContent = `While somebody looks: ${count(view.loaded)} loaded, ${count(view.saved)} saved, ${count(view.left)} left for newer ones, ${count(view.failed)} failed.`;
     this.map.hidden = this.legend.hidden = !view.cells;
     this.bar.replaceChildren(...(view.cells || !view.most ? [] : [strip([["free", 0, view.most], ["kept", 0, Math.min(view.filled, view.most)]], view.most, 14)]));
     if (view.cells) this.paintMap(full);

@@ -232,7 +232,7 @@ def test_replicas_are_beside_each_other(browser: Any):
             eventually(lambda: re.search(r"[1-9]\d* % in use", page.locator(".replicas").text_content()))
             page.locator(".replicas .line").nth(2).hover()
             assert page.locator("#tip").text_content().startswith("Replica 1 uses ")
-        assert page.locator(".core").count() == 2
+        assert page.locator("#cores .core").count() == 2
     finally:
         page.close()
         host.close()
