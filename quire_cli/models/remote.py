@@ -1,5 +1,6 @@
 """A model on the Hugging Face hub, before it is downloaded."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -115,6 +116,8 @@ def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
         with _explained(model.name, model.commit, token):
             paths = [_fetch_head(model, name, folder, token) for name in model.gguf]
         return replace(facts_of(paths[0]), licence=model.licence)
+    except WeightError as error:
+        raise WeightError(error_text(error).replace(f"{folder}/", "")) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -122,7 +125,7 @@ def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
 def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path:
     """A file that has the beginning of a GGUF file: all of it but the tensors, in whose place there is nothing.
 
-    It takes no more room on the disk than its beginning. How long that is, only reading it tells. Raises WeightError.
+    It takes no more room on the disk than its beginning. How long that is, only reading it tells.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
@@ -130,22 +133,22 @@ def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path
     path, total, have, size = folder / Path(name).name, model.files[name], 0, _HEAD_BYTES
     url = hf_hub_url(model.name, name, revision=model.commit)
     headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
-    while True:
-        answer = get_session().get(url, headers={**headers, "Range": f"bytes={have}-{min(size, total) - 1}"})
+    path.touch()
+    while have < min(total, _MOST_HEAD_BYTES):
+        part = {"Range": f"bytes={have}-{min(size, total) - 1}"}
+        answer = get_session().get(url, headers={**headers, **part}, timeout=_TIMEOUT)
         hf_raise_for_status(answer)
-        with path.open("r+b" if have else "wb") as file:
-            file.seek(have)
+        with path.open("ab") as file:
             file.write(answer.content)
             have = file.tell()
-            file.truncate(total)
         try:
-            # Tensors begin behind all else. What has not been fetched yet reads as zeros.
-            if have == total or min(tensor.offset for tensor in read_part(path).tensors.values()) <= have:
-                return path
-        except (WeightError, ValueError):
-            if have >= _MOST_HEAD_BYTES:
-                raise
+            read_part(path)
+        except WeightError as error:
+            if "ends early" not in error_text(error):  # all that describes the tensors is there, but not the tensors
+                break
         size *= 4
+    os.truncate(path, total)
+    return path
 
 
 @contextmanager

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
-from quire.loading.errors import ModelNotFoundError
+from quire.loading.errors import ModelNotFoundError, WeightError
 from quire.loading.hub import gguf_files, gguf_kinds, split_kind
 from quire_cli.models import remote
 from quire_cli.models.facts import facts_of
@@ -124,6 +126,25 @@ def test_only_the_beginning_of_a_file_is_fetched_to_describe_it(repositories, mo
             assert remote.describe(model, None) == facts_of(folder / names[0])
             sent = sum(hub.sent[f"/some/model-GGUF/resolve/{COMMIT}/{name}"] for name in names)
             assert sent < sum(sizes[name] for name in names)
+
+
+def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, monkeypatch):
+    path = tmp_path / "a/b/model-IQ4_XS.gguf"
+    path.parent.mkdir(parents=True)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("x", np.zeros((4000, 136), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ4_XS)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with Hub(tmp_path) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+                            hub.address + "/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
+        monkeypatch.setattr(remote, "_HEAD_BYTES", 100)
+        model = remote.RemoteModel("a/b", None, COMMIT, {path.name: path.stat().st_size}, {}, None)
+        with pytest.raises(WeightError, match=r"^model-IQ4_XS.gguf cannot be read as GGUF: .* is not supported"):
+            remote.describe(model, None)
+        assert sum(hub.sent.values()) < 2000
 
 
 def test_kinds_are_recognized_by_the_names_of_files():
