@@ -179,7 +179,7 @@ def _prefix_caching(llm: LLM, options: dict[str, Any], sizes: Sizes) -> list[Cla
                 seconds[enabled].append(time.perf_counter() - started)
     keys = {block.block_hash: block for block in kv.pool.blocks if block.block_hash is not None}
     hash_bytes = sys.getsizeof(keys) + sum(sys.getsizeof(key) + sys.getsizeof(key[1]) for key in keys if key)
-    kv_bytes = len(keys) * llm.core.executor.kv_cache.block_bytes
+    kv_bytes = len(keys) * sum(llm.core.executor.kv_cache.rank_bytes)
     kv.enable_prefix_caching = llm.config.cache.enable_prefix_caching
     reusable = (sizes.questions - 1) * (sizes.document // kv.block_size * kv.block_size)
     name = "prefix caching"

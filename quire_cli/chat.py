@@ -1,9 +1,11 @@
 """`quire chat`: a conversation in the terminal."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.messages.errors import error_text
+from quire_cli.conversation import Messages, load, save
 from quire_cli.flags import engine_options
 from quire_cli.model import add_model
 from quire_cli.sampling import PARAMETERS, add_text_flags, sampling_options
@@ -17,11 +19,16 @@ if TYPE_CHECKING:
 HELP = "talk to a model in the terminal"
 _COMMANDS = """
   /help             show this list
-  /clear            forget the conversation
-  /system TEXT      set the system message; without TEXT, show it
+  /show             show the model, how much of the context is used,
+                    and the system message
   /set NAME VALUE   set a sampling parameter (VALUE "default": the
                     model's own); without NAME and VALUE, list them
-  /bye              leave, as Ctrl-D does
+  /system TEXT      set the system message; without TEXT, show it
+  /clear            forget the conversation
+  /save FILE        write the conversation and the parameters to a file
+  /load FILE        go on with the conversation of a file
+  /multiline on     end messages with an empty line; "off": with Enter
+  /bye              leave, as /exit and Ctrl-D do
 
 Ctrl-C stops an answer, or drops the line that you are typing.
 For a message of several lines, paste it, put it between triple
@@ -34,11 +41,15 @@ _OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_pena
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--plain", action="store_true", help="show answers as they are, not as Markdown")
+    parser.add_argument(
+        "--no-history", action="store_true", help="do not remember what is typed, nor offer older lines"
+    )
     add_text_flags(parser, max_tokens=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    terminal, options = Terminal(), engine_options(arguments)
+    terminal, options = Terminal(arguments.plain, not arguments.no_history), engine_options(arguments)
     from quire.config import EngineConfig
     from quire.engine.frontend import Frontend
     from quire.engine.llm import LLM  # imports torch
@@ -50,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError("this model has no chat template, so it cannot hold a conversation; give it one with "
                          "--chat-template FILE, or let it continue a text with: quire generate")  # fmt: skip
     llm = LLM.from_frontend(frontend)
-    chat = Chat(llm, terminal, sampling_options(arguments), arguments.system)
+    name = arguments.model or "the bundled model"
+    chat = Chat(llm, name, terminal, sampling_options(arguments), arguments.system)
     if terminal.interactive:
-        name = arguments.model or "the bundled model"
         terminal.say(f"Talking to {name}. The context has {llm.max_model_len:,} tokens.")
         terminal.say("/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves.\n")
     with terminal.conversation():
@@ -65,11 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
 class Chat:
     """A conversation: its messages and the sampling parameters. Raises ValueError for wrong sampling options."""
 
-    def __init__(self, llm: "LLM", terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
-        self._llm, self._terminal = llm, terminal
+    def __init__(self, llm: "LLM", model: str, terminal: Terminal, options: dict[str, Any], system: str | None) -> None:
+        self._llm, self._model, self._terminal = llm, model, terminal
         self._options, self._system = options, system
         self._params = llm.processor.default_sampling_params(**options)
-        self._messages: list[dict[str, str]] = []
+        self._messages: Messages = []
+        self._num_tokens = 0  # of the conversation, up to the last answer
 
     def take(self, text: str) -> bool:
         """Answer a message or run a command. Returns False if the conversation is over."""
@@ -87,11 +99,18 @@ class Chat:
                 self._terminal.say(_COMMANDS)
             case "/clear" | "/reset":
                 self._messages.clear()
+                self._num_tokens = 0
                 self._terminal.say("The conversation starts over.")
             case "/system":
                 self._set_system(argument)
             case "/set":
                 self._set(argument)
+            case "/show":
+                self._show()
+            case "/save" | "/load":
+                self._use_file(command, argument)
+            case "/multiline":
+                self._set_multiline(argument)
             case _:
                 self._terminal.say(f"There is no command {command}; /help lists them.")
         return True
@@ -99,10 +118,9 @@ class Chat:
     def _answer(self, message: str) -> None:
         """Stream the answer to the terminal. A message that cannot be answered is dropped from the conversation."""
         self._messages.append({"role": "user", "content": message})
-        system = [{"role": "system", "content": self._system}] if self._system else []
         reason = None
         try:
-            prompt = self._llm.frontend.render_chat([*system, *self._messages])
+            prompt = self._llm.frontend.render_chat(self._all_messages())
             name, params, shown = self._llm.frontend.reasoning, self._params, 0
             format = None if name is None else REASONING[name]
             parser = None if format is None else format.make(format.is_open(prompt))
@@ -118,6 +136,7 @@ class Chat:
                     for event in events:
                         if isinstance(event, Reasoning | Content):
                             answer.show(event.text, isinstance(event, Reasoning))
+                    self._num_tokens = len(output.prompt_token_ids) + len(completion.token_ids)
                     reason = completion.finish_reason
                     if reason == "error":
                         raise ValueError(str(completion.stop_reason))
@@ -138,6 +157,47 @@ class Chat:
             else:
                 cause = "the context is reached; /clear starts over"
             self._terminal.say(f"[The answer was cut off: {cause}.]\n")
+
+    def _all_messages(self) -> Messages:
+        return [*([{"role": "system", "content": self._system}] if self._system else []), *self._messages]
+
+    def _show(self) -> None:
+        for name, value in (
+            ("model", self._model),
+            ("context", f"{self._num_tokens:,} of {self._llm.max_model_len:,} tokens are used"),
+            ("messages", f"{len(self._messages)}"),
+            ("system message", self._system or "-"),
+        ):
+            self._terminal.say(f"  {name:<20}{value}")
+
+    def _use_file(self, command: str, name: str) -> None:
+        """/save FILE and /load FILE."""
+        if not name:
+            self._terminal.say(f"{command} needs the name of a file.")
+            return
+        path = Path(name).expanduser()
+        try:
+            if command == "/save":
+                save(path, self._all_messages(), self._options)
+                self._terminal.say(f"The conversation is saved to {path}.")
+                return
+            messages, options = load(path)
+            options = {"max_tokens": None, **options}
+            self._params = self._llm.processor.default_sampling_params(**options)
+        except (ValueError, TypeError, OSError) as error:
+            self._terminal.say(error_text(error))
+            return
+        self._options = options
+        self._system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self._messages, self._num_tokens = messages, 0
+        self._terminal.say(f"The conversation of {path} goes on; it has {len(messages)} messages.")
+
+    def _set_multiline(self, argument: str) -> None:
+        if argument not in ("on", "off"):
+            self._terminal.say('/multiline needs "on" or "off".')
+            return
+        self._terminal.is_multiline = argument == "on"
+        self._terminal.say(f"A message ends with {'an empty line' if argument == 'on' else 'Enter'}.")
 
     def _set_system(self, text: str) -> None:
         if text:

@@ -60,11 +60,12 @@ def _add_flag(group: Any, name: str, default: Any, metadata: Any) -> None:
         return
     metavar = name.rsplit("_", 1)[-1].upper()
     if get_origin(hint) is list:
-        group.add_argument(*flags, nargs="+", action="extend", metavar=metavar, **common)
+        kind: Any = int if get_args(hint) == (int,) else str
+        group.add_argument(*flags, nargs="+", action="extend", type=kind, metavar=metavar, **common)
         return
     choices = [c for c in get_args(hint) if c is not None] if get_origin(hint) is Literal else None
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kind: Any = _reader(name)
+    kind = _reader(name)
     if int in kinds and not metadata.get("size"):
         kind = int
     elif float in kinds:

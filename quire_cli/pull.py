@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         print(f"{name} is in the cache already. Whether there is a newer commit is not known, since {error}.")
         return 0
-    missing = remote.missing(folder_of(name, folder))
+    missing = remote.missing(folder_of(remote.name, folder))
     if weight_files(remote.needed) and not missing:
         print(f"{name} is in the cache already, with the hub's commit {remote.commit[:12]}.")
         return 0
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     size, total = sum(missing.values()), sum(remote.needed.values())
     download = f"{len(missing)} of {len(remote.needed)} files, {size_text(size)} of {size_text(total)}"
     print(report.title(name, short_name))
-    print(report.table([("commit", remote.commit), ("download", download), *report.details(facts)]))
+    print(report.table([("commit", remote.commit), ("download", download), *report.details(facts), *remote.kinds]))
     if facts.problem is not None:
         raise ValueError(f"nothing is downloaded, since Quire cannot run this model: {facts.problem}")
     print(f"\n{report.on_this_machine(facts, this_machine())}", flush=True)
@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return 0
     with progress_bars(shown=sys.stderr.isatty()), _ended_by_ctrl_c():
-        path = resolve(name, revision, folder, token)
+        path = resolve(remote.full_name, revision, folder, token)
     use = "chat" if facts.footprint and facts.footprint.generates and facts.chat_template else "serve"
-    print(f"\nIt is in {path}\nTo use it: quire {use} {short_name or name}")
+    print(f"\nIt is in {path}\nTo use it: quire {use} {short_name or remote.full_name}")
     return 0
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 
 from quire.config import ModelConfig
+from quire.loading.hub import split_kind
 from quire_cli.flags import add_flags, engine_options
 from quire_cli.models.short_names import BUNDLED, short_name_of, short_names
 from quire_cli.models.words import size_text
@@ -22,24 +23,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     arguments.model = None
     download_dir = engine_options(arguments).get("download_dir")
-    from quire_cli.models.cache import cached_models, delete
+    from quire_cli.models.cache import cached_models, delete, delete_files, files_of_kind, has_other_weights
 
     cached = {model.name: model for model in cached_models(download_dir)}
-    chosen = [cached[name] for name in dict.fromkeys(_cached_name(given, list(cached)) for given in arguments.models)]
-    if not arguments.yes and not _agreed(", ".join(f"{model.name} ({size_text(model.size)})" for model in chosen)):
+    chosen = {}  # name, perhaps with a kind → the model, and those of its files to delete if it is not the whole model
+    for given in arguments.models:
+        name, kind = split_kind(_cached_name(given, list(cached)))
+        files = [] if kind is None else files_of_kind(cached[name], kind)
+        if kind is not None and not files:
+            raise ValueError(f"{given} is not in the hub's cache; quire list shows what is there")
+        is_part = kind is not None and has_other_weights(cached[name], kind)
+        chosen[f"{name}:{kind}" if is_part else name] = cached[name], files if is_part else []
+    sizes = {name: sum(file.stat().st_size for file in files) or model.size for name, (model, files) in chosen.items()}
+    if not arguments.yes and not _agreed(", ".join(f"{name} ({size_text(size)})" for name, size in sizes.items())):
         print("Nothing is deleted.")
         return 1
     freed = 0
-    for model in chosen:
-        freed += delete(model, download_dir)
-        print(f"{model.name} is deleted.")
+    for name, (model, files) in chosen.items():
+        freed += delete_files(files) if files else delete(model, download_dir)
+        print(f"{name} is deleted.")
     print(f"This freed {size_text(freed)}.")
     return 0
 
 
 def _cached_name(given: str, cached: list[str]) -> str:
     """The name in the cache of a model that the user names. Raises ValueError for what is no cached model."""
-    if given in cached:
+    if given.partition(":")[0] in cached:
         return given
     if given == BUNDLED:
         raise ValueError(f"{BUNDLED} is the bundled model, which is a part of Quire")

@@ -30,8 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.model or BUNDLED
     path = local_model(arguments.model)
     short_name = short_name_of(name) if path is None else None
+    kinds: list[tuple[str, str]] = []
     if path is None:
-        facts, place = _facts_of_hub_model(name, options)
+        facts, place, kinds = _facts_of_hub_model(name, options)
     else:
         from quire_cli.models.facts import facts_of
 
@@ -40,19 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"name": name, "short_name": short_name, "place": place, **report.as_json(facts, machine)}))
         return 0
-    print(report.title(name, short_name), report.table([("place", place), *report.details(facts)]), "",
+    print(report.title(name, short_name), report.table([("place", place), *report.details(facts), *kinds]), "",
           report.on_this_machine(facts, machine), sep="\n")  # fmt: skip
     return 0
 
 
-def _facts_of_hub_model(name: str, options: dict[str, Any]) -> "tuple[Facts, str]":
-    """The facts, and where they come from: the cache or, if it has nothing of the model, the hub. No weights are
-    downloaded."""
+def _facts_of_hub_model(name: str, options: dict[str, Any]) -> "tuple[Facts, str, list[tuple[str, str]]]":
+    """The facts, where they come from (the cache or, if it has nothing of the model, the hub), and a line about the
+    kinds of GGUF models on the hub, if there are several. No weights are downloaded."""
     from quire_cli.models.cache import complete_snapshot
     from quire_cli.models.facts import facts_of
     from quire_cli.models.remote import ask_hub, describe
 
     if (snapshot := complete_snapshot(name, options.get("revision"), options.get("download_dir"))) is not None:
-        return facts_of(snapshot), f"{snapshot} (the hub's cache)"
+        return facts_of(snapshot), f"{snapshot} (the hub's cache)", []
     remote = ask_hub(name, options.get("revision"), options.get("hf_token"))
-    return describe(remote, options.get("hf_token")), f"on the hub, commit {remote.commit}"
+    return describe(remote, options.get("hf_token")), f"on the hub, commit {remote.commit}", remote.kinds

@@ -7,8 +7,12 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from types import FrameType, ModuleType
+from typing import TYPE_CHECKING
 
 from quire.system.folders import state_folder
+
+if TYPE_CHECKING:
+    from quire_cli.markdown import MarkdownWriter
 
 _QUOTES = '"""'
 _HISTORY_LINES = 1000
@@ -75,15 +79,21 @@ def _columns(character: str) -> int:
 
 
 class Terminal:
-    """Reads messages from standard input and writes answers to standard output. Either may be a file or a pipe."""
+    """Reads messages from standard input and writes answers to standard output. Either may be a file or a pipe.
 
-    def __init__(self) -> None:
+    is_plain: show answers as they are, instead of drawing their Markdown. has_history: keep what is typed in a file.
+    is_multiline: messages end with an empty line. stopped: Ctrl-C was pressed since `answer` began.
+    """
+
+    def __init__(self, is_plain: bool = False, has_history: bool = True) -> None:
         self.interactive = sys.stdin.isatty()
+        self.is_multiline = self.stopped = False
         self._wraps = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._draws = self._wraps and not is_plain and not os.environ.get("NO_COLOR")
         self._readline = _readline() if self.interactive else None
+        self._has_history = has_history
         self._reading = False
         self._line_was_empty = True
-        self.stopped = False  # Ctrl-C was pressed since `answer` began
 
     def message(self) -> str | None:
         """The next message or command, or None at the end of the input.
@@ -115,6 +125,9 @@ class Terminal:
             return before + inside.strip("\n") + after
         while text.endswith("\\"):
             text = text[:-1] + "\n" + self._line("... ")
+        if self.is_multiline and text and not text.startswith("/"):
+            while line := self._line("... "):
+                text += "\n" + line
         return text
 
     def _line(self, prompt: str) -> str:
@@ -128,7 +141,7 @@ class Terminal:
             return
         previous = signal.signal(signal.SIGINT, self._interrupt)
         try:
-            with _history(self._readline):
+            with _history(self._readline if self._has_history else None):
                 yield
         finally:
             signal.signal(signal.SIGINT, previous)
@@ -143,10 +156,14 @@ class Terminal:
     def answer(self) -> Iterator["Answer"]:
         """A context in which an answer is written piece by piece."""
         self.stopped = False
-        wrapper = Wrapper(os.get_terminal_size(sys.stdout.fileno()).columns or 80) if self._wraps else None
-        yield Answer(wrapper)
-        sys.stdout.write("\n\n" if self.interactive else "\n")
-        sys.stdout.flush()
+        answer = Answer(self._wraps, self._draws)
+        with _silence() if self.interactive else contextlib.nullcontext():
+            try:
+                yield answer
+            finally:
+                answer.finish()
+                sys.stdout.write("\n\n" if self.interactive else "\n")
+                sys.stdout.flush()
 
     def say(self, text: str) -> None:
         """Show a text that is not part of the conversation."""
@@ -156,17 +173,60 @@ class Terminal:
 class Answer:
     """Writes an answer as it grows. text: all of it, without the thinking."""
 
-    def __init__(self, wrapper: Wrapper | None) -> None:
+    def __init__(self, wraps: bool, draws: bool) -> None:
+        """wraps: whether to wrap lines at the width of the terminal. draws: whether to draw Markdown."""
         self.text = ""
-        self._wrapper = wrapper
+        self._wrapper = Wrapper(_terminal_size().columns) if wraps else None
+        self._markdown = _markdown_writer() if draws else None
+        self._has_thought = False
 
     def show(self, text: str, is_thinking: bool = False) -> None:
         """Write the next part. Thinking is dim on a terminal; elsewhere it goes to standard error."""
+        if not is_thinking and self._markdown is not None:
+            if self._has_thought and not self.text:
+                text = text.lstrip("\n")
+                sys.stdout.write("\n\n" if text else "")
+            self.text += text
+            sys.stdout.write(self._markdown.feed(text))
+            sys.stdout.flush()
+            return
+        self._has_thought |= is_thinking
         self.text += "" if is_thinking else text
         file = sys.stderr if is_thinking and self._wrapper is None else sys.stdout
         written = text if self._wrapper is None else self._wrapper.feed(text)
         file.write(f"\x1b[2m{written}\x1b[0m" if is_thinking and file is sys.stdout else written)
         file.flush()
+
+    def finish(self) -> None:
+        """Write what is not visible yet."""
+        if self._markdown is not None:
+            sys.stdout.write(self._markdown.finish())
+
+
+def _markdown_writer() -> "MarkdownWriter":
+    from quire_cli.markdown import MarkdownWriter  # imports much, which is not needed elsewhere
+
+    return MarkdownWriter(_terminal_size)
+
+
+def _terminal_size() -> os.terminal_size:
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    return os.terminal_size((columns or 80, lines or 24))
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """A context in which keys are not echoed, since they would end up within the answer. The next line has them."""
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = before.copy()
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager

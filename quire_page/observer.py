@@ -15,6 +15,8 @@ import msgspec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler.request import Request, Status
+from quire_page.ranks import RankView, RankWatch
+from quire_page.tiers import TierView, TierWatch, views, watch_tiers
 from quire_profile.stations import watch
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ class View(msgspec.Struct):
     time: float
     num_blocks: int
     block_size: int
+    block_bytes: int
     blocks_per_cell: int
     num_free: int
     cells: list[Cells]
@@ -86,7 +89,8 @@ class View(msgspec.Struct):
     ttft: list[float]
     gaps: list[float]
     totals: dict[str, float]
-    tiers: list[dict[str, float | str]]
+    tiers: list[TierView]
+    ranks: list[RankView]
 
 
 class _Viewer:
@@ -124,6 +128,8 @@ class Observer:
         self._ttft: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=MOST_TIMES)
         self._last: dict[str, float] = {}  # when each request got its last token
+        self._tiers: list[TierWatch] = []
+        self._ranks: RankWatch | None = None
 
     # ---- on and off
 
@@ -138,12 +144,16 @@ class Observer:
             self._watch(scheduler, "update", self._updated),
         ]
         scheduler.connectors.append(self)
+        self._tiers = watch_tiers(scheduler.transfers)
+        self._ranks = RankWatch(executor)
         self._is_on = True
 
     def _end(self) -> None:
         for end in self._ends:
             end()
         self._scheduler.connectors.remove(self)
+        for tier in self._tiers:
+            tier.end()
         self._is_on = False
         self._forget()
 
@@ -245,9 +255,11 @@ class Observer:
             "external_queries": stats.external_queries, "external_hits": stats.external_hits,
         }  # fmt: skip
         view = View(
-            round(now, 3), pool.num_usable, scheduler.kv.block_size, self._per_cell, pool.num_free,
+            round(now, 3), pool.num_usable, scheduler.kv.block_size,
+            sum(self._core.executor.kv_cache.rank_bytes), self._per_cell, pool.num_free,
             self._changed(seen), steps, self._requests(seen), stats.num_running, stats.num_waiting, self._rates(now),
-            _percentiles(self._ttft, now), _percentiles(self._gaps, now), totals, self._tiers(),
+            _percentiles(self._ttft, now), _percentiles(self._gaps, now), totals,
+            views(self._tiers, scheduler.transfers), [] if self._ranks is None else self._ranks.views(),
         )  # fmt: skip
         return msgspec.json.encode(view)
 
@@ -316,12 +328,6 @@ class Observer:
             "prompt": round(sum(prompt for _, prompt, _ in recent) / span, 1),
             "output": round(sum(made for *_, made in recent) / span, 1),
         }
-
-    def _tiers(self) -> list[dict[str, float | str]]:
-        return [
-            {"name": type(connector).__name__, "queries": connector.num_queries, "hits": connector.num_hits}
-            for connector in self._scheduler.connectors if connector is not self
-        ]  # fmt: skip
 
     # ---- what else the scheduler calls of a Connector
 

@@ -64,7 +64,12 @@ async def about(request: Request) -> dict[str, Any]:
         "generates": llm.processor.generates,
         "has_chat_template": llm.frontend.has_chat_template,
         "max_model_len": llm.max_model_len,
-        "ranks": parallel.ranks,
+        "mesh": {
+            "stages": parallel.pipeline_parallel_size,
+            "contexts": parallel.prefill_context_parallel_size,
+            "parts": parallel.tensor_parallel_size,
+        },
+        "disk_size": server.llm.config.cache.kv_offloading_disk_size,
         "replicas": parallel.data_parallel_size,
         "reasoning": llm.frontend.reasoning,
     }

@@ -36,7 +36,7 @@ def rank_store(
         raise ConfigError(f"kv_transfer_config: kv_connector={options.kv_connector!r} needs NIXL, which is not "
                           "installed or cannot be used here: pip install nixl, or use QuireConnector")  # fmt: skip
     mixers = describe(directory, config.model).spec.mixers
-    layout = rank_layout(mixers, mesh.tp, size.specs, backends, size.block_bytes)
+    layout = rank_layout(mixers, mesh.tp, size.specs, backends, size.rank_bytes[mesh.replica.rank])
     name = f"{mesh.replica.minimum(secrets.randbits(62)):016x}"  # the ranks agree on one
     server = None
     if options.produces:

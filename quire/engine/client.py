@@ -167,8 +167,8 @@ def make_core(
     logger.info(
         "KV cache: %.2f GiB, %s blocks of %d tokens, room for %s tokens: %.1f requests of the full %s tokens "
         "(%.0f %% of that memory is needed)",
-        kv.num_blocks * kv.block_bytes / 2**30, f"{kv.num_blocks:,}", kv.block_size, f"{int(room * max_model_len):,}",
-        room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
+        kv.num_blocks * max(kv.rank_bytes) / 2**30, f"{kv.num_blocks:,}", kv.block_size,
+        f"{int(room * max_model_len):,}", room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
     return EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
 

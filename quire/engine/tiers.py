@@ -14,9 +14,8 @@ from quire.metrics.logging import logger
 def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]:
     """In the order in which blocks are looked for. root: of the hashes, see `hash_root`."""
     options, ranks, tiers = config.cache, config.parallel.ranks, list[Tier]()
-    block_bytes = ranks * kv.block_bytes
     if options.kv_offloading_bytes:
-        num_slots, index = memory_slots(options.kv_offloading_bytes, kv.block_bytes, ranks), None
+        num_slots, index = memory_slots(options.kv_offloading_bytes, kv.rank_bytes), None
         if kept := os.environ.get(MEMORY_VARIABLE):
             try:
                 index = SlotIndex(Path(kept), num_slots, root)
@@ -25,7 +24,7 @@ def make_tiers(config: EngineConfig, kv: KVCacheSize, root: bytes) -> list[Tier]
         tier = MemoryTier(len(tiers), num_slots, index)
         found = f", of which {len(tier):,} are filled" if len(tier) else ""
         logger.info("KV cache beyond the pool: %s blocks of %.2f MiB in CPU memory%s",
-                    f"{num_slots:,}", block_bytes / 2**20, found)  # fmt: skip
+                    f"{num_slots:,}", sum(kv.rank_bytes) / 2**20, found)  # fmt: skip
         tiers.append(tier)
     if options.kv_offloading_path is not None:
         folder, limit = Path(options.kv_offloading_path), options.kv_offloading_disk_size

@@ -56,6 +56,10 @@ class Executor(ABC):
         """Copy blocks between the KV cache and a tier on all ranks, while steps run. The result has the indices of the
         blocks that some rank could not copy."""
 
+    def processes(self) -> dict[int, int]:
+        """The process ids of the ranks that are processes of this machine, by rank."""
+        return {}
+
     @abstractmethod
     def check(self) -> None:
         """Raises what has broken the executor, perhaps while no result was awaited."""

@@ -91,6 +91,11 @@ class MultiprocExecutor(Executor):
     def transfer(self, order: Transfer) -> Future[list[int]]:
         return self._ranks.transfer(order)
 
+    def processes(self) -> dict[int, int]:
+        local = (group for group in self._ranks.groups if isinstance(group, LocalRanks))
+        return {rank: process.pid for group in local
+                for rank, process in zip(group.numbers, group.processes, strict=True)}  # fmt: skip
+
     def check(self) -> None:
         self._ranks.check()
 

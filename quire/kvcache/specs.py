@@ -160,15 +160,15 @@ def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int 
 
 
 class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
-    """The cache that the workers allocated. It is the same on every rank.
+    """The cache that the workers allocated.
 
-    block_bytes: bytes of one block on one rank. block_size: the tokens of a block; if contexts are divided among ranks,
-    each of them has only some of these. layout: the names of the kernels and types that define what the bytes
-    of a block mean.
+    rank_bytes: bytes of one block on each rank; stages of a pipeline may differ in their layers. block_size: the tokens
+    of a block; if contexts are divided among ranks, each of them has only some of these. layout: the names of the
+    kernels and types that define what the bytes of a block mean.
     """
 
     num_blocks: int
-    block_bytes: int
+    rank_bytes: tuple[int, ...]
     specs: tuple[AttentionKVSpec, ...]
     layout: str
     block_size: int

@@ -6,7 +6,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -44,26 +44,26 @@ class MemoryTier(Tier):
 
     def __init__(self, number: int, num_slots: int, index: "SlotIndex | None" = None) -> None:
         """index: keeps the keys beside the blocks, in memory that outlives this process."""
-        self.number, self._index = number, index
-        self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
+        self.number, self.num_slots, self._index = number, num_slots, index
+        self.slots: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
         if index is not None:
-            self._slots.update(index.read())
-        used = set(self._slots.values())
+            self.slots.update(index.read())
+        used = set(self.slots.values())
         self._free = [slot for slot in reversed(range(num_slots)) if slot not in used]
         self._being_read: Counter[BlockKey] = Counter()
         self._being_written: set[BlockKey] = set()
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def has(self, key: BlockKey) -> bool:
-        return key in self._slots
+        return key in self.slots
 
     def save(self, blocks: Mapping[BlockKey, int]) -> Transfer | None:
         keys, slots = [], []
         for key in blocks:
-            if key in self._slots:
-                self._slots.move_to_end(key)
+            if key in self.slots:
+                self.slots.move_to_end(key)
             elif key not in self._being_written and (slot := self._take()) is not None:
                 keys.append(key)
                 slots.append(slot)
@@ -74,7 +74,7 @@ class MemoryTier(Tier):
 
     def load(self, blocks: Mapping[BlockKey, int]) -> Transfer:
         self._being_read.update(blocks.keys())
-        slots = [self._slots[key] for key in blocks]
+        slots = [self.slots[key] for key in blocks]
         return Transfer(next(_numbers), self.number, True, list(blocks.values()), list(blocks), slots)
 
     def ended(self, transfer: Transfer, failed: frozenset[int]) -> None:
@@ -83,27 +83,27 @@ class MemoryTier(Tier):
                 self._being_read[key] -= 1
                 if not self._being_read[key]:
                     del self._being_read[key]
-                if key in self._slots:
-                    self._slots.move_to_end(key)
+                if key in self.slots:
+                    self.slots.move_to_end(key)
                 continue
             self._being_written.discard(key)
             if place in failed:
                 self._free.append(slot)
                 continue
-            self._slots[key] = slot
+            self.slots[key] = slot
             if self._index is not None:
                 self._index.write(slot, key)
 
     def _take(self) -> int | None:
         """A slot for another block; None if all blocks are being read or written."""
         if not self._free:
-            oldest = next((key for key in self._slots if key not in self._being_read), None)
+            oldest = next((key for key in self.slots if key not in self._being_read), None)
             if oldest is not None:
-                self._give_up(oldest)
+                self.give_up(oldest)
         return self._free.pop() if self._free else None
 
-    def _give_up(self, key: BlockKey) -> None:
-        slot = self._slots.pop(key)
+    def give_up(self, key: BlockKey) -> None:
+        slot = self.slots.pop(key)
         if self._index is not None:
             self._index.erase(slot)
         self._free.append(slot)
@@ -160,6 +160,9 @@ class DiskTier(Tier):
         self._lock = threading.Lock()  # guards what is known, which `look_up` changes
         self._being_written: set[BlockKey] = set()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def has(self, key: BlockKey) -> bool:
         return key in self._known
 
@@ -194,15 +197,15 @@ class DiskTier(Tier):
                 del self._known[next(iter(self._known))]
 
 
-def memory_slots(total: int, block_bytes: int, ranks: int) -> int:
-    """The number of slots in `total` bytes of CPU memory for all ranks, each with its own part of every block."""
-    return max(0, (total - SlotIndex.RECORD.size) // (ranks * block_bytes + SlotIndex.RECORD.size))
+def memory_slots(total: int, rank_bytes: Sequence[int]) -> int:
+    """The number of slots in `total` bytes of CPU memory. rank_bytes: of one block, on each rank."""
+    return max(0, (total - SlotIndex.RECORD.size) // (sum(rank_bytes) + SlotIndex.RECORD.size))
 
 
-def rank_region(num_slots: int, block_bytes: int, rank: int) -> tuple[int, int]:
+def rank_region(num_slots: int, rank_bytes: Sequence[int], rank: int) -> tuple[int, int]:
     """Where the slots of a rank begin and end in the memory, behind the index."""
-    start = (1 + num_slots) * SlotIndex.RECORD.size + rank * num_slots * block_bytes
-    return start, start + num_slots * block_bytes
+    start = (1 + num_slots) * SlotIndex.RECORD.size + num_slots * sum(rank_bytes[:rank])
+    return start, start + num_slots * rank_bytes[rank]
 
 
 def block_path(folder: Path, rank: int, ranks: int, key: BlockKey) -> Path:

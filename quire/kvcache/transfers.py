@@ -78,14 +78,14 @@ class Transfers:
     """
 
     def __init__(self, kv: KVCacheManager, tiers: Sequence[Tier], mover: Mover) -> None:
-        self._kv, self._pool, self._tiers, self._mover = kv, kv.pool, tiers, mover
+        self._kv, self._pool, self.tiers, self._mover = kv, kv.pool, tiers, mover
         self.num_queries = self.num_hits = 0  # tokens that were looked up, and those that were loaded
         self._wake: Callable[[], None] = lambda: None
         self._lookups: dict[str, tuple[Future[None], float]] = {}  # by request: the search, and when it is late
         self._loads: dict[str, _Load] = {}  # by request
         self._stored: list[tuple[BlockKey, Block]] = []  # what became findable since a step was scheduled
         self._by_step: dict[int, list[tuple[BlockKey, Block]]] = {}
-        self._moving: dict[int, _Moving] = {}  # by the transfer's number
+        self.moving: dict[int, _Moving] = {}  # by the transfer's number
         self._ended: deque[tuple[int, frozenset[int]]] = deque()  # filled by other threads
         most = self._pool.num_usable
         self._backlogs = [_Backlog(tier, most, max(1, int(_MOST_HELD * most))) for tier in tiers]
@@ -156,7 +156,7 @@ class Transfers:
         for number, blocks in wanted.items():
             taken = [self._pool.take() for _ in blocks]
             ids = dict(zip(blocks, (block.block_id for block in taken), strict=True))
-            load.transfers.append(_Moving(self._tiers[number].load(ids), taken, load))
+            load.transfers.append(_Moving(self.tiers[number].load(ids), taken, load))
         load.pending = len(load.transfers)
         self._loads[request.request_id] = load
         for moving in load.transfers:
@@ -175,7 +175,7 @@ class Transfers:
         return found
 
     def _usable(self) -> Iterable[Tier]:
-        return (tier for tier in self._tiers if tier not in self._stuck)
+        return (tier for tier in self.tiers if tier not in self._stuck)
 
     # ---- saving
 
@@ -222,7 +222,7 @@ class Transfers:
 
     def _start(self, moving: _Moving) -> None:
         order = moving.order
-        self._moving[order.number] = moving
+        self.moving[order.number] = moving
         self._mover.transfer(order).add_done_callback(lambda future: self._note(order, future))
 
     def _note(self, order: Transfer, future: Future[list[int]]) -> None:
@@ -241,10 +241,10 @@ class Transfers:
             return False
         while self._ended:
             number, failed = self._ended.popleft()
-            moving = self._moving.pop(number)
+            moving = self.moving.pop(number)
             order, load = moving.order, moving.load
-            self._tiers[order.tier].ended(order, failed)
-            self._stuck.discard(self._tiers[order.tier])
+            self.tiers[order.tier].ended(order, failed)
+            self._stuck.discard(self.tiers[order.tier])
             if load is None:
                 self._backlogs[order.tier].num_held -= len(moving.held)
                 self._pool.release(reversed(moving.held))
@@ -271,9 +271,7 @@ class Transfers:
         if now < self._look_at:
             return
         self._look_at = now + LATE_SECONDS / 10
-        late = {
-            self._tiers[m.order.tier] for m in self._moving.values() if m.load is not None and now >= m.load.late_at
-        }
+        late = {self.tiers[m.order.tier] for m in self.moving.values() if m.load is not None and now >= m.load.late_at}
         if any(now >= late_at and not search.done() for search, late_at in self._lookups.values()):
             late.update(self._slow)
         for tier in late - self._stuck:
@@ -286,7 +284,7 @@ class Transfers:
     def finish_all(self, wait: Callable[[float], bool]) -> None:
         """Wait until nothing is on its way. Raises ValueError if a tier does not answer."""
         late_at = time.monotonic() + LATE_SECONDS
-        while self._moving:
+        while self.moving:
             if time.monotonic() > late_at:
                 raise ValueError("a tier of the KV cache does not answer; try again later")
             wait(0.1)

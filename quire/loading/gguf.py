@@ -107,7 +107,7 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises WeightError for files that are damaged or not supported.
     """
-    first = _read_one(path)
+    first = read_part(path)
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or count < 2:
         return first
@@ -115,11 +115,12 @@ def read_gguf(path: Path) -> GgufFile:
         message = f"{path} is one of {count} files; give the first, whose name ends in -00001-of-{count:05}.gguf"
         raise WeightError(message)
     for i in range(2, count + 1):
-        first.tensors.update(_read_one(path.with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf")).tensors)
+        first.tensors.update(read_part(path.with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf")).tensors)
     return first
 
 
-def _read_one(path: Path) -> GgufFile:
+def read_part(path: Path) -> GgufFile:
+    """The metadata and the tensors of one file. Raises WeightError."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, _Cursor(data))

@@ -19,6 +19,11 @@ _TENSORS, _OLDER_TENSORS = ["*.safetensors"], ["pytorch_model*.bin", "medusa_lm_
 # with a number belong to sentence-transformers (1_Pooling, 2_Dense), whose files are needed.
 _LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]*/*.txt"]
 _BUNDLED = "quire-demo/"
+# A GGUF file of a repository: its kind, such as Q4_K_M or UD-Q4_K_XL, and its number among the parts of a split file.
+_GGUF = re.compile(
+    r"(?:.*?[-._/])?((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
+)
+_USUAL_KIND = "Q4_K_M"
 
 
 def bundled_model() -> Path:
@@ -61,20 +66,29 @@ def resolve(
     if (local := local_model(model)) is not None:
         return local
     assert model is not None
-    from huggingface_hub import snapshot_download
+    model, kind = split_kind(model)
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    def fetch(patterns: list[str]) -> Path:
+    def fetch(patterns: list[str], left_out: list[str] = _LEFT_OUT) -> Path:
         found = snapshot_download(
             model, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns,
-            ignore_patterns=_LEFT_OUT,
+            ignore_patterns=left_out,
         )  # fmt: skip
         return Path(found)
 
     try:
+        if kind is not None:
+            found = fetch(*_gguf_patterns(kind))
+            return found / gguf_files(_names_in(found), kind)[0]
         found = fetch([*_PATTERNS, *_TENSORS] if weights else _PATTERNS)
         if weights and not any(found.glob("*.safetensors")):
             fetch(_OLDER_TENSORS)  # only if the repository has no safetensors
+            if not any(found.glob("*.bin")) and not any(found.glob("*.pt")):
+                if not gguf_kinds(names := _names_in(found)):
+                    names = HfApi(token=token).list_repo_files(model, revision=revision)
+                if gguf_kinds(names):
+                    return fetch(names := gguf_files(names, None)) / names[0]
         return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, RuntimeError) as error:
         reason = error_text(error).split("\n")[0]
@@ -92,6 +106,53 @@ def files_of_model(names: Collection[str]) -> list[str]:
     found = chosen([*_PATTERNS, *_TENSORS])
     has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in found)
     return found if has_safetensors else found + chosen(_OLDER_TENSORS)
+
+
+def split_kind(model: str) -> tuple[str, _Name]:
+    """The repository that a name means, and the kind of its GGUF models: owner/name:Q4_K_M, or None for no kind.
+
+    Raises ModelNotFoundError for what is no kind.
+    """
+    name, _, kind = model.partition(":")
+    if kind in ("", "latest"):
+        return name, None
+    if not _GGUF.fullmatch(f"{kind}.gguf"):
+        raise ModelNotFoundError(f"{kind!r} in {model!r} is no kind of GGUF model, such as {_USUAL_KIND} or Q8_0")
+    return name, kind.upper()
+
+
+def gguf_kinds(names: Collection[str]) -> dict[str, list[str]]:
+    """The GGUF models among the files of a repository: for each kind its files, the parts of a split one in order."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if (match := _GGUF.fullmatch(name)) and "mmproj" not in name:  # those are for images
+            kinds.setdefault(match[1].upper(), []).append(name)
+    return kinds
+
+
+def gguf_files(names: Collection[str], kind: _Name) -> list[str]:
+    """The files of one GGUF model. kind: None for the only one or, of several, Q4_K_M. Raises ModelNotFoundError."""
+    kinds = gguf_kinds(names)
+    chosen = kind or (next(iter(kinds)) if len(kinds) == 1 else _USUAL_KIND)
+    if chosen not in kinds:
+        raise ModelNotFoundError(f"there is no GGUF model {chosen}, only {', '.join(kinds) or 'other files'}; "
+                                 "choose one with owner/name:KIND")  # fmt: skip
+    found = kinds[chosen]
+    match = _GGUF.fullmatch(found[0])
+    if len(found) != int(match[2] or 1 if match else 1):
+        raise ModelNotFoundError(f"the GGUF model {chosen} is not one file or all parts of one: {', '.join(found)}")
+    return found
+
+
+def _gguf_patterns(kind: str) -> tuple[list[str], list[str]]:
+    """Patterns of the files of a kind, in any case, and of those to be left out."""
+    any_case = "".join(f"[{c.lower()}{c}]" if c.isalpha() else c for c in kind)
+    ends = [f"{any_case}.gguf", f"{any_case}-?????-of-?????.gguf"]
+    return [*ends, *(f"*[-._/]{end}" for end in ends)], ["*mmproj*", *([] if "UD-" in kind else ["*UD-*"])]
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
 
 
 def hub_name(directory: Path) -> tuple[str, str] | None:

@@ -153,6 +153,10 @@ class Communicator:
         """The sum of the ranks' values."""
         return self._agree(value, dist.ReduceOp.SUM)
 
+    def each(self, value: int) -> tuple[int, ...]:
+        """The value of each rank."""
+        return tuple(self.total(value if rank == self.rank else 0) for rank in range(self.size))
+
     def _agree(self, value: int, operation: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return value

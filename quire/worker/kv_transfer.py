@@ -132,12 +132,14 @@ class Store(ABC):
 class MemoryStore(Store):
     """Slots in CPU memory: in a file that another process keeps, or in this process."""
 
-    def __init__(self, num_slots: int, block_bytes: int, rank: int, memory: Path | None) -> None:
-        """memory: the file, which also has the slots of other ranks. Raises OSError."""
+    def __init__(self, num_slots: int, rank_bytes: Sequence[int], rank: int, memory: Path | None) -> None:
+        """rank_bytes: of one block, on each rank. memory: the file, which also has the slots of other ranks. Raises
+        OSError."""
+        block_bytes = rank_bytes[rank]
         if memory is None:
             region, start = mmap.mmap(-1, max(1, num_slots * block_bytes)), 0
         else:
-            start, stop = rank_region(num_slots, block_bytes, rank)
+            start, stop = rank_region(num_slots, rank_bytes, rank)
             handle = os.open(memory, os.O_RDWR)
             try:
                 region = mmap.mmap(handle, stop)

@@ -27,12 +27,12 @@ def kv_transfers(
     options, rank, ranks = config.cache, mesh.replica.rank, mesh.replica.size
     stores: list[Store] = []
     if options.kv_offloading_bytes:
-        num_slots = memory_slots(options.kv_offloading_bytes, size.block_bytes, ranks)
+        num_slots = memory_slots(options.kv_offloading_bytes, size.rank_bytes)
         if not num_slots:
             raise ConfigError(f"kv_offloading_size={options.kv_offloading_size} GiB has no room for a block of "
-                              f"{ranks * size.block_bytes:,} bytes; raise it")  # fmt: skip
+                              f"{sum(size.rank_bytes):,} bytes; raise it")  # fmt: skip
         kept = os.environ.get(MEMORY_VARIABLE)
-        store = MemoryStore(num_slots, size.block_bytes, rank, Path(kept) if kept else None)
+        store = MemoryStore(num_slots, size.rank_bytes, rank, Path(kept) if kept else None)
         if options.kv_cache_pretouch:
             store.slots[:, ::_PAGE_BYTES] |= 0  # another process may have filled them
         stores.append(store)
@@ -43,7 +43,7 @@ def kv_transfers(
         first = mesh.machine is None or mesh.rank == min(mesh.machine)
         try:
             prepare_folder(folder)
-            stores.append(DiskStore(folder, options.kv_offloading_disk_size, size.block_bytes, rank, ranks,
+            stores.append(DiskStore(folder, options.kv_offloading_disk_size, size.rank_bytes[rank], rank, ranks,
                                     mesh.ranks_on_machine, deletes=first))  # fmt: skip
         except OSError as error:
             raise ConfigError(f"kv_offloading_path={options.kv_offloading_path!r}: {error_text(error)}") from error

@@ -144,6 +144,7 @@ class Worker:
         pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
         self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
         block_bytes = self._page_bytes + (0 if self.drafter is None else self.drafter.entry_bytes)
+        rank_bytes = replica.each(block_bytes)
         useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
         if device.type == "cuda":
             self._allocate(1, block_bytes)  # the dummy step needs a null block
@@ -152,7 +153,7 @@ class Worker:
             warm_up(self.runner, tokens)
         else:
             free = free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
-            free -= config.cache.kv_offloading_bytes // replica.size
+            free -= config.cache.kv_offloading_bytes * block_bytes // sum(rank_bytes)
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         self.residence.know(self.kv_memory, forward)
@@ -166,7 +167,7 @@ class Worker:
         if self.drafter is not None:
             chosen += self.drafter.backends
         layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
-        self.kv_cache = KVCacheSize(num_blocks, block_bytes, tuple(model.kv_specs), layout, block_size)
+        self.kv_cache = KVCacheSize(num_blocks, rank_bytes, tuple(model.kv_specs), layout, block_size)
         transfer = config.cache.transfer
         clock = self._clock(forward) if transfer is not None and transfer.produces else None
         self.transfers = kv_transfers(config, directory, self.kv_cache, self.kv_memory, self.backends, mesh, clock)

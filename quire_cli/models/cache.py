@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.loading.hub import read_json
+from quire.loading.errors import ModelNotFoundError
+from quire.loading.hub import gguf_files, gguf_kinds, read_json, split_kind
 from quire_cli.models.facts import local_files
 from quire_cli.models.formats import weight_files
 
@@ -82,10 +83,20 @@ def folder_of(name: str, download_dir: str | None) -> Path:
 
 
 def complete_snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The files of a repository in the cache, None if there are none, or if weights are missing."""
-    model = next((model for model in cached_models(download_dir) if model.name == name), None)
+    """The files of a repository in the cache, or the first file of its GGUF model; None if there are none, or if some
+    weights are missing. name: perhaps with a kind of GGUF model."""
+    repository, kind = split_kind(name)
+    model = next((model for model in cached_models(download_dir) if model.name == repository), None)
     snapshot = None if model is None else model.snapshot(revision)
-    return None if snapshot is None or lacks_weights(snapshot) else snapshot
+    if snapshot is None:
+        return None
+    files = local_files(snapshot)
+    if kind is not None or (gguf_kinds(files) and all(name.endswith(".gguf") for name in weight_files(files))):
+        try:
+            return snapshot / gguf_files(files, kind)[0]
+        except ModelNotFoundError:
+            return None
+    return None if lacks_weights(snapshot) else snapshot
 
 
 def _model(folder: Path, repository: "CachedRepoInfo | None") -> CachedModel:
@@ -102,6 +113,11 @@ def lacks_weights(snapshot: Path) -> bool:
     files = local_files(snapshot)
     if not weight_files(files):
         return True
+    for kind in gguf_kinds(files):
+        try:
+            gguf_files(files, kind)
+        except ModelNotFoundError:  # parts of a split file are missing
+            return True
     index = next((name for name in _INDEXES if name in files), None)
     if index is None or "model.safetensors" in files:
         return False
@@ -109,6 +125,31 @@ def lacks_weights(snapshot: Path) -> bool:
         return not files.keys() >= set(read_json(snapshot, index)["weight_map"].values())
     except (AttributeError, KeyError, TypeError, ValueError):  # a damaged index
         return True
+
+
+def files_of_kind(model: CachedModel, kind: str) -> list[Path]:
+    """The files of a GGUF model in all revisions."""
+    revisions = [] if model.repository is None else [revision.snapshot_path for revision in model.repository.revisions]
+    return [path / name for path in revisions for name in gguf_kinds(local_files(path)).get(kind, ())]
+
+
+def has_other_weights(model: CachedModel, kind: str) -> bool:
+    """Whether a model has weights besides the GGUF model of this kind."""
+    revisions = () if model.repository is None else model.repository.revisions
+    weights = {path for revision in revisions for path in _weights(revision.snapshot_path)}
+    return bool(weights - set(files_of_kind(model, kind)))
+
+
+def _weights(snapshot: Path) -> list[Path]:
+    return [snapshot / name for name in weight_files(local_files(snapshot))]
+
+
+def delete_files(files: list[Path]) -> int:
+    """Delete files of snapshots, and their contents. Returns how many bytes that freed."""
+    contents = {file.resolve(): file.stat().st_size for file in files}
+    for path in [*files, *contents]:
+        path.unlink(missing_ok=True)
+    return sum(contents.values())
 
 
 def delete(model: CachedModel, download_dir: str | None) -> int:

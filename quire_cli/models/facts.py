@@ -48,8 +48,6 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
     weights = weight_files(files_of_model(files))
     size, licence = sum(files[name] for name in weights), _licence_of_card(path / "README.md")
     if not (path / "config.json").is_file():
-        if any(name.endswith(".gguf") for name in files):
-            return Facts(_no_weights(files), "unknown", "", format_of({}, files), size, licence=licence)
         adapter = read_json(path, "adapter_config.json")
         if not adapter:
             raise ModelNotFoundError("the model has no config.json; is it a checkpoint in the Hugging Face layout?")
@@ -65,7 +63,7 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
         spec = _spec_of(config)
         generates, purpose = _purpose(config, spec, path)
         footprint = _footprint(config, spec, generates, size)
-        problem = None if weights else _no_weights(files)
+        problem = None if weights else "it has no weights in a format that Quire reads"
         return Facts(_quantization_problem(config) or problem, purpose, *known, footprint)
     except _WRONG_CONFIG as error:
         return Facts(_reason(error), "unknown", *known)
@@ -167,12 +165,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, ValueError):
         return error_text(error).partition("; supported")[0]  # the list would be long
     return f"its config is not as expected ({error_text(error)})"
-
-
-def _no_weights(names: Mapping[str, int]) -> str:
-    if any(name.endswith(".gguf") for name in names):
-        return "it has only GGUF files, which Quire does not take from the hub; download one and give its path"
-    return "it has no weights in a format that Quire reads"
 
 
 def _chat_template(path: Path) -> str | None:

@@ -1,13 +1,13 @@
 """The format of a checkpoint's weights, as people call it: safetensors BF16, GPTQ 4-bit, GGUF Q4_K_M."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Any
 
 from quire.loading.gguf import GgufFile
+from quire.loading.hub import gguf_kinds
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -24,7 +24,6 @@ _GGUF_TYPES = {  # bits of a code, elements of a group, and whether groups have 
     "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True),
     "Q5_K": (5, 32, True), "Q6_K": (6, 16, False),
 }  # fmt: skip
-_IN_A_NAME = re.compile(r"[-._](I?Q\d[\w]*|BF16|F16|F32)(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)
 
 
 def weight_files(names: Collection[str]) -> list[str]:
@@ -68,8 +67,7 @@ def format_of(config: Mapping[str, Any], names: Collection[str]) -> str:
         return "no weights"
     kind = PurePath(weights[0]).suffix.removeprefix(".")
     if kind == "gguf":
-        found = {match[1].upper() for name in weights if (match := _IN_A_NAME.search(name))}
-        return " ".join(["GGUF", *(found if len(found) == 1 else ())])
+        return " ".join(["GGUF", ", ".join(sorted(gguf_kinds(weights)))]).rstrip()
     if (quantization := quantization_of(config)) is not None:
         return quantization
     text = config.get("text_config")

@@ -1,5 +1,6 @@
 """A model on the Hugging Face hub, before it is downloaded."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -8,13 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.loading.errors import ModelNotFoundError
-from quire.loading.hub import files_of_model
+from quire.loading.errors import ModelNotFoundError, WeightError
+from quire.loading.gguf import read_part
+from quire.loading.hub import files_of_model, gguf_files, gguf_kinds, split_kind
 from quire.messages.errors import error_text
 from quire.system.folders import private_folder
 from quire_cli.models.facts import Facts, facts_of
+from quire_cli.models.formats import weight_files
+from quire_cli.models.words import size_text
 
 _TIMEOUT = 30.0  # seconds
+_HEAD_BYTES, _MOST_HEAD_BYTES = 4 << 20, 256 << 20  # of a GGUF file: a large vocabulary takes ten million
 _SMALL = (  # what describes a model; tokenizers and indexes of weights are larger, and not needed for that
     "config.json", "adapter_config.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
@@ -29,9 +34,10 @@ class HubUnreachableError(ModelNotFoundError):
 @dataclass(frozen=True)
 class RemoteModel:
     """A revision of a repository. commit: its hash. files: the sizes of all its files in bytes. blobs: the name of each
-    file's content in the cache. licence: as the card says."""
+    file's content in the cache. licence: as the card says. kind: of the GGUF model that is meant, if one is named."""
 
     name: str
+    kind: str | None
     commit: str
     files: Mapping[str, int]
     blobs: Mapping[str, str]
@@ -39,8 +45,28 @@ class RemoteModel:
 
     @property
     def needed(self) -> dict[str, int]:
-        """The files that an engine loads, with their sizes."""
-        return {name: self.files[name] for name in files_of_model(self.files)}
+        """The files that an engine loads, with their sizes. Raises ModelNotFoundError for a kind that is not there."""
+        return {name: self.files[name] for name in self.gguf or files_of_model(self.files)}
+
+    @property
+    def gguf(self) -> list[str]:
+        """The files of the GGUF model, if one is named, or if the repository has no other weights."""
+        if self.kind is None and (weight_files(files_of_model(self.files)) or not gguf_kinds(self.files)):
+            return []
+        return gguf_files(self.files, self.kind)
+
+    @property
+    def full_name(self) -> str:
+        """The name, with the kind of the GGUF model."""
+        kind = next((kind for kind, names in gguf_kinds(self.files).items() if names == self.gguf), None)
+        return self.name if kind is None else f"{self.name}:{kind}"
+
+    @property
+    def kinds(self) -> list[tuple[str, str]]:
+        """A line about the kinds of GGUF models, if there are several."""
+        kinds = gguf_kinds(self.files) if self.gguf else {}
+        sizes = [f"{kind} ({size_text(sum(self.files[name] for name in names))})" for kind, names in kinds.items()]
+        return [("kinds", ", ".join(sizes))] if len(sizes) > 1 else []
 
     def missing(self, folder: Path) -> dict[str, int]:
         """Those of them that the repository's folder in the cache lacks, with the bytes that are to be downloaded for
@@ -50,10 +76,12 @@ class RemoteModel:
         return {name: 0 if (blobs / self.blobs[name]).exists() else size for name, size in absent.items()}
 
 
-def ask_hub(name: str, revision: str | None, token: Any) -> RemoteModel:
-    """Raises ModelNotFoundError, and HubUnreachableError if the hub does not answer."""
+def ask_hub(model: str, revision: str | None, token: Any) -> RemoteModel:
+    """model: a repository, perhaps with a kind of GGUF model. Raises ModelNotFoundError, and HubUnreachableError if the
+    hub does not answer."""
     from huggingface_hub import HfApi
 
+    name, kind = split_kind(model)
     with _explained(name, revision, token):
         info = HfApi().model_info(name, revision=revision, token=token, files_metadata=True, timeout=_TIMEOUT)
     files, blobs = dict[str, int](), dict[str, str]()
@@ -61,13 +89,16 @@ def ask_hub(name: str, revision: str | None, token: Any) -> RemoteModel:
         files[file.rfilename] = file.size or 0
         blobs[file.rfilename] = (file.lfs.sha256 if file.lfs else file.blob_id) or "unknown"
     licence = getattr(info.card_data, "license", None)
-    return RemoteModel(name, str(info.sha), files, blobs, licence if isinstance(licence, str) else None)
+    return RemoteModel(name, kind, str(info.sha), files, blobs, licence if isinstance(licence, str) else None)
 
 
 def describe(model: RemoteModel, token: Any) -> Facts:
-    """The facts of a model, by its small files, which are not kept. Raises ModelNotFoundError."""
+    """The facts of a model, by its small files or the beginnings of its GGUF files, which are not kept. Raises
+    ModelNotFoundError, and WeightError for a file that is no GGUF."""
     from huggingface_hub import hf_hub_download
 
+    if model.gguf:
+        return _describe_gguf(model, token)
     small = [name for name in model.files if name in _SMALL or re.fullmatch(_SMALL_IN_FOLDERS, name)]
     folder = private_folder("quire-model-")
     try:
@@ -77,6 +108,47 @@ def describe(model: RemoteModel, token: Any) -> Facts:
         return replace(facts_of(folder, model.files), licence=model.licence)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe_gguf(model: RemoteModel, token: Any) -> Facts:
+    folder = private_folder("quire-model-")
+    try:
+        with _explained(model.name, model.commit, token):
+            paths = [_fetch_head(model, name, folder, token) for name in model.gguf]
+        return replace(facts_of(paths[0]), licence=model.licence)
+    except WeightError as error:
+        raise WeightError(error_text(error).replace(f"{folder}/", "")) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fetch_head(model: RemoteModel, name: str, folder: Path, token: Any) -> Path:
+    """A file that has the beginning of a GGUF file: all of it but the tensors, in whose place there is nothing.
+
+    It takes no more room on the disk than its beginning. How long that is, only reading it tells.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status  # type: ignore[attr-defined]
+
+    path, total, have, size = folder / Path(name).name, model.files[name], 0, _HEAD_BYTES
+    url = hf_hub_url(model.name, name, revision=model.commit)
+    headers = {**build_hf_headers(token=token), "Accept-Encoding": "identity"}
+    path.touch()
+    while have < min(total, _MOST_HEAD_BYTES):
+        part = {"Range": f"bytes={have}-{min(size, total) - 1}"}
+        answer = get_session().get(url, headers={**headers, **part}, timeout=_TIMEOUT)
+        hf_raise_for_status(answer)
+        with path.open("ab") as file:
+            file.write(answer.content)
+            have = file.tell()
+        try:
+            read_part(path)
+        except WeightError as error:
+            if "ends early" not in error_text(error):  # all that describes the tensors is there, but not the tensors
+                break
+        size *= 4
+    os.truncate(path, total)
+    return path
 
 
 @contextmanager

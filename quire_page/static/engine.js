@@ -1,6 +1,9 @@
 // Shows what the engine does: its blocks, requests, steps and times.
 
 import { call, events } from "./api.js";
+import { canvas, color, element, legend, ms, panel, prepare, strip } from "./draw.js";
+import { Ranks, Replicas } from "./ranks.js";
+import { Tiers } from "./tiers.js";
 
 const byId = (id) => document.getElementById(id);
 const STEPS = 160; // that the chart of steps shows
@@ -26,6 +29,7 @@ const HINTS = {
 
 let page = null;
 let cores = [];
+let replicas = null; // if there are several
 let connection = null;
 let isWatched = false;
 
@@ -62,60 +66,22 @@ function take(event) {
   state(event.state === "ready" ? "" : `The engine is ${event.state}.`);
   if (event.is_whole && cores.length !== event.views.length) {
     cores = event.views.map((_, number) => new Core(number, event.views.length));
-    byId("cores").replaceChildren(...cores.map((core) => core.element));
+    replicas = cores.length > 1 ? new Replicas(page, cores.length) : null;
+    byId("cores").replaceChildren(...(replicas ? [replicas.element] : []), ...cores.map((core) => core.element));
   }
   event.views.forEach((view, number) => cores[number]?.take(view, event.is_whole));
+  paintReplicas();
 }
 
-export function repaint() { for (const core of cores) core.paint(); }
+function paintReplicas() {
+  if (replicas && cores.every((core) => core.view)) replicas.paint(cores.map((core) => [core.view, core.map]));
+}
+
+export function repaint() {
+  for (const core of cores) core.paint();
+  paintReplicas();
+}
 addEventListener("resize", repaint);
-
-function color(name) { return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim(); }
-
-function element(tag, className, text) {
-  const made = document.createElement(tag);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function panel(width, title, hint) {
-  const made = element("section", `panel ${width}`);
-  const heading = element("h2", "", title);
-  const button = element("button", "hint", "?");
-  button.type = "button";
-  button.dataset.hint = hint;
-  button.setAttribute("aria-label", `${title}: ${hint}`);
-  heading.append(button);
-  made.append(heading);
-  return made;
-}
-
-function legend(items) {
-  const list = element("ul", "legend");
-  for (const [name, text] of items) {
-    const item = element("li");
-    const mark = element("i");
-    mark.style.background = `var(--${name})`;
-    item.append(mark, text);
-    list.append(item);
-  }
-  return list;
-}
-
-// A canvas of the width of its panel. Returns its context, with one unit a CSS pixel.
-function prepare(canvas, height) {
-  const width = canvas.clientWidth, scale = devicePixelRatio || 1;
-  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
-    canvas.style.height = `${height}px`;
-  }
-  const context = canvas.getContext("2d");
-  context.setTransform(scale, 0, 0, scale, 0, 0);
-  context.clearRect(0, 0, width, height);
-  return [context, width];
-}
 
 class Core {
   constructor(number, count) {
@@ -148,7 +114,9 @@ class Core {
     this.table = element("table", "requests");
     scroll.append(this.table);
     requests.append(scroll);
-    this.element.append(numbers, blocks, steps, stations, requests);
+    this.tiers = new Tiers(page, page.server.disk_size);
+    this.ranks = new Ranks(page, page.server.mesh);
+    this.element.append(numbers, blocks, this.tiers.element, this.ranks.element, steps, stations, requests);
     this.mapCanvas.addEventListener("pointermove", (event) => this.tellCell(event));
     this.stepCanvas.addEventListener("pointermove", (event) => this.tellStep(event));
     for (const each of [this.mapCanvas, this.stepCanvas]) each.addEventListener("pointerleave", () => page.hideTip());
@@ -163,6 +131,8 @@ class Core {
     this.steps = [...this.steps, ...view.steps].slice(-STEPS);
     const before = this.requests;
     this.requests = new Map(view.requests.map((request) => [request.id, { ...before.get(request.id), ...request }]));
+    this.tiers.take(view, isWhole);
+    this.ranks.take(view, this.map, isWhole);
     this.paint();
   }
 
@@ -170,6 +140,8 @@ class Core {
     if (!this.view || !this.element.isConnected || byId("engine").hidden) return;
     this.paintNumbers();
     this.paintMap();
+    this.tiers.paint();
+    this.ranks.paint();
     this.paintSteps();
     this.paintStations();
     this.paintRequests();
@@ -187,7 +159,6 @@ class Core {
       ["First token, ms (50, 90, 99 %)", times(view.ttft)], ["Between tokens, ms (50, 90, 99 %)", times(view.gaps)],
     ];
     if (totals.external_queries) rows.push(["From beyond the pool", share(totals.external_hits, totals.external_queries)]);
-    if (page.server.ranks > 1) rows.push(["Ranks of this replica", String(page.server.ranks)]);
     if (this.numbers.children.length !== rows.length) {
       this.numbers.replaceChildren(...rows.map(([name]) => {
         const pair = element("div");
@@ -315,34 +286,15 @@ class Core {
   }
 }
 
-function canvas() {
-  const made = element("canvas");
-  made.setAttribute("role", "img");
-  return made;
-}
-
 // The prompt, of it what was cached, and the output; as far as they have been computed.
 function bar(request) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("width", "100%");
-  svg.setAttribute("height", "12");
-  svg.setAttribute("aria-hidden", "true");
   const most = Math.max(1, request.most), cached = Math.min(request.cached ?? 0, request.computed);
-  const parts = [["free", 0, most], ["line", 0, request.known], ["prompt", 0, Math.min(request.computed, request.prompt)],
-    ["cached", 0, cached], ["decode", request.prompt, Math.max(0, request.computed - request.prompt)]];
-  for (const [name, start, count] of parts) {
-    const rect = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-    rect.setAttribute("x", `${100 * start / most}%`);
-    rect.setAttribute("width", `${100 * count / most}%`);
-    rect.setAttribute("height", "12");
-    rect.style.fill = `var(--${name})`;
-    svg.append(rect);
-  }
-  return svg;
+  return strip([["free", 0, most], ["line", 0, request.known], ["prompt", 0, Math.min(request.computed, request.prompt)],
+    ["cached", 0, cached], ["decode", request.prompt, request.computed - request.prompt]], most);
 }
 
 function sentence(step) {
   return KINDS.filter(([kind]) => step[kind]).map(([kind, text]) => `${step[kind]} ${text}`).join(", ") || "nothing";
 }
 
-function ms(value) { return value >= 1000 ? `${(value / 1000).toFixed(1)} s` : `${value < 10 ? value.toFixed(2) : Math.round(value)} ms`; }
+

@@ -63,11 +63,18 @@ def test_commands_and_messages_of_several_lines(tmp_path: Path):
             ("/dance", "There is no command /dance; /help lists them."),
             ("/clear", "The conversation starts over."),
             ("/reset", "The conversation starts over."),
+            ("/multiline", '/multiline needs "on" or "off".'),
+            ("/multiline on", "A message ends with an empty line."),
         ):
             session.type(typed + "\n")
             session.wait_for(answer)
             session.wait_for(PROMPT)
-        for typed in ('"""one\ntwo"""\n', "one\\\ntwo\n"):
+        for typed in ("one\ntwo\n\n", "/multiline off\n", '"""one\ntwo"""\n', "one\\\ntwo\n"):
+            if typed.startswith("/"):
+                session.type(typed)
+                session.wait_for("A message ends with Enter.")
+                session.wait_for(PROMPT)
+                continue
             session.type(typed)
             session.wait_for("... ")
             session.wait_for("\n\n")
@@ -91,6 +98,81 @@ def test_lines_are_remembered_by_the_next_session_for_this_user_only(tmp_path: P
     file = tmp_path / "quire" / "chat_history"
     assert file.read_text().splitlines() == ["/system A first line.", "/bye"] * 2
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_nothing_is_remembered_with_no_history(tmp_path: Path):
+    with terminal("chat", "--no-history", state=tmp_path) as session:
+        session.wait_for(PROMPT)
+        session.type("/bye\n")
+        assert session.end() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conversation_is_saved_and_goes_on_in_another_session(tmp_path: Path):
+    file = tmp_path / "a conversation.json"
+    with terminal("chat", "--temperature", "0", "--max-tokens", "7", state=tmp_path) as session:
+        for typed, answer in (
+            ("/system Be kind.", "is set"),
+            ("/show", "0 of 2,048 tokens are used"),
+            ("What is 2 plus 3?", "7"),
+            ("/show", "  messages            2"),
+            (f"/save {file}", f"The conversation is saved to {file}."),
+            (f"/save {file}", f"The conversation is saved to {file}."),
+            ("/bye", "\n"),
+        ):
+            session.wait_for(PROMPT)
+            session.type(typed + "\n")
+            session.wait_for(typed)
+            if typed != "What is 2 plus 3?":
+                session.wait_for(answer)
+        assert session.end() == 0
+    saved = json.loads(file.read_text())
+    roles = [message["role"] for message in saved["messages"]]
+    assert roles == ["system", "user", "assistant"]
+    assert saved["temperature"] == 0
+    assert saved["max_tokens"] == 7
+    with terminal("chat", state=tmp_path) as session:
+        session.wait_for(PROMPT)
+        session.type(f"/load {file}\n")
+        session.wait_for("goes on; it has 2 messages.")
+        session.wait_for(PROMPT)
+        session.type("/system\n")
+        session.wait_for("Be kind.")
+        session.type("/set temperature\n")
+        session.wait_for("  temperature         0")
+        session.type("/bye\n")
+        assert session.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "No such file"),
+        ("{", "holds no conversation"),
+        ("[]", 'holds no conversation: it must be an object with "messages"'),
+        ('{"messages": [], "tools": []}', "has a field that quire chat does not know: tools"),
+        ('{"messages": [{"role": "tool", "content": ""}]}', "messages[0] must have a role"),
+        ('{"messages": [{"role": "user", "content": []}]}', "messages[0] must have a role"),
+        ('{"messages": [], "temperature": "hot"}', "temperature"),
+        ('{"messages": [], "temperature": -1}', "temperature"),
+    ],
+)
+def test_a_file_that_is_no_conversation_is_an_error_and_is_not_overwritten(
+    tmp_path: Path, monkeypatch, capsys, content, problem
+):
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    commands = f"/load {file}\n/load\n/show\n"
+    if content is not None and "temperature" not in content:
+        commands += f"/save {file}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(commands))
+    assert main(["chat"]) == 0
+    error = capsys.readouterr().err
+    assert problem in error
+    assert "/load needs the name of a file." in error
+    if content is not None:
+        assert file.read_text() == content
 
 
 def test_where_no_history_can_be_kept_there_is_none_and_ctrl_c_while_loading_ends_the_program(tmp_path: Path):

@@ -77,17 +77,19 @@ def test_a_check_that_goes_wrong_in_any_way_is_a_finding_and_the_next_ones_run()
 
 
 def test_what_a_check_has_started_is_ended_with_it():
-    before = _sleepers()
-    list(examine({"hangs": _hangs}, seconds=0.5))
-    assert _sleepers() == before
+    def starts() -> Iterator[Finding]:
+        with subprocess.Popen(["sleep", "987"]) as process:
+            yield ok(str(process.pid))
+            process.wait()
 
-
-def _sleepers() -> int:
-    commands = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if process.info["status"] != psutil.STATUS_ZOMBIE:
-            commands.append(process.info["cmdline"])
-    return commands.count(["sleep", "987"])
+    found = examine({"starts": starts}, seconds=60)
+    _, finding = next(found)
+    started = psutil.Process(int(finding.found))
+    found.close()
+    deadline = time.monotonic() + 60
+    while started.is_running() and started.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.01)
 
 
 def test_what_a_check_prints_does_not_reach_the_table(capfd):

@@ -44,7 +44,7 @@ def test_quantized_formats_have_names(form, name):
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, SAFETENSORS, "bitsandbytes"),
         ({}, ["a-Q4_K_M.gguf"], "GGUF Q4_K_M"),
         ({}, ["a.q8_0-00001-of-00002.gguf", "a.q8_0-00002-of-00002.gguf"], "GGUF Q8_0"),
-        ({}, ["a-Q4_K_M.gguf", "a-Q8_0.gguf"], "GGUF"),
+        ({}, ["a-Q4_K_M.gguf", "a-Q8_0.gguf"], "GGUF Q4_K_M, Q8_0"),
         ({}, ["README.md", "config.json"], "no weights"),
         ({"dtype": ["odd"], "quantization_config": "odd", "text_config": 5}, SAFETENSORS, "safetensors"),
         ({"quantization_config": {"config_groups": {"a": 5}}}, SAFETENSORS, "compressed-tensors"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire_cli.terminal import Wrapper
@@ -55,6 +55,7 @@ def test_control_characters_of_a_model_do_nothing():
     assert Wrapper(80).feed("a\x1b[2Jb\rc\x07") == "a[2Jbc"
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.text("ab cdé日\n", max_size=12)), st.integers(3, 12))
 def test_pieces_make_the_same_screen_as_the_whole_and_no_word_is_lost(pieces, columns):
     wrapper, text = Wrapper(columns), "".join(pieces)

@@ -11,9 +11,12 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quire.config import ConfigError
 from quire.engine.llm import LLM
+from quire.kvcache.tiers import SlotIndex, memory_slots, rank_region
 from quire.messages.sampling_params import SamplingParams
 from support.engines import make_llm
 from support.server import eventually
@@ -41,7 +44,7 @@ def settle(llm: LLM) -> None:
 
     def is_quiet() -> bool:
         llm.core.scheduler.open_gates()
-        return not transfers._moving
+        return not transfers.moving
 
     eventually(is_quiet)
     assert pool.num_free == pool.num_usable
@@ -97,6 +100,33 @@ def test_each_rank_keeps_its_part(checkpoints, tmp_path, options):
     assert say(llm) == (expected, [112] * len(TEXTS))
     assert len(list((tmp_path / "kv").iterdir())) == 2  # a folder for each rank
     llm.shutdown()
+
+
+@pytest.mark.parametrize("layers", [[2, 1], [1, 2]], ids=str)
+def test_ranks_with_unequal_layers_have_equally_many_blocks_in_memory(checkpoints, layers):
+    path = checkpoints.path("llama")
+    whole = small(path)
+    expected, _ = say(whole)
+    num_blocks = sum(len(text) // 16 for text in TEXTS)
+    block_bytes = whole.core.executor.kv_cache.rank_bytes[0]
+    size = num_blocks * (block_bytes + SlotIndex.RECORD.size) + SlotIndex.RECORD.size
+    llm = small(path, pipeline_parallel_size=2, pipeline_layers=layers, kv_offloading_size=(size + 1) / 2**30)
+    assert say(llm)[0] == expected
+    assert len(llm.core.scheduler.transfers.tiers[0]) == num_blocks, "there is room for all of them"
+    assert say(llm) == (expected, [112] * len(TEXTS))
+    llm.shutdown()
+
+
+@given(st.integers(0, 100_000), st.lists(st.integers(1, 5000), min_size=1, max_size=5))
+def test_the_slots_of_ranks_lie_one_behind_the_other_in_the_memory(total, rank_bytes):
+    num_slots, end = memory_slots(total, rank_bytes), SlotIndex.RECORD.size
+    end += num_slots * SlotIndex.RECORD.size
+    for rank, block_bytes in enumerate(rank_bytes):
+        start, stop = rank_region(num_slots, rank_bytes, rank)
+        assert start == end
+        assert stop - start == num_slots * block_bytes
+        end = stop
+    assert not num_slots or end <= total
 
 
 def test_two_steps_in_flight(checkpoints):

@@ -37,7 +37,7 @@ def test_a_layer_may_keep_entries_in_several_roles() -> None:
 
 def test_a_cache_with_groups_of_all_kinds_travels_as_data() -> None:
     specs = (attention_spec([0]), attention_spec([1, 2], 64), LatentSpec((CacheEntry(3, "indexer"),)))
-    size = KVCacheSize(100, 4096, specs, "cpu, bfloat16", 16)
+    size = KVCacheSize(100, (4096,), specs, "cpu, bfloat16", 16)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(size), type=KVCacheSize) == size
 
 

@@ -42,7 +42,7 @@ from support.engines import (
     teacher_forced_logits,
     tokens_of,
 )
-from support.gguf_files import FAMILIES, TYPES, WIDE, reference, write_family, write_gguf, write_meaning
+from support.gguf_files import FAMILIES, TYPES, WIDE, in_parts, reference, write_family, write_gguf, write_meaning
 from support.reference import greedy, logits, prompts
 
 pytestmark = pytest.mark.texts
@@ -187,27 +187,6 @@ def test_a_directory_with_one_model_is_that_model(small, tmp_path):
     shutil.copy(small, tmp_path / "other.gguf")
     with pytest.raises(ModelNotFoundError, match=r"several models, give one of them: model.gguf, other.gguf"):
         make_llm(tmp_path)
-
-
-def in_parts(path: Path, folder: Path, count: int) -> list[Path]:
-    """The file's tensors shared out over `count` files, the metadata in the first, as llama.cpp's gguf-split does."""
-    reader, parts = gguf.GGUFReader(path), []
-    for i in range(count):
-        parts.append(folder / f"model-{i + 1:05}-of-{count:05}.gguf")
-        writer = gguf.GGUFWriter(parts[-1], "llama")
-        for field in reader.fields.values() if i == 0 else ():
-            if not field.name.startswith(("GGUF.", "general.architecture")):
-                sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
-        writer.add_uint16("split.no", i)
-        writer.add_uint16("split.count", count)
-        for tensor in reader.tensors[i::count]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return parts
 
 
 def test_a_model_in_several_files_is_read_from_the_first(small, tmp_path):

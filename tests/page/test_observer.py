@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from quire.engine.core import EngineCore
 from quire.messages.sampling_params import SamplingParams
+from quire.messages.transfers import Transfer
 from quire_page import observer
 from support.checkpoints import Checkpoints
 from support.engines import core_request, generate, make_llm
 from support.late_device import run_late
+from support.server import eventually
 
 LLAMA = "llama-gqa2-tied-llama3"
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -133,6 +136,72 @@ def test_nothing_is_recorded_while_nobody_looks(llm, monkeypatch):
     again = generate(llm, PROMPTS, GREEDY)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]
     assert look(core)["steps"], "it is recorded again"
+
+
+def test_what_lies_in_tiers_and_moves_is_seen(checkpoints, tmp_path):
+    options = {"kv_offloading_size": 0.0002, "kv_offloading_path": str(tmp_path / "kv")}
+    llm = make_llm(checkpoints.path(LLAMA), num_gpu_blocks_override=24, max_num_seqs=2, **options)
+    transfers = llm.core.scheduler.transfers
+    memory, disk = transfers.tiers
+
+    def settle() -> None:
+        eventually(lambda: (llm.core.scheduler.open_gates(), not transfers.moving)[1])
+
+    llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    settle()
+    first, second = look(llm.core)["tiers"]
+    assert (first["kind"], first["filled"], first["most"]) == ("memory", len(memory), memory.num_slots)
+    assert first["cells"].count("1") == first["filled"] > 0
+    assert (second["kind"], second["filled"]) == ("disk", len(disk))
+    assert "saved" not in first, "nothing was counted before the first look"
+    for prompt in [*PROMPTS, *PROMPTS]:
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+        settle()
+    before = first["filled"]
+    first, second = look(llm.core)["tiers"]
+    assert first["left"] == before + first["saved"] - first["filled"] > 0
+    assert first["filled"] == len(memory) == first["cells"].count("1")
+    assert second["filled"] == len(disk) == sum(1 for file in (tmp_path / "kv").rglob("*.kv"))
+    hits = first.get("loaded", 0) + second.get("loaded", 0)
+    assert hits * llm.core.scheduler.kv.block_size == llm.core.scheduler.transfers.num_hits > 0
+    assert not {"failed", "saving", "loading"} & (first.keys() | second.keys())
+
+
+def test_blocks_that_are_on_their_way_are_seen(checkpoints):
+    llm = make_llm(checkpoints.path(LLAMA), num_gpu_blocks_override=24, kv_offloading_size=0.001)
+    look(llm.core)
+    waiting: list[tuple[Transfer, Future[list[int]]]] = []
+
+    def hold(order: Transfer) -> Future[list[int]]:
+        waiting.append((order, Future()))
+        return waiting[-1][1]
+
+    llm.core.executor.transfer = hold
+    llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    (tier,) = look(llm.core)["tiers"]
+    assert tier["saving"] == sum(len(order.keys) for order, _ in waiting) > 0
+    assert tier["cells"].count("2") == tier["saving"]
+    for order, future in waiting:
+        future.set_result(list(range(len(order.keys))))
+    llm.core.scheduler.open_gates()
+    (tier,) = look(llm.core)["tiers"]
+    assert tier["failed"] > 0
+    assert "1" not in tier["cells"]
+
+
+def test_ranks_have_their_parts_of_blocks_and_use_processors(checkpoints):
+    llm = make_llm(checkpoints.path(LLAMA), pipeline_parallel_size=2, pipeline_layers=[2, 1])
+    first = look(llm.core)["ranks"]
+    assert [rank["block_bytes"] for rank in first] == list(llm.core.executor.kv_cache.rank_bytes)
+    assert first[0]["block_bytes"] == 2 * first[1]["block_bytes"]
+    generate(llm, PROMPTS, GREEDY.clone(max_tokens=100))
+    second = look(llm.core)["ranks"]
+    assert all(after["seconds"] > before["seconds"] > 0 for before, after in zip(first, second, strict=True))
+    process = llm.core.executor._ranks.groups[0].processes[1]
+    process.kill()
+    process.wait()
+    assert "seconds" not in look(llm.core)["ranks"][1]
+    llm.shutdown()
 
 
 def test_drafts_are_counted(checkpoints):

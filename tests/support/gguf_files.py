@@ -91,3 +91,24 @@ def write_meaning(checkpoint: Path, directory: Path, kind: str) -> Path:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32", "dtype": "float32"}))
     return directory
+
+
+def in_parts(path: Path, folder: Path, count: int) -> list[Path]:
+    """The file's tensors shared out over `count` files, the metadata in the first, as llama.cpp's gguf-split does."""
+    reader, parts = gguf.GGUFReader(path), []
+    for i in range(count):
+        parts.append(folder / f"model-{i + 1:05}-of-{count:05}.gguf")
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        for field in reader.fields.values() if i == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        for tensor in reader.tensors[i::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import threading
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,8 +28,9 @@ def hub_environment(address: str, home: Path) -> dict[str, str]:
 class Hub:
     """Serves `folder`/owner/name/*, as a context manager. tokens: those that give access to gated/... repositories.
 
-    requests: (method, path) of every request. revisions: names that exist besides main and the commit. licence: what
-    the models' cards say. stalls: ends of the names of files of which only one half is sent; `stalled` is set then.
+    requests: (method, path) of every request. sent: bytes of each path in answers to requests for a part. revisions:
+    names that exist besides main and the commit. licence: what the models' cards say. stalls: ends of the names of
+    files of which only one half is sent; `stalled` is set then.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Hub:
     ) -> None:
         self.folder, self.tokens, self.revisions = folder, tokens, revisions
         self.requests: list[tuple[str, str]] = []
+        self.sent: dict[str, int] = {}
         self.licence = "apache-2.0"
         self.stalls: tuple[str, ...] = ()
         self.stalled, self.closing = threading.Event(), threading.Event()
@@ -56,9 +61,11 @@ class Hub:
                 hub.requests.append((self.command, path))
                 status, headers, body = hub.answer(path, self.headers.get("Authorization", ""))
                 if status == 200 and (wanted := self.headers.get("Range")):
-                    start = int(wanted.removeprefix("bytes=").split("-")[0])
-                    headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
-                    status, body = 206, body[start:]
+                    start, end = wanted.removeprefix("bytes=").split("-")
+                    part = body[int(start) : int(end) + 1 if end else None]
+                    headers["Content-Range"] = f"bytes {start}-{int(start) + len(part) - 1}/{len(body)}"
+                    hub.sent[path] = hub.sent.get(path, 0) + len(part)
+                    status, body = 206, part
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)
@@ -130,3 +137,35 @@ class Hub:
         self.closing.set()
         self._server.shutdown()
         self._server.server_close()
+
+
+@dataclass
+class Machine:
+    """The stand-in, and a home folder for the commands' processes."""
+
+    hub: Hub
+    home: Path
+
+    @property
+    def cache(self) -> Path:
+        return self.home / "hub"
+
+    def run(self, line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "quire", *line.split()], capture_output=True, text=True, timeout=120,
+            env={**hub_environment(self.hub.address, self.home), **environment}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def says(self, line: str, **environment: str) -> str:
+        """The output of a command that succeeds and writes nothing else."""
+        done = self.run(line, **environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    def fails(self, line: str, **environment: str) -> str:
+        """The error of a command, which is one line."""
+        done = self.run(line, **environment)
+        assert done.returncode == 1
+        assert done.stderr.startswith("quire: error: ")
+        assert done.stderr.count("\n") == 1
+        return done.stderr

@@ -83,8 +83,20 @@ class Session:
 @contextlib.contextmanager
 def terminal(*arguments: str, state: Path, columns: int = 70, **environment: str) -> Iterator[Session]:
     """Run `quire ...` in a terminal. state: the folder in which it keeps the user's state."""
-    environment["XDG_STATE_HOME"] = str(state)
-    session = Session([sys.executable, "-m", "quire", *arguments], columns, environment)
+    with _session(["-m", "quire", *arguments], state, columns, environment) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def script(code: str, state: Path, columns: int = 70, **environment: str) -> Iterator[Session]:
+    """Run Python code in a terminal."""
+    with _session(["-c", code], state, columns, environment) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def _session(arguments: list[str], state: Path, columns: int, environment: dict[str, str]) -> Iterator[Session]:
+    session = Session([sys.executable, *arguments], columns, {"XDG_STATE_HOME": str(state), **environment})
     try:
         yield session
     finally:

@@ -95,7 +95,7 @@ class MoverModel:
 
     def held(self) -> list[int]:
         """The blocks that transfers hold, and those that requests hold which wait for them."""
-        moving = list(self.transfers._moving.values())
+        moving = list(self.transfers.moving.values())
         loads = {id(moving.load): moving.load for moving in moving if moving.load is not None}
         parts = [part for load in loads.values() for part in load.transfers]
         saves = [moving for moving in moving if moving.load is None]
