@@ -4,7 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from quire_cli.models.machine import Machine
-from quire_cli.models.sizes import Footprint
+from quire_plan.sizes import Footprint
 
 # Decoding reads all weights for each token, at this part of the speed at which the memory can be copied: 0.8 to 0.9 on
 # the machines of docs/performance.md.

@@ -7,8 +7,8 @@ from typing import Any
 from quire_cli.models.estimate import Estimate, estimates
 from quire_cli.models.facts import Facts
 from quire_cli.models.machine import Machine
-from quire_cli.models.sizes import Footprint
 from quire_cli.models.words import count_text, size_text, speed_text
+from quire_plan.sizes import Footprint
 
 
 def title(name: str, short_name: str | None) -> str:
