@@ -1,6 +1,6 @@
-"""Plan capacity: which parallelism and how many devices a model needs for a traffic. The real scheduler is simulated over
-the traffic, with step times that are counted for the devices of --gpus, or fitted to steps that were measured on this
-machine: quire plan measure writes them to a file for --fit. Only the model's small files are read, no weights.
+"""Plan capacity: which parallelism and how many devices a model needs for a traffic. The real scheduler is simulated
+over the traffic, with step times that are counted for the devices of --gpus, or fitted to steps that were measured on
+this machine: quire plan measure writes them to a file for --fit. Only the model's small files are read, no weights.
 """  # the description of the command in its help
 
 import argparse
@@ -26,7 +26,7 @@ _MODEL_FLAGS = ("quantization", "max_model_len", "revision", "download_dir", "hf
 _CACHE_FLAGS = ("block_size", "kv_cache_dtype", "gpu_memory_utilization")
 _SCHEDULER_FLAGS = ("max_num_seqs", "max_num_batched_tokens")
 _BYTES = {"int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2}
-_DRAFT_SECONDS = 60.0
+_MEASURE_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rate=10,input=1024,output=256, and perhaps requests, spread, burstiness, prefix, prefixes and seed",
     )  # fmt: skip
     plan.add_argument(
-        "--slo",
-        metavar="LIMITS",
-        help="what must hold, such as ttft=500ms,p95:itl=50ms; percentiles are 99 if left out",
-    )
+        "--slo", metavar="LIMITS",
+        help="what must hold, such as ttft=500ms,p95:itl=50ms; metrics are ttft, itl, tpot and e2e, and percentiles 99 "
+        "by default",
+    )  # fmt: skip
     plan.add_argument("--price", type=float, metavar="DOLLARS", help="price of a device for an hour")
     plan.add_argument(
         "--layout", action="append", default=[], metavar="SIZES",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot; needs matplotlib")
     measure = parser.add_argument_group("Measure")
     measure.add_argument("--output", "-o", type=Path, metavar="FILE", help="file for the measured steps")
-    measure.add_argument("--seconds", type=float, default=_DRAFT_SECONDS, help="how long to measure (default: 60)")
+    measure.add_argument("--seconds", type=float, default=_MEASURE_SECONDS, help="how long to measure (default: 60)")
     add_flags(parser, ModelConfig, _MODEL_FLAGS)
     add_flags(parser, CacheConfig, _CACHE_FLAGS)
     add_flags(parser, SchedulerConfig, _SCHEDULER_FLAGS)
@@ -145,8 +145,8 @@ def _engine_options(options: dict[str, Any], footprint: "Footprint", longest: in
     scheduler, cache = SchedulerConfig(**given), CacheConfig(**{n: options[n] for n in _CACHE_FLAGS if n in options})
     positions, max_model_len = footprint.spec.max_positions, options.get("max_model_len") or longest
     if max_model_len > positions:
-        raise ValueError(f"max_model_len={max_model_len} is more than the {positions} positions of the model"
-                         + ("" if "max_model_len" in options else "; a request of the traffic needs so many"))  # fmt: skip
+        why = "" if "max_model_len" in options else ", as a request of the traffic needs,"
+        raise ValueError(f"max_model_len={max_model_len}{why} is more than the {positions} positions of the model")
     if longest > max_model_len:
         raise ValueError(f"max_model_len={max_model_len} is too small: a request of the traffic has {longest} tokens")
     return EngineOptions(

@@ -1,4 +1,4 @@
-"""A plan: for each layout what fits, how a traffic is answered, at which load the objectives are missed, and the cost."""
+"""A plan: for each layout what fits, how a traffic is answered, which load breaks the objectives, and the cost."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def result_of(task: Task, layout: Layout) -> Result:
 
 
 def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traffic, float], Load]) -> Load | None:
-    """The highest load that meets the limits, by bisection of the rate. None if even a rate of a thousandth misses them."""
+    """The highest load that meets the limits, by bisection of the rate. None if a thousandth of the rate misses them."""
     first = [limit.seconds for limit in limits if limit.metric == "ttft" and limit.percentile >= 90]
     latest = _HOPELESS * min(first, default=math.inf)
 

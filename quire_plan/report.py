@@ -53,8 +53,8 @@ def _with(task: Task, quantization: str | None) -> Task:
 
 
 def _memory_table(task: Task, results: Sequence[Result]) -> str:
-    head = (f"What fits: weights of a rank, and tokens in the KV cache of a replica ({task.device.name}, requests of up "
-            f"to {task.options.max_model_len:,} tokens)")  # fmt: skip
+    head = f"What fits: weights of a rank, and tokens in the KV cache of a replica ({task.device.name}"
+    head += f", requests of up to {task.options.max_model_len:,} tokens)"
     return f"{head}\n{table(memory_by_quantization(task, results))}"
 
 
@@ -62,20 +62,8 @@ def _load_table(task: Task, results: Sequence[Result]) -> str:
     rate = task.traffic.rate
     load = "all at once" if math.isinf(rate) else f"{rate:,.3g} requests a second"
     total = len(task.traffic.arrivals)
-    columns = [
-        "",
-        "TTFT p50",
-        "p90",
-        "p99",
-        "ITL p50",
-        "p90",
-        "p99",
-        "E2E p50",
-        "p99",
-        "output tokens/s",
-        "good",
-        "busy",
-    ]
+    columns = ["", "TTFT p50", "p90", "p99", "ITL p50", "p90", "p99", "E2E p50", "p99"]
+    columns += ["output tokens/s", "good", "KV cache used"]
     rows = []
     for result in results:
         if (at := result.load) is None:
@@ -84,7 +72,7 @@ def _load_table(task: Task, results: Sequence[Result]) -> str:
         cells = [duration(p[name][q]) for name in ("ttft", "itl") for q in PERCENTILES]
         cells += [duration(p["e2e"][q]) for q in (50.0, 99.0)]
         good = f"{at.latencies.good_share:.1%}" if task.limits else "-"
-        rows.append((f"{result.layout}", *cells, f"{at.output_tokens_per_second:,.0f}", good, f"{at.busy:.0%}"))
+        rows.append((f"{result.layout}", *cells, f"{at.output_tokens_per_second:,.0f}", good, f"{at.usage:.0%}"))
     text = f"The traffic: {total:,} requests, {load}\n{table([tuple(columns), *rows])}"
     preempted = [f"{result.layout}: {result.load.preemptions:,}" for result in results
                  if result.load is not None and result.load.preemptions]  # fmt: skip
@@ -94,8 +82,9 @@ def _load_table(task: Task, results: Sequence[Result]) -> str:
 def _breaking_table(task: Task, results: Sequence[Result]) -> str:
     limits = ", ".join(map(str, task.limits))
     head = ["", "requests/s", "output tokens/s", "limited by", "devices for the traffic"]
-    priced = task.price is not None
-    rows = [tuple([*head, *(["$ a million output tokens", "of all tokens"] if priced else [])])]
+    if task.price is not None:
+        head += ["$ a million output tokens", "of all tokens"]
+    rows = [tuple(head)]
     for result in results:
         if (at := result.breaking) is None:
             continue

@@ -121,8 +121,8 @@ def _fields(text: str, names: Sequence[str], whole: str) -> dict[str, Any]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+(?:\.\d+)?|inf)\s*", part)
         if match is None or match[1] not in names or match[1] in fields:
-            raise ValueError(f"traffic={whole!r}: {part.strip()!r} must be one of {', '.join(names)}, each once and with "
-                             "a number, such as rate=10")  # fmt: skip
+            raise ValueError(f"traffic={whole!r}: {part.strip()!r} must be one of {', '.join(names)}, each once and "
+                             "with a number, such as rate=10")  # fmt: skip
         fields[match[1]] = float(match[2])
         if match[1] in ("requests", "input", "output", "prefixes") and not 1 <= fields[match[1]] < math.inf:
             raise ValueError(f"traffic={whole!r}: {match[1]} must be at least 1")
