@@ -142,7 +142,8 @@ def _fit(features: _Array, seconds: _Array) -> _Array:
         weighted = relative * weights[:, None]
         found = _nonnegative_least_squares(weighted.T @ relative, weighted.sum(0), found)
         weights = 1 / np.maximum(np.abs(relative @ found - 1), _SMALL_ERROR)
-    return found / scales
+    coefficients: _Array = found / scales
+    return coefficients
 
 
 def _nonnegative_least_squares(gram: _Array, target: _Array, start: _Array) -> _Array:

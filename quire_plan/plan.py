@@ -148,7 +148,7 @@ def result_of(task: Task, layout: Layout) -> Result:
 
 
 def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traffic, float], Load]) -> Load | None:
-    """The highest load that meets the limits, by bisection of the rate. None if a thousandth of the rate misses them."""
+    """The highest load that meets the limits, by bisection of the rate. None if no rate down to a thousandth does."""
     first = [limit.seconds for limit in limits if limit.metric == "ttft" and limit.percentile >= 90]
     latest = _HOPELESS * min(first, default=math.inf)
 
