@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--plot", type=Path, metavar="FILE.png", help="write a plot; needs matplotlib")
     measure = parser.add_argument_group("Measure")
-    measure.add_argument("--output", "-o", type=Path, metavar="FILE", help="file for the measured steps")
+    measure.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", dest="measured", help="file for the measured steps"
+    )
     measure.add_argument("--seconds", type=float, default=_MEASURE_SECONDS, help="how long to measure (default: 60)")
     add_flags(parser, ModelConfig, _MODEL_FLAGS)
     add_flags(parser, CacheConfig, _CACHE_FLAGS)
@@ -83,7 +85,7 @@ def _simulate(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     wanted = [parse_layout(text) for text in arguments.layout] or layouts(ranks, task.footprint.spec)
     for layout in wanted:
         if layout.ranks > ranks:
-            raise ValueError(f"layout needs {layout.ranks} ranks ({layout}), but there are {ranks} devices; "
+            raise ValueError(f"--layout needs {layout.ranks} devices ({layout}), but --gpus has {ranks}; "
                              "see --gpus")  # fmt: skip
     results = list(_with_progress(plan(task, wanted, processors()), len(wanted)))
     if arguments.plot is not None:
@@ -187,8 +189,8 @@ def _devices() -> str:
 
 
 def _measure(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
-    if arguments.output is None:
-        raise ValueError("--output is missing: the file for the measured steps")
+    if arguments.measured is None:
+        raise ValueError("--output is missing: the file for what is measured")
     if not arguments.seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {arguments.seconds}")
     footprint = _footprint(arguments.model, options)
@@ -196,6 +198,6 @@ def _measure(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     from quire_plan.measure import measured_fit, table  # imports torch
 
     fit = measured_fit(arguments.model, options, footprint, arguments.seconds)
-    write_fit(arguments.output, fit)
+    write_fit(arguments.measured, fit)
     print(table(fit, Fitted(fit)))
     return 0

@@ -21,8 +21,8 @@ from quire_plan.slo import METRICS, Limit
 from quire_plan.traffic import Traffic
 
 PERCENTILES = (50.0, 90.0, 99.0)
-SEARCHED = 2000  # requests of the traffic with which the breaking load is searched
-_ROUNDS = 6  # of bisection: the load is found to within 1 %
+SEARCHED = 1000  # requests of the traffic with which the breaking load is searched
+_ROUNDS = 5  # of bisection: the load is found to within 2 %
 _FACTORS = 1 / 1024, 1024  # of the traffic's rate: where the search ends
 _HOPELESS = 10.0  # a request that waits for so many times the limit of TTFT ends a run of the search
 

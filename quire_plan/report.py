@@ -42,7 +42,7 @@ def memory_by_quantization(task: Task, results: Sequence[Result]) -> list[tuple[
             if quantization != task.quantization:
                 memory = _with(task, quantization).memory(result.layout)
             tokens = f"{memory.tokens:,}" if memory.fits else "does not fit"
-            cells += [gigabytes(memory.weights), tokens]
+            cells += [size_text(memory.weights), tokens]
         rows.append(tuple(cells))
     return [("", *(cell for kind in kinds for cell in (f"{kind or 'as it is'}: weights", "tokens in KV cache"))), *rows]
 
@@ -112,15 +112,15 @@ def _advice(task: Task, results: Sequence[Result]) -> str:
     best = best_of(results)
     if best is None or best.load is None:
         smallest = min(results, key=lambda result: result.memory.weights)
-        return ("Nothing fits. The smallest share of the weights is " + gigabytes(smallest.memory.weights) +
-                f" a rank ({smallest.layout}), and a rank may use {gigabytes(smallest.memory.largest)}. Take more or "
+        return ("Nothing fits. The smallest share of the weights is " + size_text(smallest.memory.weights) +
+                f" a rank ({smallest.layout}), and a rank may use {size_text(smallest.memory.largest)}. Take more or "
                 "larger devices, --quantization int8 or int4, or shorter requests (--max-model-len).")  # fmt: skip
     flags = f" {best.layout.flags}" if best.layout.flags else ""
     lines = [f"Take {best.layout}" + (f" (quire serve{flags})" if task.fitted is None else "")]
     if task.limits:
-        lines[0] += ": it meets the objectives" if best.load.met else ": but no layout meets the objectives"
+        lines[0] += ": it meets the objectives" if best.load.met else ": no layout meets the objectives at this traffic"
         if best.breaking is not None:
-            lines[0] += f", up to {best.breaking.rate:,.3g} requests a second"
+            lines[0] += f", {'' if best.load.met else 'but it does '}up to {best.breaking.rate:,.3g} requests a second"
     lines[0] += "."
     if best.cost is not None:
         lines.append(_cost_text(best, best.cost))
@@ -184,7 +184,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def gigabytes(size: float) -> str:
+def size_text(size: float) -> str:
+    if size < 1e9:
+        return f"{size / 1e6:.0f} MB"
     return f"{size / 1e9:.1f} GB" if size < 99.5e9 else f"{size / 1e9:,.0f} GB"
 
 
