@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # no pyplot: no display, no global state
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from quire_plan.plan import PERCENTILES, Load, Result, Task, best_of
 from quire_plan.slo import METRICS
@@ -50,9 +51,12 @@ def _latencies(axis: Axes, metric: str, task: Task, loads: Sequence[Load]) -> No
         if limit.metric == metric:
             axis.axvline(1e3 * limit.seconds, color=_RED, ls="--", lw=1, label=str(limit))
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set(title=f"{METRICS[metric].capitalize()}: p50 ●, p90 |, p99 ◆", xlabel="ms")
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=8, loc="lower right")
+        axis.legend(fontsize=8)
 
 
 def _loads(axis: Axes, task: Task, results: Sequence[Result], best: Result | None) -> None:
@@ -66,7 +70,7 @@ def _loads(axis: Axes, task: Task, results: Sequence[Result], best: Result | Non
         label = f" {rate:,.3g}"
         if result.cost_at_breaking is not None:
             label += f", ${result.cost_at_breaking.per_million_output_tokens:.2f} a million output tokens"
-        axis.text(0, row, label, va="center", fontsize=8)
-    axis.axvline(task.traffic.rate, color=_BLUE, ls="--", lw=1, label="the traffic")
-    axis.set(title="Highest load that meets all limits", xlabel="requests a second", xlim=(0, None))
-    axis.legend(fontsize=8, loc="lower right")
+        axis.text(0, row, label, va="center", fontsize=8, color="white" if result is best else "black", zorder=3)
+    axis.axvline(task.traffic.rate, color=_BLUE, ls="--", lw=1, zorder=0, label="the traffic")
+    axis.set(title="Highest load that meets all limits", xlabel="requests a second", xlim=(0, None), axisbelow=True)
+    axis.legend(fontsize=8)
