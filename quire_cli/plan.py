@@ -132,7 +132,7 @@ def _footprint(model: str | None, options: dict[str, Any]) -> "Footprint":
     from quire_cli.models.lookup import look_up
 
     facts, place = look_up(model, options)
-    if facts.footprint is None:
+    if facts.footprint is None or (facts.problem is not None and facts.format != "no weights"):
         raise ValueError(f"{place}: {facts.problem or f'it is {facts.purpose}, and not a whole model'}")
     if not facts.footprint.generates:
         raise ValueError(f"{place}: it makes {facts.purpose}, and plans are for models that generate text")

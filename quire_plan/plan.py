@@ -230,10 +230,10 @@ def cost_of(price: float | None, layout: Layout, load: Load | None) -> Cost | No
     return Cost(hour, hour / output, hour / total)
 
 
-def best_of(results: Sequence[Result]) -> Result | None:
+def best_of(results: Sequence[Result], limits: Sequence[Limit]) -> Result | None:
     """The layout to take: among those that meet the objectives, the one that bears the highest load, which has the
-    lowest price of a token. If none meets them, the one with the most good requests. Without objectives, the one with
-    the lowest mean of the end-to-end latency."""
+    lowest price of a token. If none meets them, the one with the most good requests. Without limits, the one with the
+    lowest median of the end-to-end latency."""
     fitting = [(result, result.load) for result in results if result.load is not None]
     if not fitting:
         return None
@@ -241,6 +241,7 @@ def best_of(results: Sequence[Result]) -> Result | None:
     def key(pair: tuple[Result, Load]) -> tuple[float, ...]:
         result, load = pair
         bears = result.breaking.rate if result.breaking is not None else 0.0
-        return load.met, bears if load.met else 0.0, load.goodput, -load.latencies.percentiles["e2e"][50.0]
+        good = load.goodput if limits else 0.0
+        return load.met, bears if load.met else 0.0, good, -load.latencies.percentiles["e2e"][50.0]
 
     return max(fitting, key=key)[0]

@@ -23,7 +23,7 @@ def plot(path: Path, title: str, task: Task, results: Sequence[Result]) -> None:
     figure.suptitle(f"{title} on {task.device.name}, {task.traffic.rate:,.3g} requests a second", fontsize=11)
     bears = any(result.breaking is not None for result in results)
     axes = figure.subplots(1, 3 if bears else 2, sharey=True, squeeze=False)[0]
-    best = best_of(results)
+    best = best_of(results, task.limits)
     for axis, metric in zip(axes, ("ttft", "itl"), strict=False):
         _latencies(axis, metric, task, [load for _, load in shown])
     if bears:

@@ -109,7 +109,7 @@ def _nearest(load: Load, limits: Sequence[Limit]) -> str:
 
 
 def _advice(task: Task, results: Sequence[Result]) -> str:
-    best = best_of(results)
+    best = best_of(results, task.limits)
     if best is None or best.load is None:
         smallest = min(results, key=lambda result: result.memory.weights)
         return ("Nothing fits. The smallest share of the weights is " + size_text(smallest.memory.weights) +
@@ -143,7 +143,7 @@ def _cost_text(best: Result, cost: Cost) -> str:
 
 def as_json(task: Task, results: Sequence[Result]) -> dict[str, Any]:
     """All of it as data: bytes, seconds and requests a second."""
-    best = best_of(results)
+    best = best_of(results, task.limits)
     return {
         "device": task.device.name,
         "quantization": task.quantization,

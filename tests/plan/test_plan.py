@@ -85,7 +85,7 @@ def test_a_plan_compares_layouts(llama):
     spread, divided = results
     assert all(result.load and result.load.met and result.breaking for result in results)
     assert divided.load.latencies.percentiles["itl"][50.0] < spread.load.latencies.percentiles["itl"][50.0]  # type: ignore[union-attr]
-    best = best_of(results)
+    best = best_of(results, made.limits)
     assert best in results
     assert best.breaking.rate == max(result.breaking.rate for result in results)  # type: ignore[union-attr]
     assert spread.needed in (1, 2)
@@ -99,6 +99,15 @@ def test_a_plan_compares_layouts(llama):
     assert data["layouts"][0]["load"]["ttft"]["p99"] > 0
 
 
+def test_without_limits_the_fastest_is_best(llama):
+    made = task(llama, "rate=8,input=300,output=60,requests=30")
+    results = list(plan(made, [Layout(dp=4), Layout(4), Layout(1, 4)]))
+    best = best_of(results, made.limits)
+    assert best is not None
+    assert best.layout == Layout(4)
+    assert "Take tp 4 (quire serve -tp 4)." in report.text(made, results)
+
+
 def test_layouts_are_simulated_by_several_processes_alike(llama):
     made = task(llama, "rate=8,input=300,output=20,requests=30")
     assert list(plan(made, [Layout(dp=2), Layout(2)], 2)) == list(plan(made, [Layout(dp=2), Layout(2)]))
@@ -108,7 +117,7 @@ def test_what_does_not_fit_is_said(llama):
     made = replace(task(llama, "rate=8,input=300,output=20,requests=30"), device=replace(H100, memory=8e9))
     results = list(plan(made, [Layout()]))
     assert results[0].load is None
-    assert best_of(results) is None
+    assert best_of(results, made.limits) is None
     assert "Nothing fits" in report.text(made, results)
     assert "does not fit" in report.text(made, results)
 
