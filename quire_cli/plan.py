@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,8 @@ def _simulate(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     if arguments.gpus == "?":
         print(_devices())
         return 0
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        raise RuntimeError('quire plan --plot needs matplotlib: pip install "quire[bench]"')
     task, ranks = _task(arguments, options)
     wanted = [parse_layout(text) for text in arguments.layout] or layouts(ranks, task.footprint.spec)
     for layout in wanted:
