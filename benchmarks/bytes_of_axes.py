@@ -3,7 +3,7 @@
     python -m benchmarks.bytes_of_axes [--ranks 4]
 
 The layers of a small model of the same architecture run on one rank, whose communicators write down what is sent and
-exchange nothing (`count`). `layer`, `boundary` and `ends` are formulas for the same, and
+exchange nothing (`count`). quire_plan/exchanges.py has formulas for the same, and
 tests/bench/test_bytes_of_axes.py holds them against what was counted. The table has what the formulas say of the real
 shapes, in bfloat16.
 
@@ -34,7 +34,9 @@ from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import Communicator, Mesh
 from quire.worker.worker import Worker
+from quire_plan.exchanges import Axes, Sent, boundary, ends, exchange, expected_exchange, layer
 
+__all__ = ["Axes", "Sent", "boundary", "ends", "exchange", "layer"]  # tests take them from here
 BYTES = 2  # of an element, in bfloat16
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
@@ -61,20 +63,6 @@ SMALL = {
 def small(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a small model of the same architecture."""
     return {name: SMALL.get(name, value) for name, value in config.items()}
-
-
-@dataclass(frozen=True)
-class Sent:
-    """calls: how often a rank exchanges something. values: elements that it sends, all calls together."""
-
-    calls: int = 0
-    values: float = 0.0
-
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.calls + other.calls, self.values + other.values)
-
-    def __mul__(self, times: int) -> Sent:
-        return Sent(self.calls * times, self.values * times)
 
 
 @dataclass(frozen=True)
@@ -121,15 +109,6 @@ class Counting(Communicator):
         return Sent(self.counted["calls"], self.counted["values"])
 
 
-@dataclass(frozen=True)
-class Axes:
-    """tp: ranks that divide each layer. divides_tokens: --enable-sequence-parallel. pp: stages."""
-
-    tp: int = 1
-    divides_tokens: bool = False
-    pp: int = 1
-
-
 def count(config: Mapping[str, Any], axes: Axes, tokens: int, stage: int = 0) -> tuple[Sent, Sent]:
     """(what a rank sends to its tensor group in a step, to other stages), counted in the layers of a whole model.
 
@@ -152,53 +131,6 @@ def count(config: Mapping[str, Any], axes: Axes, tokens: int, stage: int = 0) ->
         if runner.model.stage.has_head:
             runner.model.logits(hidden)
     return groups[0].sent, groups[1].sent
-
-
-def layer(spec: DecoderSpec, index: int, axes: Axes) -> Sent:
-    """What a rank sends for each token in a layer."""
-    if axes.tp == 1:
-        return Sent()
-    mixer, parallel, part = spec.mixers[index], spec.residual == "parallel", (axes.tp - 1) / axes.tp
-    sums = 1 if parallel else 2
-    inputs = (
-        2 if parallel and spec.names.get("mlp_norm") is not None else sums
-    )  # that are gathered if tokens are divided
-    out = Sent(sums, 2 * sums * spec.hidden_size * part)
-    if axes.divides_tokens:
-        out = Sent(sums + inputs, (sums + inputs) * spec.hidden_size * part)
-    if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None and mixer.qk_norm_over == "all":
-        out += Sent(2, 2 * 2 * part)  # the squares of its queries and keys
-    return out
-
-
-def boundary(spec: DecoderSpec, axes: Axes) -> Sent:
-    """What a rank sends for each token to the next stage, and to its tensor group there, which joins the parts."""
-    if axes.pp == 1:
-        return Sent()
-    joins = axes.tp > 1 and not axes.divides_tokens
-    return Sent(1, spec.hidden_size / axes.tp) + Sent(joins, joins * spec.hidden_size * (axes.tp - 1) / axes.tp)
-
-
-def ends(spec: DecoderSpec, axes: Axes) -> Sent:
-    """What a rank sends for each token at the embedding, and for each sampled token at the head."""
-    if axes.tp == 1:
-        return Sent()
-    part = (axes.tp - 1) / axes.tp
-    out = Sent(2, (2 * (spec.embedding_size or spec.hidden_size) + spec.vocab_size) * part)
-    return out + Sent(1, spec.hidden_size * part) if axes.divides_tokens else out
-
-
-def exchange(mlp: MoESpec, hidden: int, ranks: float, elsewhere: float) -> Sent:
-    """What a replica sends for each token in a layer with experts that replicas share: the token with the numbers of
-    its experts, to each of `ranks` other replicas, and as many results as come back for it, from `elsewhere` choices.
-    The numbers of rows, which are exchanged first, are not counted by token."""
-    return Sent(3, ranks * (hidden + mlp.top_k) + elsewhere * hidden)
-
-
-def expected_exchange(mlp: MoESpec, hidden: int, replicas: int) -> Sent:
-    """The same for tokens whose choices are independent, and equally likely on each replica."""
-    there = 1 - (1 - 1 / replicas) ** mlp.top_k  # probability that a replica has some of a token's experts
-    return exchange(mlp, hidden, (replicas - 1) * there, mlp.top_k * (replicas - 1) / replicas)
 
 
 def of_experts(spec: DecoderSpec, replicas: int) -> list[str]:

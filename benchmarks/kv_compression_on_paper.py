@@ -16,7 +16,7 @@ import argparse
 from collections import deque
 from typing import Any
 
-from benchmarks.gpu.rates import HOST_OPERATION, HOST_STEP, MEMORY_SHARE
+from benchmarks.gpu.rates import HOST_OPERATION, HOST_STEP
 from quire.kvcache.specs import attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
@@ -25,9 +25,11 @@ from quire.options.kv_compression import KVCompressionOptions
 from quire.scheduler.compression import Compression
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
+from quire_plan.devices import DEVICES
 
 PARAMETERS, HIDDEN, LAYERS, TOKEN_BYTES, POOL_BYTES = 8e9, 4096, 32, 131_072, 54e9
-BANDWIDTH, PRODUCTS, ATTENTION, OPERATIONS = 3.35e12 * MEMORY_SHARE, 600e12, 400e12, 14  # the last: of a layer
+BANDWIDTH, PRODUCTS, ATTENTION = DEVICES["H100"].reached_bandwidth, 600e12, 400e12
+OPERATIONS = 14  # of a layer
 BLOCK, BUDGET = 16, 8192
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quire.gpu.cards import CARDS, Card
+from quire_plan.devices import DEVICES, KINDS
 
 KIB, MIB, GIB, TERA = 2**10, 2**20, 2**30, 1e12
 
@@ -46,7 +47,8 @@ class Rates:
 
 
 # Shares and latencies that hold for all cards.
-MEMORY_SHARE = 0.91  # of the data sheet's bandwidth
+_GPU = KINDS["gpu"]
+MEMORY_SHARE = _GPU.memory_share  # of the data sheet's bandwidth
 SMALL_PRODUCT_SHARE = 0.85  # of that, what a library's product with few rows reaches
 L2_BYTES_PER_CLOCK = 5120
 L2_SHARE = 0.7
@@ -56,25 +58,33 @@ LOAD_STORE_LANES = 32
 CLOCKS_PER_INSTRUCTION = 3  # from one instruction of a warp to its next, where there is one warp for each scheduler
 LAUNCH = 0.45e-6  # between the end of a kernel's work and the start of the next one's, inside a replayed graph
 MEMORY_LATENCY = 0.6e-6  # from a load to its data when memory is busy
-HOST_OPERATION = 4.2e-6  # host time of an operation of torch that launches a kernel
+HOST_OPERATION = _GPU.launch  # host time of an operation of torch that launches a kernel
 HOST_TRITON = 8.7e-6  # host time of the launch of a Triton kernel
 HOST_VIEW = 1e-6  # host time of a view, or of memory for a result
-HOST_STEP = 0.15e-3  # host time of a step besides: scheduling, results
-HOST_REQUEST = 6e-6  # the same for each request of a step
-HOST_GRAPH = 10e-6  # host time to replay a graph
+HOST_STEP = _GPU.step  # host time of a step besides: scheduling, results
+HOST_REQUEST = _GPU.request  # the same for each request of a step
+HOST_GRAPH = _GPU.graph  # host time to replay a graph
 HOST_IMPORT = 4.0  # seconds until Python, torch and the context of the GPU are ready
 CACHED_KERNEL = 0.01  # seconds to load a kernel from Triton's cache
 COMPILED_KERNEL = 1.5  # seconds to compile one
 STORE = 0.25e-6  # from the last result of a program to the end of the program
 
+
+def _rates(name: str, card: Card, *others: float) -> Rates:
+    """A card of quire_plan/devices.toml. others: what that table does not have."""
+    device = DEVICES[name]
+    clock, l2_size, synchronous, fma = others
+    return Rates(card, device.bandwidth, device.rates["bf16"], clock, int(l2_size), device.kind.product_share,
+                 synchronous, int(fma))  # fmt: skip
+
+
 RATES = {
-    "A100": Rates(CARDS["sm_80"], 2.039e12, 312e12, 1.41e9, 40 * MIB, 267.9 / 312, 1.0, 64),
-    "H100": Rates(CARDS["sm_90"], 3.35e12, 989.4e12, 1.83e9, 50 * MIB, 794.5 / 989.4, 0.63, 128),
-    "H200": Rates(replace(CARDS["sm_90"], name="NVIDIA H200", memory=141 * GIB), 4.8e12, 989.4e12, 1.83e9, 50 * MIB,
-                  794.5 / 989.4, 0.63, 128),
-    "B200": Rates(CARDS["sm_100"], 8.0e12, 2250e12, 1.85e9, 126 * MIB, 1745 / 2250, 0.25, 128),
-    "RTX PRO 6000": Rates(CARDS["sm_120"], 1.792e12, 503.8e12, 2.617e9, 128 * MIB, 0.8, 1.0, 128),
-}  # fmt: skip
+    "A100": _rates("A100", CARDS["sm_80"], 1.41e9, 40 * MIB, 1.0, 64),
+    "H100": _rates("H100", CARDS["sm_90"], 1.83e9, 50 * MIB, 0.63, 128),
+    "H200": _rates("H200", replace(CARDS["sm_90"], name="NVIDIA H200", memory=141 * GIB), 1.83e9, 50 * MIB, 0.63, 128),
+    "B200": _rates("B200", CARDS["sm_100"], 1.85e9, 126 * MIB, 0.25, 128),
+    "RTX PRO 6000": _rates("RTX-PRO-6000", CARDS["sm_120"], 2.617e9, 128 * MIB, 1.0, 128),
+}
 
 ASSUMPTIONS = (  # what is assumed, the value, the source; the first run on a card confirms or refutes each
     ("bandwidth, processors, second-level cache, dense 16-bit products and their clock", "RATES",

@@ -4,7 +4,8 @@ from quire.config import ConfigError, ParallelConfig
 from quire.layers.build import Builder, Outline
 from quire.models.decoder import Decoder
 from quire.models.spec import DecoderSpec
-from quire.parallel.pipeline import Stage, balanced
+from quire.parallel.pipeline import Stage
+from quire.parallel.sizes import balanced
 
 _NO_LAYERS = range(0)
 

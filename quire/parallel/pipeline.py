@@ -1,9 +1,7 @@
 """The stages of a pipeline: which layers each rank has, and how hidden states pass from one stage to the next."""
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,33 +21,6 @@ class Stage:
     layers: range
     has_embedding: bool = True
     has_head: bool = True
-
-
-def balanced(costs: Sequence[int], stages: int) -> list[int]:
-    """Divide layers, in order, among stages so that the most expensive stage costs as little as possible, and the
-    others about the same.
-
-    costs: of each layer. Returns the number of layers of each stage, at least 1. Raises ValueError if there are more
-    stages than layers.
-    """
-    count, sums = len(costs), [0, *accumulate(costs)]
-    if stages > count:
-        raise ValueError(f"pipeline_parallel_size={stages} is too large: the model has {count} layers")
-    # best[n]: the first n layers in so many stages as the loop has seen: (cost of the most expensive one, sum of the
-    # squares, layers of each)
-    best = [(sums[n], sums[n] ** 2, [n]) for n in range(count + 1)]
-    for stage in range(1, stages):
-        best = [
-            min(
-                (max(most, sums[n] - sums[m]), squares + (sums[n] - sums[m]) ** 2, [*sizes, n - m])
-                for m, (most, squares, sizes) in enumerate(best[:n])
-                if len(sizes) == stage and min(sizes) > 0
-            )
-            if n > stage
-            else (0, 0, [])
-            for n in range(count + 1)
-        ]
-    return best[count][2]
 
 
 class Pipe:

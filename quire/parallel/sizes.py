@@ -11,6 +11,8 @@ All four may share out the experts of a layer (ep).
 """
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Self
 
 import msgspec
@@ -72,3 +74,30 @@ class MeshSizes(msgspec.Struct, frozen=True):
         size = math.prod(ranks.shape[dim] for dim in dims)
         groups: list[list[int]] = np.moveaxis(ranks, dims, range(-len(dims), 0)).reshape(-1, size).tolist()
         return groups
+
+
+def balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Divide layers, in order, among stages so that the most expensive stage costs as little as possible, and the
+    others about the same.
+
+    costs: of each layer. Returns the number of layers of each stage, at least 1. Raises ValueError if there are more
+    stages than layers.
+    """
+    count, sums = len(costs), [0, *accumulate(costs)]
+    if stages > count:
+        raise ValueError(f"pipeline_parallel_size={stages} is too large: the model has {count} layers")
+    # best[n]: the first n layers in so many stages as the loop has seen: (cost of the most expensive one, sum of the
+    # squares, layers of each)
+    best = [(sums[n], sums[n] ** 2, [n]) for n in range(count + 1)]
+    for stage in range(1, stages):
+        best = [
+            min(
+                (max(most, sums[n] - sums[m]), squares + (sums[n] - sums[m]) ** 2, [*sizes, n - m])
+                for m, (most, squares, sizes) in enumerate(best[:n])
+                if len(sizes) == stage and min(sizes) > 0
+            )
+            if n > stage
+            else (0, 0, [])
+            for n in range(count + 1)
+        ]
+    return best[count][2]

@@ -2,14 +2,14 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import inf
 
 from quire_cli.models.machine import Machine
-from quire_cli.models.sizes import Footprint
-
-# Decoding reads all weights for each token, at this part of the speed at which the memory can be copied: 0.8 to 0.9 on
-# the machines of docs/performance.md.
-_EFFICIENCY = 0.85
-_STEP_SECONDS = 150e-6  # what a step takes besides, measured with the bundled model; it matters only for tiny models
+from quire_plan.counted import Counted
+from quire_plan.devices import KINDS, Device
+from quire_plan.layout import Layout
+from quire_plan.sizes import Footprint
+from quire_plan.work import step_work
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,21 @@ def estimates(footprint: Footprint, machine: Machine) -> list[Estimate]:
 
 def tokens_per_second(read: float, bandwidth: float) -> float:
     """read: bytes of weights for each token. bandwidth: of the memory, in bytes a second."""
-    return 1 / (_STEP_SECONDS + read / (_EFFICIENCY * bandwidth))
+    kind = KINDS["measured"]
+    return 1 / (kind.step + read / (kind.weight_share * bandwidth))
 
 
 def _estimate(footprint: Footprint, machine: Machine, quantization: str | None) -> Estimate:
-    memory, read = footprint.weights(quantization)
+    memory, _ = footprint.weights(quantization)
     room = int(machine.cache_share * (machine.free - memory))
     longest = footprint.spec.max_positions
     context = 0 if room < 0 else bisect_right(range(longest + 1), room, key=footprint.cache) - 1
-    speed = tokens_per_second(read, machine.bandwidth) if footprint.generates else None
+    speed = _speed(footprint, machine, quantization) if footprint.generates else None
     return Estimate(quantization, round(memory), context, speed)
+
+
+def _speed(footprint: Footprint, machine: Machine, quantization: str | None) -> float:
+    """The counted speed of one request with a short context, if only reading memory takes time."""
+    device = Device(machine.device, machine.free, machine.bandwidth, {"bf16": inf}, inf, KINDS["measured"])
+    times = Counted(footprint, Layout(), device, quantization)
+    return 1 / sum(times.stages([step_work([1], [1], 1, times.windows)]))

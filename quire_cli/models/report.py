@@ -1,26 +1,18 @@
 """What `quire show` and `quire pull` say about a model on this machine."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from quire_cli.models.estimate import Estimate, estimates
 from quire_cli.models.facts import Facts
 from quire_cli.models.machine import Machine
-from quire_cli.models.sizes import Footprint
 from quire_cli.models.words import count_text, size_text, speed_text
+from quire_plan.report import table as table
+from quire_plan.sizes import Footprint
 
 
 def title(name: str, short_name: str | None) -> str:
     return name if short_name is None else f"{name} (short name {short_name})"
-
-
-def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
-    """Rows as lines with columns of equal width."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join((indent + line).rstrip() for line in lines)
 
 
 def details(facts: Facts) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from quire_cli.models import formats
 from quire_cli.models.estimate import estimates
 from quire_cli.models.facts import facts_of
 from quire_cli.models.machine import Machine, this_machine
-from quire_cli.models.sizes import Footprint, parameters_of
+from quire_plan.sizes import Footprint, parameters_of
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import make_llm
 from support.gguf_files import write_gguf

@@ -17,7 +17,7 @@ from quire.engine.core import EngineCore
 from quire.engine.llm import LLM
 from quire.lora.files import LoRARequest
 from quire.messages.sampling_params import SamplingParams
-from quire.parallel.pipeline import balanced
+from quire.parallel.sizes import balanced
 from quire.scheduler.scheduler import Scheduler
 from support.adapters import OPTIONS, adapted_tokens, check, modules_of, write_adapter
 from support.drafters import Drafters
