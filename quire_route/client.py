@@ -63,7 +63,7 @@ def request(
     client: aiohttp.ClientSession, span: "ServerSpan | None", method: str, url: yarl.URL,
     headers: Sequence[tuple[str, str]], data: Any,
 ) -> Any:  # fmt: skip
-    """A context manager of a server's response. span: of the request that this one is a part of; None without traces."""
+    """A context manager of a server's response. span: of the request that this is a part of; None without traces."""
     if span is None:
         return client.request(method, url, headers=headers, data=data, allow_redirects=False)
     return _traced(client, span, method, url, headers, data)

@@ -1,5 +1,6 @@
 """The server's ASGI application."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -35,6 +36,7 @@ from quire_server.errors import add_error_handlers
 from quire_server.generation import Server
 from quire_server.middleware import ApiKeys, RootPath, add_middleware
 from quire_server.observability import PROBES, HttpMetrics, Observability
+from quire_server.process_metrics import ProcessMetrics, server_processes
 from quire_server.request_log import RequestLog
 from quire_server.tracing import begin_tracing
 
@@ -62,7 +64,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log)
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
-    app.state.http_metrics = http_metrics = HttpMetrics()
+    processes = ProcessMetrics(partial(server_processes, llm.client), llm.config.parallel.ranks > 1)
+    app.state.http_metrics = http_metrics = HttpMetrics(processes)
     app.state.tracing = tracing = begin_tracing(config.otlp_traces_endpoint, "quire", _has_no_span)
     routes = [*app.routes, *admin_routes.router.routes]
     apis = (

@@ -20,9 +20,10 @@ from prometheus_client import (
     GCCollector,
     Histogram,
     PlatformCollector,
-    ProcessCollector,
     Summary,
+    generate_latest,
 )
+from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,12 +43,16 @@ _KINDS: dict[str, type[Any]] = {"counter": Counter, "histogram": Histogram, "sum
 
 
 class HttpMetrics:
-    """Counts requests and their times and sizes. Also shows this process: its memory, time, files and Python."""
+    """Counts requests and their times and sizes. Also shows this process' Python.
 
-    def __init__(self) -> None:
+    processes: what is shown of all processes of the server.
+    """
+
+    def __init__(self, processes: Collector) -> None:
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
-        ProcessCollector(registry=self.registry)
+        self._processes = CollectorRegistry()
+        self._processes.register(processes)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         for name, options in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
@@ -64,8 +69,8 @@ class HttpMetrics:
         self._metrics["http_response_size_bytes"].labels(handler).observe(sent)
 
     def render(self) -> bytes:
-        """In Prometheus' text format. Those of several API processes are shown with the engine's metrics."""
-        return b"" if are_shared() else exposition(self.registry)
+        """In Prometheus' text format. What several API processes count is shown with the engine's metrics."""
+        return (b"" if are_shared() else exposition(self.registry)) + generate_latest(self._processes)
 
 
 class _Exchange:

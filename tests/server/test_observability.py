@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire_server.observability import HttpMetrics
+from quire_server.process_metrics import ProcessMetrics
 from support.server import Answer, Host, Service, eventually
 
 SHORT = {"prompt": "a", "max_tokens": 1}
@@ -227,9 +228,13 @@ def test_sizes_and_times_of_streams_are_counted_whole(host: Host):
 def test_metrics_show_the_engine_http_and_the_process_and_probes_are_not_counted(server: Service):
     text = server.get("/metrics").body.decode()
     names = """quire:num_requests_running quire:cache_config_info http_request_duration_highr_seconds_count
-        process_resident_memory_bytes process_open_fds python_gc_collections_total python_info"""
+        process_start_time_seconds process_open_fds python_gc_collections_total python_info"""
     for name in names.split():
         assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE), name
+    for process in ("api 0", "core 0"):
+        found = re.search(rf'^process_resident_memory_bytes{{process="{process}"}} (\S+)$', text, re.MULTILINE)
+        assert float(found[1]) > 10e6
+        assert re.search(rf'^process_cpu_seconds_total{{process="{process}"}} ', text, re.MULTILINE)
     assert 'handler="/metrics"' not in text
     assert 'handler="/health"' not in text
 
@@ -237,7 +242,7 @@ def test_metrics_show_the_engine_http_and_the_process_and_probes_are_not_counted
 def test_the_documented_http_metrics_are_those_that_there_are():
     document = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(http_\w+)` \| (\w+) \| (.+?) \|", document, re.MULTILINE)
-    metrics = HttpMetrics()
+    metrics = HttpMetrics(ProcessMetrics(dict, has_ranks=False))
     metrics.count("/v1/models", "GET", 200, 0.1, 0, 10)
     shown = set()
     for family in metrics.registry.collect():
