@@ -25,6 +25,7 @@ from quire.config import ConfigError
 from quire.metrics.logging import logger
 
 FLUSH_SECONDS = 5.0  # that the end of the process may take for spans that were not sent yet
+MOST_CHARACTERS = 500  # of a text from a client
 _REPEAT_SECONDS = 60.0  # in which the log has the same problem once
 _PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 _CONTEXT = ("traceparent", "tracestate")
@@ -120,7 +121,7 @@ class Tracing:
         self._tracer = provider.get_tracer("quire", __version__)
 
     def begin(self, scope: Scope, path: str, route: str | None) -> ServerSpan | None:
-        """The span of a request, unless its path has none. path: without the server's root path. route: the route's
+        """The span of a request; None if its path has none, or if OTEL_SDK_DISABLED is set. path: without the server's root path. route: the route's
         path, in which parts that differ have a name."""
         if self._ignored(path):
             return None
@@ -128,15 +129,17 @@ class Tracing:
         method = scope["method"]
         name = method if route is None else f"{method} {route}"
         span = self._tracer.start_span(name, _context_of(scope), SpanKind.SERVER)
+        if not span.get_span_context().is_valid:
+            return None
         found = ServerSpan(self._tracer, span, began)
         if found.is_recorded:
             client, server, headers = scope.get("client"), scope.get("server"), dict(scope["headers"])
             agent = headers.get(b"user-agent")
             found.set({
-                "http.request.method": method, "http.route": route, "url.path": path, "url.scheme": scope["scheme"],
+                "http.request.method": method, "http.route": route, "url.path": path[:MOST_CHARACTERS], "url.scheme": scope["scheme"],
                 "network.protocol.version": scope["http_version"], "client.address": client[0] if client else None,
                 "server.address": server[0] if server else None, "server.port": server[1] if server else None,
-                "user_agent.original": None if agent is None else agent.decode("latin-1"),
+                "user_agent.original": None if agent is None else agent[:MOST_CHARACTERS].decode("latin-1"),
             })  # fmt: skip
         return found
 

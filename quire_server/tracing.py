@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire_server.spans import ServerSpan, Tracing
 
 MOST_PROMPTS = 16  # of a request whose times have spans
+MOST_CHARACTERS = 64  # of a tool's name and of the id of its call, which a model may write
 _OPERATIONS = {
     "/v1/chat/completions": "chat", "/v1/responses": "chat", "/v1/messages": "chat", "/api/chat": "chat",
     "/v1/completions": "text_completion", "/api/generate": "text_completion",
@@ -59,7 +60,7 @@ class RequestTrace:
     def called(self, name: str, call_id: str, index: int) -> None:
         """The answer with this index calls a tool. Its arguments are not known yet."""
         self._span.add_event("gen_ai.tool.call", {
-            "gen_ai.tool.name": name, "gen_ai.tool.call.id": call_id, "gen_ai.tool.type": "function",
+            "gen_ai.tool.name": name[:MOST_CHARACTERS], "gen_ai.tool.call.id": call_id[:MOST_CHARACTERS], "gen_ai.tool.type": "function",
             "gen_ai.choice.index": index,
         })  # fmt: skip
 

@@ -21,9 +21,9 @@ CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 class Session:
     """A process whose standard streams are a terminal. `screen` is everything that it has written."""
 
-    def __init__(self, command: list[str], columns: int, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], columns: int, rows: int, environment: dict[str, str]) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
             command,
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
@@ -81,10 +81,10 @@ class Session:
 
 
 @contextlib.contextmanager
-def terminal(*arguments: str, state: Path, columns: int = 70, **environment: str) -> Iterator[Session]:
+def terminal(*arguments: str, state: Path, columns: int = 70, rows: int = 40, **environment: str) -> Iterator[Session]:
     """Run `quire ...` in a terminal. state: the folder in which it keeps the user's state."""
     environment["XDG_STATE_HOME"] = str(state)
-    session = Session([sys.executable, "-m", "quire", *arguments], columns, environment)
+    session = Session([sys.executable, "-m", "quire", *arguments], columns, rows, environment)
     try:
         yield session
     finally:
