@@ -121,8 +121,10 @@ class Tracing:
         self._tracer = provider.get_tracer("quire", __version__)
 
     def begin(self, scope: Scope, path: str, route: str | None) -> ServerSpan | None:
-        """The span of a request; None if its path has none, or if OTEL_SDK_DISABLED is set. path: without the server's root path. route: the route's
-        path, in which parts that differ have a name."""
+        """The span of a request; None if its path has none, or if OTEL_SDK_DISABLED is set.
+
+        path: without the server's root path. route: the route's path, in which parts that differ have a name.
+        """
         if self._ignored(path):
             return None
         began = time.monotonic_ns()
@@ -136,7 +138,8 @@ class Tracing:
             client, server, headers = scope.get("client"), scope.get("server"), dict(scope["headers"])
             agent = headers.get(b"user-agent")
             found.set({
-                "http.request.method": method, "http.route": route, "url.path": path[:MOST_CHARACTERS], "url.scheme": scope["scheme"],
+                "http.request.method": method, "http.route": route, "url.path": path[:MOST_CHARACTERS],
+                "url.scheme": scope["scheme"],
                 "network.protocol.version": scope["http_version"], "client.address": client[0] if client else None,
                 "server.address": server[0] if server else None, "server.port": server[1] if server else None,
                 "user_agent.original": None if agent is None else agent[:MOST_CHARACTERS].decode("latin-1"),

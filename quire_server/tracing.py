@@ -60,8 +60,8 @@ class RequestTrace:
     def called(self, name: str, call_id: str, index: int) -> None:
         """The answer with this index calls a tool. Its arguments are not known yet."""
         self._span.add_event("gen_ai.tool.call", {
-            "gen_ai.tool.name": name[:MOST_CHARACTERS], "gen_ai.tool.call.id": call_id[:MOST_CHARACTERS], "gen_ai.tool.type": "function",
-            "gen_ai.choice.index": index,
+            "gen_ai.tool.name": name[:MOST_CHARACTERS], "gen_ai.tool.call.id": call_id[:MOST_CHARACTERS],
+            "gen_ai.tool.type": "function", "gen_ai.choice.index": index,
         })  # fmt: skip
 
     def ran(self, requests: "Sequence[ProcessedRequest]", outputs: "Sequence[RequestOutput]", began: float) -> None:

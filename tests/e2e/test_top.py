@@ -15,14 +15,14 @@ from support.server_process import Server
 from support.terminal import CTRL_C, terminal
 
 pytestmark = pytest.mark.slow
-OPTIONS = ("--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory-bytes", "16M")
+OPTIONS = ("--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory-bytes", "16M", "--drain-timeout", "0")
 SIZE = {"columns": 80, "rows": 24}
 WAIT = 300
 
 
-def begin(server: Server, **headers: str) -> threading.Thread:
-    body = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True, "request_id": "a-story"}
-    headers = {"Content-Type": "application/json", **headers}
+def begin(server: Server, tokens: int) -> threading.Thread:
+    body = {"prompt": "Once upon a time", "max_tokens": tokens, "ignore_eos": True, "request_id": "a-story"}
+    headers = {"Content-Type": "application/json"}
     asking = threading.Thread(
         target=request, args=(server.url, "POST", "/v1/completions", json.dumps(body).encode()), kwargs=headers
     )
@@ -36,10 +36,10 @@ def test_it_shows_requests_survives_the_server_and_leaves_at_q(tmp_path: Path):
         with terminal("top", server.url, state=tmp_path, **SIZE) as session:
             session.wait_for("quire-demo", WAIT)
             session.wait_for("no requests", WAIT)
-            asking = begin(server)
+            asking = begin(server, 1900)
             session.wait_for("a-story", WAIT)
-            asking.join()
             assert server.stop() == 0
+            asking.join()
             session.wait_for("Trying again.", WAIT)
             session.wait_for(" lost ", WAIT)
             with Server(*OPTIONS, "--port", port, start_timeout=WAIT) as server:
@@ -70,7 +70,7 @@ def test_where_the_page_is_off_metrics_are_shown(tmp_path: Path):
         terminal("top", f"{server.url}/v1", "--api-key", "unused", state=tmp_path, **SIZE) as session,
     ):
         session.wait_for("The server's page is off", WAIT)
-        asking = begin(server)
+        asking = begin(server, 100)
         session.wait_for("50 %", WAIT)
         asking.join()
         session.wait_for("1 length", WAIT)
