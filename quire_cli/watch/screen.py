@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.text import Text
@@ -142,7 +142,8 @@ def _map(cells: str, space: int) -> Iterable[Sequence[tuple[str, str]]]:
     bounds = [number * len(cells) // places for number in range(places + 1)]
     most = [max(cells[start:end]) for start, end in pairwise(bounds)]
     drawn = [_BLOCKS.get(state, _SHARED) for state in most]
-    return [drawn[start : start + space] for start in range(0, places, space)]
+    rows = (drawn[start : start + space] for start in range(0, places, space))
+    return [[(look[0] * len(list(run)), look[1]) for look, run in groupby(row)] for row in rows]
 
 
 def _requests(requests: Sequence[dict[str, Any]], width: int, lines: int) -> list[Text]:

@@ -30,12 +30,13 @@ def show(feed: Feed, url: str) -> None:
             with feed.lock:
                 screen = draw(feed, url, *console.size)
             live.update(screen, refresh=True)
-            if _key() in (b"q", b"Q", b"\x1b", b""):
+            keys = _keys()
+            if keys is not None and (keys in (b"", b"\x1b") or b"q" in keys.lower()):
                 return
 
 
-def _key() -> bytes | None:
-    """The key that is pressed within some time; empty if the terminal is closed, None if none is."""
+def _keys() -> bytes | None:
+    """The keys that are pressed within some time; empty if the terminal is closed, None if none are."""
     if not select.select([sys.stdin], [], [], _SECONDS)[0]:
         return None
     return os.read(sys.stdin.fileno(), 64)
