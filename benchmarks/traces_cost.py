@@ -26,8 +26,8 @@ import psutil
 PORT, COLLECTOR = 8392, 8393
 URL = f"http://127.0.0.1:{PORT}"
 ENDPOINT = ("--otlp-traces-endpoint", f"http://127.0.0.1:{COLLECTOR}")
-CASES: dict[str, tuple[tuple[str, ...], str | None]] = {
-    "without the option": ((), None),
+CASES: dict[str, tuple[tuple[str, ...], str]] = {
+    "without the option": ((), "00"),
     "not recorded": (ENDPOINT, "00"),
     "recorded": (ENDPOINT, "01"),
 }
@@ -56,7 +56,7 @@ def collect() -> None:
     server.wait_for_termination()
 
 
-async def work(requests: int, tokens: int, flag: str | None) -> None:
+async def work(requests: int, tokens: int, flag: str) -> None:
     import aiohttp
 
     limit = asyncio.Semaphore(16)
@@ -64,7 +64,7 @@ async def work(requests: int, tokens: int, flag: str | None) -> None:
 
         async def ask(number: int) -> None:
             body = {"prompt": f"Story {number}.", "max_tokens": tokens, "ignore_eos": True, "stream": tokens > 1}
-            headers = {} if flag is None else {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-{flag}"}
+            headers = {"traceparent": f"00-{number + 1:032x}-{number + 1:016x}-{flag}"}
             async with limit, session.post(f"{URL}/v1/completions", json=body, headers=headers) as answer:
                 assert answer.status == 200
                 await answer.read()
