@@ -311,6 +311,7 @@ class ServerConfig:
     disable_uvicorn_access_log: bool = False
     disable_access_log_for_endpoints: str = "/health,/ping,/version,/metrics,/load"
     disable_log_stats: bool = False
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, 0, "port", "max_waiting_requests", "max_log_len")

@@ -10,7 +10,22 @@ from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system.garbage import skip_last_collection
-from quire_cli import bench, chat, compile, doctor, generate, list_models, plan, pull, rm, route, run_batch, serve, show
+from quire_cli import (
+    bench,
+    chat,
+    compile,
+    doctor,
+    generate,
+    list_models,
+    plan,
+    pull,
+    rm,
+    route,
+    run_batch,
+    serve,
+    show,
+    top,
+)
 from quire_cli.errors import with_flags
 from quire_cli.parser import Parser
 
@@ -33,6 +48,7 @@ _COMMANDS = {
     ("plan",): plan,
     ("compile",): compile,
     ("doctor",): doctor,
+    ("top",): top,
 }
 
 

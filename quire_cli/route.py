@@ -9,7 +9,7 @@ from quire_cli.serve import server_config
 HELP = "send the requests of clients to several servers of the same model"
 _SHARED = (
     "host port uds api_key ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers "
-    "drain_timeout max_body_bytes max_total_body_bytes log_format access_log"
+    "drain_timeout max_body_bytes max_total_body_bytes log_format access_log otlp_traces_endpoint"
 ).split()
 
 

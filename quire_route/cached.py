@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import yarl
 import zmq
 import zmq.asyncio
 
@@ -14,7 +15,9 @@ from quire.messages.errors import error_text
 from quire.messages.kv_events import END_OF_REPLAY, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEventBatch
 from quire.metrics.logging import logger
 from quire_route.call import Call
+from quire_route.client import request
 from quire_route.fleet import Backend, Fleet
+from quire_route.headers import CONTEXT
 
 _TOKENIZE_SECONDS = 1.0  # a request does not wait longer to know its tokens
 _REPLAY_SECONDS = 5.0  # between two answers
@@ -255,11 +258,12 @@ class Tokens:
             call.tokens = await self._tokenize(backend, msgspec.json.encode(body), call)
 
     async def _tokenize(self, backend: Backend, body: bytes, call: Call) -> list[int]:
-        wanted = ("authorization", "x-api-key")
+        wanted = ("authorization", "x-api-key", *CONTEXT)
         headers = [("Content-Type", "application/json"), *((k, v) for k, v in call.headers if k.lower() in wanted)]
         try:
             async with asyncio.timeout(_TOKENIZE_SECONDS):
-                async with self._client.post(backend.url + "/tokenize", data=body, headers=headers) as response:
+                url = yarl.URL(backend.url + "/tokenize", encoded=True)
+                async with request(self._client, call.span, "POST", url, headers, body) as response:
                     answer: Any = await response.read()
                     return _ids(_TOKENS.decode(answer)["tokens"]) if response.status == 200 else []
         except (aiohttp.ClientError, OSError, msgspec.DecodeError, KeyError):  # TimeoutError is an OSError

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from quire_server.spans import ServerSpan
 
 LARGE_BODY = 8 << 20  # bytes; larger bodies are not parsed, so that others need not wait for it
 PIECE = 256  # bytes of text, about 64 tokens; prefixes are compared in pieces of so many
@@ -25,6 +29,7 @@ class Call:
     ) -> None:
         self.method, self.target, self.headers, self.body, self.request_id = method, target, headers, body, request_id
         self.session: bytes | None = None
+        self.span: ServerSpan | None = None  # of the request, with traces
         self.tokens: list[int] = []  # of the prompt, if the policy has asked for them
 
     @cached_property

@@ -2,8 +2,9 @@
 
 import errno
 import io
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import yarl
@@ -13,6 +14,10 @@ from quire_route.call import Call
 from quire_route.config import RouteConfig
 from quire_route.errors import RouteError, overloaded
 from quire_route.fleet import Backend, Fleet
+from quire_route.headers import CONTEXT
+
+if TYPE_CHECKING:
+    from quire_server.spans import ServerSpan
 
 OVERLOADED = (429, 503)  # statuses with which another server is tried
 _SMALL_BODY = 1 << 16  # bytes; larger bodies are sent piece by piece
@@ -51,7 +56,37 @@ def send(
     """A context manager of the response to a request, which has this body and these headers instead of the call's."""
     data: Any = body if len(body) < _SMALL_BODY else io.BytesIO(body)
     url = yarl.URL(backend.url + call.target, encoded=True)
-    return client.request(call.method, url, headers=headers, data=data or None, allow_redirects=False)
+    return request(client, call.span, call.method, url, headers, data or None)
+
+
+def request(
+    client: aiohttp.ClientSession, span: "ServerSpan | None", method: str, url: yarl.URL,
+    headers: Sequence[tuple[str, str]], data: Any,
+) -> Any:  # fmt: skip
+    """A context manager of a server's response. span: of the request that this is a part of; None without traces."""
+    if span is None:
+        return client.request(method, url, headers=headers, data=data, allow_redirects=False)
+    return _traced(client, span, method, url, headers, data)
+
+
+@asynccontextmanager
+async def _traced(
+    client: aiohttp.ClientSession, span: "ServerSpan", method: str, url: yarl.URL, headers: Sequence[tuple[str, str]],
+    data: Any,
+) -> AsyncGenerator[aiohttp.ClientResponse]:  # fmt: skip
+    about = {"http.request.method": method, "url.full": str(url.with_query(None)), "server.address": url.host or ""}
+    call = span.begin_call(method, {**about, "server.port": url.port or 0})
+    passed = [*(pair for pair in headers if pair[0] not in CONTEXT), *call.context.items()]
+    status = error_type = None
+    try:
+        async with client.request(method, url, headers=passed, data=data, allow_redirects=False) as response:
+            status = response.status
+            yield response
+    except BaseException as error:
+        error_type = type(error).__name__
+        raise
+    finally:
+        call.end(status, error_type)
 
 
 def not_taken(fleet: Fleet, backend: Backend, error: Exception) -> NotTaken | RouteError:

@@ -15,6 +15,8 @@ _HOP_BY_HOP = frozenset(
 )
 # The client of the servers makes these headers itself.
 _REPLACED = frozenset(b"host content-length expect x-request-id x-forwarded-for x-forwarded-host".split())
+# Those that W3C Trace Context defines for requests.
+CONTEXT = ("traceparent", "tracestate")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 

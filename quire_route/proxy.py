@@ -21,9 +21,11 @@ from quire_route.headers import header, request_id_of, to_client, to_server
 from quire_route.metrics import RouteMetrics
 from quire_route.prefill import Prefill, Prefills
 from quire_server.access_log import AccessLog
+from quire_server.tracing import route_of
 
 if TYPE_CHECKING:
     from quire_route.cached import Tokens
+    from quire_server.spans import ServerSpan, Tracing
 
 Send = Callable[[Any], Awaitable[None]]
 
@@ -34,7 +36,8 @@ _INTERNAL_ERROR = RouteError(500, "internal error; the proxy's log says more", "
 class Proxy:
     """config: says what may be retried. keys: the API keys of which a request must carry one, if there are any.
     prefills: asks other servers to compute prompts, if there are such servers. tokens: finds out the tokens of
-    requests, if the policy needs them. access_log: has a line for each request, if there is one."""
+    requests, if the policy needs them. access_log: has a line for each request, if there is one. tracing: makes spans,
+    if they are wanted."""
 
     def __init__(
         self,
@@ -47,9 +50,11 @@ class Proxy:
         prefills: Prefills | None = None,
         tokens: "Tokens | None" = None,
         access_log: AccessLog | None = None,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self.config, self.client, self.bodies, self.fleet, self.metrics = config, client, bodies, fleet, metrics
         self.prefills, self._tokens, self._access_log = prefills, tokens, access_log
+        self._tracing = tracing
         self._keys = [key.encode() for key in keys]
         self._session_header = (config.session_header or "").lower().encode()
         self._own = {"/health": self._show_health, "/metrics": self._show_metrics}
@@ -68,7 +73,8 @@ class Proxy:
         if scope["method"] in ("GET", "HEAD") and (own := self._own.get(scope["path"])):
             await own(send)
             return
-        answer = _Answer(send, request_id_of(scope["headers"]))
+        span = None if self._tracing is None else self._tracing.begin(scope, scope["path"], route_of(scope["path"]))
+        answer = _Answer(send, request_id_of(scope["headers"]), span)
         task = asyncio.current_task()
         assert task is not None
         self.running.add(task)
@@ -92,6 +98,7 @@ class Proxy:
             self.running.discard(task)
             if self._access_log is not None:
                 self._access_log.write(scope, answer.status or 499, answer.sent)  # 499: the client has left
+            answer.end_span()
 
     # ---- a request
 
@@ -102,7 +109,7 @@ class Proxy:
         try:
             body = await held.read(receive, header(headers, b"content-length"))
             call = Call(scope["method"], _target(scope), to_server(scope, answer.request_id), body, answer.name)
-            call.session = self._session(headers, call)
+            call.session, call.span = self._session(headers, call), answer.span
             watch = asyncio.create_task(answer.watch(receive, asyncio.current_task()))
             try:
                 await self._send_until_answered(call, held, answer)
@@ -217,6 +224,7 @@ class Proxy:
 
     async def _send_error(self, scope: Any, answer: "_Answer", error: RouteError) -> None:
         self.metrics.errors.labels(error.code).inc()
+        answer.error = error
         path, status = printable(scope["path"], 200), answer.status or error.status
         fields = answer.fields(path=path, status=status, error=error.message, error_code=error.code)
         if answer.status:
@@ -247,10 +255,12 @@ def _target(scope: Any) -> str:
 
 
 class _Answer:
-    """What is sent to the client. status: 0 until it begins. sent: bytes of its body."""
+    """What is sent to the client. status: 0 until it begins. sent: bytes of its body. span: of the request, if there
+    are traces. error: of the proxy itself."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send, self.request_id = send, request_id
+    def __init__(self, send: Send, request_id: bytes, span: "ServerSpan | None" = None) -> None:
+        self._send, self.request_id, self.span = send, request_id, span
+        self.error: RouteError | None = None
         self.name = request_id.decode("ascii")
         self.status = self.sent = 0
         self.ended = self.client_left = False
@@ -269,6 +279,9 @@ class _Answer:
 
     async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.status = status
+        if self.span is not None:
+            name, value = self.span.response_header
+            headers = [*(pair for pair in headers if pair[0] != name), (name, value)]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, chunk: bytes) -> None:
@@ -279,6 +292,19 @@ class _Answer:
         self.ended = True
         self.sent += len(chunk)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    def end_span(self) -> None:
+        if self.span is None:
+            return
+        if self.status:
+            self.span.set({"http.response.status_code": self.status})
+        if self.error is not None:
+            ours = self.error.status >= 500
+            self.span.end(self.error.code, self.error.message if ours else None, ours)
+        elif self.client_left or not self.status:
+            self.span.end("499")
+        else:
+            self.span.end(str(self.status) if self.status >= 400 else None, is_ours=self.status >= 500)
 
     async def send_whole(
         self, status: int, body: bytes, kind: bytes, headers: Sequence[tuple[bytes, bytes]] = ()

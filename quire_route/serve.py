@@ -17,6 +17,7 @@ from quire_route.proxy import Proxy
 from quire_server.access_log import AccessLog
 from quire_server.draining import DrainingServer, loop_factory
 from quire_server.listening import listening_socket, raise_descriptor_limit
+from quire_server.tracing import begin_tracing
 
 
 def serve(config: RouteConfig, server_config: ServerConfig) -> int:
@@ -31,6 +32,7 @@ def serve(config: RouteConfig, server_config: ServerConfig) -> int:
 async def _serve(config: RouteConfig, server_config: ServerConfig, listening: socket.socket) -> None:
     metrics = RouteMetrics()
     access_log = AccessLog(server_config.access_log) if server_config.access_log else None
+    tracing = begin_tracing(server_config.otlp_traces_endpoint, "quire-route")
     cached = None
     if config.policy == "cached":
         from quire_route.cached import CachedPrefixes, Tokens, listen
@@ -51,13 +53,15 @@ async def _serve(config: RouteConfig, server_config: ServerConfig, listening: so
         try:
             prefills = None if prefill_fleet is None else Prefills(config, client, prefill_fleet)
             tokens = None if cached is None else Tokens(client, fleet)
-            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills, tokens, access_log)
+            proxy = Proxy(config, keys, client, bodies, fleet, metrics, prefills, tokens, access_log, tracing)
             await _Server(proxy, server_config).serve(sockets=[listening])
         finally:
             for listener in listeners:
                 listener.cancel()
             for check in checks:
                 check.stop()
+            if tracing is not None:
+                await tracing.close()
 
 
 class _Server(DrainingServer):

@@ -180,7 +180,11 @@ class Answering:
             parser = self._parsers[completion.index]
             parsed = parser.feed(completion.text) + (parser.finish() if completion.finish_reason else [])
             events = _merged(event for event in parsed if self._is_wanted(event))
+        num_calls = len(answer.tool_calls)
         answer.add(completion, events)
+        if self.call.trace is not None:
+            for call in answer.tool_calls[num_calls:]:
+                self.call.trace.called(call.name, call.id, completion.index)
         if completion.finish_reason and answer.reasoning:
             encode = self.call.server.llm.get_tokenizer().encode
             # In a thread, since long thinking takes a part of a second, in which other streams would stand still.

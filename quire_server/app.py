@@ -1,5 +1,6 @@
 """The server's ASGI application."""
 
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -34,8 +35,10 @@ from quire_server.bodies import BodyLimit
 from quire_server.errors import add_error_handlers
 from quire_server.generation import Server
 from quire_server.middleware import ApiKeys, RootPath, add_middleware
-from quire_server.observability import HttpMetrics, Observability
+from quire_server.observability import PROBES, HttpMetrics, Observability
+from quire_server.process_metrics import ProcessMetrics, server_processes
 from quire_server.request_log import RequestLog
+from quire_server.tracing import begin_tracing
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> FastAPI:
@@ -61,7 +64,9 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
     app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log)
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
-    app.state.http_metrics = http_metrics = HttpMetrics()
+    processes = ProcessMetrics(partial(server_processes, llm.client), llm.config.parallel.ranks > 1)
+    app.state.http_metrics = http_metrics = HttpMetrics(processes)
+    app.state.tracing = tracing = begin_tracing(config.otlp_traces_endpoint, "quire", _has_no_span)
     routes = [*app.routes, *admin_routes.router.routes]
     apis = (
         completions,
@@ -92,14 +97,19 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         allowed: Any = {
             f"allow_{kind}": getattr(config, f"allowed_{kind}") for kind in ("origins", "methods", "headers")
         }
-        allowed |= {"allow_credentials": config.allow_credentials, "expose_headers": ["X-Request-Id"]}
+        allowed |= {"allow_credentials": config.allow_credentials, "expose_headers": ["X-Request-Id", "traceresponse"]}
         app.add_middleware(CORSMiddleware, **allowed)
     for path in config.middleware:
         add_middleware(app, path)
-    app.add_middleware(Observability, metrics=http_metrics, log=log, routes=routes)
+    app.add_middleware(Observability, metrics=http_metrics, log=log, routes=routes, tracing=tracing)
     if root_path := config.root_path.strip("/"):
         app.add_middleware(RootPath, root_path=f"/{root_path}")
     return app
+
+
+def _has_no_span(path: str) -> bool:
+    """Whether requests for a path are those of probes, or of a browser that loads a page."""
+    return path in (*PROBES, "/", "/docs", "/openapi.json") or path.startswith("/ui/")
 
 
 def _tool_parser(config: ServerConfig, llm: AsyncLLM) -> str | None:

@@ -49,6 +49,8 @@ async def _run(llm: AsyncLLM, config: ServerConfig, names: list[str], files: Bat
         raise group.exceptions[0] from None
     finally:
         app.state.responses.store.close()
+        if app.state.tracing is not None:
+            await app.state.tracing.close()
         await llm.shutdown()
 
 

@@ -27,6 +27,7 @@ from quire_server.messages import Message
 from quire_server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
 from quire_server.request_log import RequestLog, Summary
 from quire_server.responses import Usage
+from quire_server.tracing import RequestTrace
 
 SLICE = 64  # prompts of a request that are tokenized before other requests get a turn
 MAX_STRINGS = 1024  # in `stop` and in `bad_words`
@@ -154,6 +155,7 @@ class PromptCall:
         self._engine_id = f"{self.id}-{secrets.token_hex(4)}"  # clients may use a name again
         self._began = asyncio.get_running_loop().time()
         self._log_id, self._came_at = state.request_id, state.began
+        self.trace: RequestTrace | None = getattr(state, "trace", None)
         self._receive = request.receive
         self._held: HeldBody = request.state.body
         self._requests: list[ProcessedRequest] = []
@@ -185,6 +187,8 @@ class PromptCall:
         finally:
             server.calls.discard(self)
             self.summary.count(whole, self._came_at)
+            if self.trace is not None:
+                self.trace.ran(self._requests, whole, self._came_at)
             watcher.cancel()
             if timer is not None:
                 timer.cancel()

@@ -40,13 +40,17 @@ def create_llm(core: CoreClient, config: ServerConfig) -> tuple[AsyncLLM, list[s
 async def _serve(
     llm: AsyncLLM, config: ServerConfig, names: list[str], listening: socket.socket, announce: Callable[[str], None]
 ) -> int:
+    tracing = None
     try:
         server = _Server(config, llm, create_app(llm, config, names), names, announce)
+        tracing = server.app.state.tracing
         await llm.start()
         await server.app.state.server.adapters.start()
         await server.serve(sockets=[listening])
         return 1 if server.engine_failed else 0
     finally:
+        if tracing is not None:
+            await tracing.close()
         await llm.shutdown()
 
 

@@ -1,4 +1,5 @@
-"""Every HTTP request gets an id, a line in the log, and its share of metrics under the names of vLLM's.
+"""Every HTTP request gets an id, a line in the log, a span if that is wanted, and its share of metrics under the names
+of vLLM's.
 
 vLLM's come from prometheus-fastapi-instrumentator. Plain ASGI, so that a stream's chunks pass without a copy or a task
 in between: each is only counted.
@@ -11,7 +12,7 @@ import tomllib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,9 +20,10 @@ from prometheus_client import (
     GCCollector,
     Histogram,
     PlatformCollector,
-    ProcessCollector,
     Summary,
+    generate_latest,
 )
+from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +31,10 @@ from quire.metrics.exposition import are_shared, exposition
 from quire_server.errors import ApiError, api_error, error_response, path_in
 from quire_server.middleware import header
 from quire_server.request_log import RequestLog
+from quire_server.tracing import RequestTrace
+
+if TYPE_CHECKING:
+    from quire_server.spans import Tracing
 
 PROBES = ("/health", "/ping", "/version", "/metrics", "/load")  # as in vLLM, not in the HTTP metrics
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -37,12 +43,16 @@ _KINDS: dict[str, type[Any]] = {"counter": Counter, "histogram": Histogram, "sum
 
 
 class HttpMetrics:
-    """Counts requests and their times and sizes. Also shows this process: its memory, time, files and Python."""
+    """Counts requests and their times and sizes. Also shows this process' Python.
 
-    def __init__(self) -> None:
+    processes: what is shown of all processes of the server.
+    """
+
+    def __init__(self, processes: Collector) -> None:
         self.registry = CollectorRegistry()
         self._metrics: dict[str, Any] = {}
-        ProcessCollector(registry=self.registry)
+        self._processes = CollectorRegistry()
+        self._processes.register(processes)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         for name, options in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
@@ -59,15 +69,16 @@ class HttpMetrics:
         self._metrics["http_response_size_bytes"].labels(handler).observe(sent)
 
     def render(self) -> bytes:
-        """In Prometheus' text format. Those of several API processes are shown with the engine's metrics."""
-        return b"" if are_shared() else exposition(self.registry)
+        """In Prometheus' text format. What several API processes count is shown with the engine's metrics."""
+        return (b"" if are_shared() else exposition(self.registry)) + generate_latest(self._processes)
 
 
 class _Exchange:
     """A request and its response, while the response is sent."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send, self._request_id = send, request_id
+    def __init__(self, send: Send, *headers: tuple[bytes, bytes]) -> None:
+        """headers: that the response gets."""
+        self._send, self._headers = send, headers
         self.status = self.num_bytes = 0
 
     async def send(self, message: Message) -> None:
@@ -75,18 +86,21 @@ class _Exchange:
             self.num_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+            message["headers"] = [*message.get("headers", ()), *self._headers]
         await self._send(message)
 
 
 class Observability:
     """The outermost middleware. Gives each request its id, from X-Request-Id or a new one, and sees how it ends.
 
-    routes: whose paths the metrics name.
+    routes: whose paths metrics and spans name. tracing: None for no spans.
     """
 
-    def __init__(self, app: ASGIApp, metrics: HttpMetrics, log: RequestLog, routes: Sequence[BaseRoute]) -> None:
-        self.app, self.metrics, self.log = app, metrics, log
+    def __init__(
+        self, app: ASGIApp, metrics: HttpMetrics, log: RequestLog, routes: Sequence[BaseRoute],
+        tracing: "Tracing | None",
+    ) -> None:  # fmt: skip
+        self.app, self.metrics, self.log, self.tracing = app, metrics, log, tracing
         self.routes = [route for route in routes if isinstance(route, Route)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +115,14 @@ class Observability:
         state |= {"began": began, "request_id": request_id.decode(), "request_id_given": given is not None}
         message = "X-Request-Id should be 1 to 128 visible ASCII characters"
         app = self.app if valid else error_response(ApiError(400, message, param="X-Request-Id"), scope)
-        exchange = _Exchange(send, request_id)
+        headers = [(b"x-request-id", request_id)]
+        route = self._route(path_in(scope))
+        span = None if self.tracing is None else self.tracing.begin(scope, path_in(scope), route)
+        if span is not None:
+            headers.append(span.response_header)
+            if span.is_recorded:
+                state["trace"] = RequestTrace(span, route, request_id.decode())
+        exchange = _Exchange(send, *headers)
         try:
             try:
                 await app(scope, receive, exchange.send)
@@ -113,15 +134,15 @@ class Observability:
                     raise  # the response has begun, so no error can be sent
                 await error_response(api_error(error), scope)(scope, receive, exchange.send)
         finally:
-            self._ended(scope, exchange, time.monotonic() - began)
+            self._ended(scope, exchange, route, time.monotonic() - began)
 
-    def _handler(self, path: str) -> str:
-        return next((route.path for route in self.routes if route.path_regex.match(path)), "none")
+    def _route(self, path: str) -> str | None:
+        return next((route.path for route in self.routes if route.path_regex.match(path)), None)
 
-    def _ended(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+    def _ended(self, scope: Scope, exchange: _Exchange, route: str | None, seconds: float) -> None:
         path = path_in(scope)
         if path not in PROBES:
             length = header(scope, b"content-length") or b"0"
             received, status = int(length[:20]) if length.isdigit() else 0, exchange.status or 500
-            self.metrics.count(self._handler(path), scope["method"], status, seconds, received, exchange.num_bytes)
+            self.metrics.count(route or "none", scope["method"], status, seconds, received, exchange.num_bytes)
         self.log.ended(scope, exchange.status, exchange.num_bytes)

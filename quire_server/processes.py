@@ -20,6 +20,7 @@ from quire.messages.errors import error_text
 from quire.metrics.exposition import SHARED_FOLDER
 from quire.metrics.logging import LogOptions, configure_logging, log_options, logger
 from quire.system.folders import private_folder
+from quire_server.process_metrics import write_pid
 
 
 class _ParentsCores:
@@ -147,6 +148,7 @@ class ApiProcesses:
         while True:
             options = (self._config, self._cores.config, self._cores.directory)
             api = self._apis[index] = _Api(self._listening, index, is_first_start, *options)
+            write_pid(f"api {index}", api.process.pid)
             for event in self._up.values():
                 api.tell(event)
             failed_starts, is_first_start = failed_starts + 1, False
@@ -174,6 +176,8 @@ class ApiProcesses:
     def _told(self, event: CoreEvent) -> None:
         if isinstance(event, CoreUp):
             self._up[event.rank] = event
+            for rank, pid in zip(self._cores.config.layout.here, self._cores.process_ids, strict=True):
+                write_pid(f"core {rank}", pid)
         else:
             self._up.pop(event.rank, None)
         for api in self._apis.values():

@@ -1,4 +1,7 @@
-"""The log's line about each request when it is over, and the one when it comes if that is wanted."""
+"""The log's line about each request when it is over, and the one when it comes if that is wanted.
+
+A span ends where that line is logged.
+"""
 
 import logging
 import time
@@ -15,6 +18,7 @@ from quire.messages.outputs import RequestOutput
 from quire.metrics.logging import logger, printable
 from quire_server.access_log import AccessLog
 from quire_server.errors import ApiError, path_in
+from quire_server.tracing import RequestTrace
 
 MAX_PATH, MAX_MESSAGE, MAX_PARAMETERS = 200, 500, 2000  # characters in the log
 
@@ -102,28 +106,37 @@ class RequestLog:
         if self._access_log is not None and path not in self._quiet_paths:
             self._access_log.write(scope, status or 500, sent)
         if not scope["state"].get("logged_later") or "error" in scope["state"]:
-            self._log(scope, status)
+            self._close(scope, status)
 
     def later(self, scope: Scope) -> Callable[[], None]:
         """Leave out the line of a request whose work goes on when its response has ended. The function that is
-        returned logs it."""
+        returned logs it, and ends its span."""
         kept = {**scope, "state": dict(scope["state"])}
         del scope["state"]["summary"]
+        scope["state"].pop("trace", None)
         scope["state"]["logged_later"] = True
-        return lambda: self._log(kept, 200)
+        return lambda: self._close(kept, 200)
 
-    def _log(self, scope: Scope, status: int) -> None:
-        state, path = scope["state"], path_in(scope)
+    def _close(self, scope: Scope, status: int) -> None:
+        state = scope["state"]
         # Taken out of the state: uvicorn keeps that until the connection's next request comes.
         summary: Summary | None = state.pop("summary", None)
         error: ApiError | None = state.get("error")
         if error is None and summary is not None:
             error = summary.error
+        seconds = time.monotonic() - state["began"]
+        trace: RequestTrace | None = state.pop("trace", None)
+        if trace is not None:
+            trace.end(status, seconds, error, summary)
+        self._log(scope, status, seconds, error, summary)
+
+    def _log(self, scope: Scope, status: int, seconds: float, error: ApiError | None, summary: Summary | None) -> None:
+        path = path_in(scope)
         level = _level((status or 500) if error is None else error.status_code)
         quiet = level == logging.INFO and (path in self._quiet_paths or not self._logs_successes)
         if quiet or not logger.isEnabledFor(level):
             return
-        seconds, request_id = time.monotonic() - state["began"], state["request_id"]
+        request_id = scope["state"]["request_id"]
         client = scope.get("client")
         address = f"{printable(str(client[0]), MAX_PATH)}:{client[1]}" if client else "unix socket"
         fields: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Prometheus scrapes a server that has traffic, and answers every query of the documentation.
+"""Prometheus scrapes a server that has traffic, and answers every query of documentation and dashboard.
 
 Needs the programs `prometheus` and `promtool`, such as those of Debian's package prometheus.
 """
@@ -28,12 +28,22 @@ pytestmark = [
         reason="prometheus and promtool are not installed",
     ),
 ]
-DOCUMENTS = (Path(__file__).parents[2] / "docs").glob("*.md")
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "docs").glob("*.md")
+ALERTS = ROOT / "deploy" / "prometheus" / "quire-alerts.yml"
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "quire.json").read_text())
 QUERIES = [
     query.strip()
     for document in sorted(DOCUMENTS)
     for query in re.findall(r"^```promql\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
 ]
+# Grafana's variables, as they are when all servers and models are chosen.
+VARIABLES = {"$instance": ".*", "$model": ".*", "$__rate_interval": "1m"}
+PANELS = {
+    f"{panel['title']} {target['refId']}": re.sub(r"\$\w+", lambda name: VARIABLES[name[0]], target["expr"])
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", ())
+}
 # What promtool says of names that vLLM gave, and that dashboards need.
 KNOWN_COMPLAINTS = (
     "metric names should not contain ':'",
@@ -41,7 +51,8 @@ KNOWN_COMPLAINTS = (
 )
 DRAFTS = {"model": "quire-demo/eagle3", "num_speculative_tokens": 3, "adaptive": False}
 CONFIG = """
-global: {{scrape_interval: 1s}}
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: ["{alerts}"]
 scrape_configs:
 - job_name: quire
   static_configs: [{{targets: ["{target}"]}}]
@@ -59,7 +70,7 @@ def server() -> Iterator[Server]:
 def prometheus(server: Server, tmp_path_factory) -> Iterator[str]:
     """The URL of a Prometheus that scrapes the server each second."""
     folder = tmp_path_factory.mktemp("prometheus")
-    (folder / "prometheus.yml").write_text(CONFIG.format(target=server.url.removeprefix("http://")))
+    (folder / "prometheus.yml").write_text(CONFIG.format(target=server.url.removeprefix("http://"), alerts=ALERTS))
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with (folder / "log").open("w") as log:
@@ -141,6 +152,38 @@ def test_every_query_of_the_documentation_has_an_answer(watched: str, query: str
     assert data["result"], "no series"
     for series in data["result"]:
         assert float(series["value"][1]) >= 0  # a number, and not NaN
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_query_of_the_dashboard_has_an_answer(watched: str, panel: str) -> None:
+    data = ask(watched, "query", query=PANELS[panel])
+    assert data["result"], "no series"
+    for series in data["result"]:
+        value = float(series["value"][1])
+        assert value >= 0 or "by (handler, le)" in PANELS[panel]  # of a path that had no request meanwhile
+
+
+def test_the_variables_of_the_dashboard_have_values(watched: str) -> None:
+    for variable in DASHBOARD["templating"]["list"][1:]:
+        selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"]).groups()
+        assert ask(watched, f"label/{label}/values", **{"match[]": selector})
+
+
+def test_prometheus_evaluates_all_alerts_and_none_is_raised(watched: str) -> None:
+    (group,) = ask(watched, "rules")["groups"]
+    eventually(lambda: all(rule["health"] == "ok" for rule in ask(watched, "rules")["groups"][0]["rules"]))
+    assert [rule["state"] for rule in group["rules"] if rule["state"] == "firing"] == []
+    for rule in group["rules"]:
+        names = set(re.findall(r"\b(?:quire:|http_|process_)\w+|\bup\b", rule["query"]))
+        assert names
+        for name in names:
+            assert ask(watched, "query", query=name)["result"], name
+
+
+def test_alerts_are_raised_when_they_should_be() -> None:
+    for command in (["check", "rules", ALERTS], ["test", "rules", ALERTS.with_name("quire-alerts-tests.yml")]):
+        done = subprocess.run(["promtool", *map(str, command)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_rates_are_those_of_the_traffic(watched: str) -> None:

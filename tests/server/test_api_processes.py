@@ -74,6 +74,8 @@ def test_all_processes_answer_and_their_metrics_are_added_up(server: Server, exp
     assert metric(server, "quire:generation_tokens_total") == 200 * len(PROMPTS)
     assert metric(server, "http_requests_total") == len(PROMPTS)
     assert metric(server, "quire:num_requests_running") == 0
+    shown = re.findall(r'^process_open_fds{process="(.+)"} [1-9]', server.get("/metrics")[1], re.MULTILINE)
+    assert sorted(shown) == ["api 0", "api 1", "core 0", "core 1"]
     assert server.log.count("Serving at") == 1
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 0

@@ -6,12 +6,16 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from quire_server.observability import HttpMetrics
+from quire_server.process_metrics import ProcessMetrics
 from support.server import Answer, Host, Service, eventually
 
 SHORT = {"prompt": "a", "max_tokens": 1}
@@ -227,17 +231,45 @@ def test_sizes_and_times_of_streams_are_counted_whole(host: Host):
 def test_metrics_show_the_engine_http_and_the_process_and_probes_are_not_counted(server: Service):
     text = server.get("/metrics").body.decode()
     names = """quire:num_requests_running quire:cache_config_info http_request_duration_highr_seconds_count
-        process_resident_memory_bytes process_open_fds python_gc_collections_total python_info"""
+        process_start_time_seconds process_open_fds python_gc_collections_total python_info"""
     for name in names.split():
         assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE), name
+    for process in ("api 0", "core 0"):
+        found = re.search(rf'^process_resident_memory_bytes{{process="{process}"}} (\S+)$', text, re.MULTILINE)
+        assert float(found[1]) > 10e6
+        assert re.search(rf'^process_cpu_seconds_total{{process="{process}"}} ', text, re.MULTILINE)
     assert 'handler="/metrics"' not in text
     assert 'handler="/health"' not in text
+
+
+def test_the_processes_of_a_cores_ranks_are_added_up():
+    code = """
+import subprocess, sys
+ranks = [subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) for _ in range(2)]
+for rank in ranks:
+    rank.stdout.readline()
+print(1, flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as core:
+        core.stdout.readline()
+        found = {"core 0": core.pid, "core 1": 2**22 + 1}  # the second one has ended
+        families = {family.name: family for family in ProcessMetrics(lambda: found, has_ranks=True).collect()}
+        ranks = [child.memory_info().rss for child in psutil.Process(core.pid).children()]
+        values = {
+            sample.labels["process"]: sample.value for sample in families["process_resident_memory_bytes"].samples
+        }
+        assert values["ranks of core 0"] == pytest.approx(sum(ranks), rel=0.05)
+        assert set(values) == {"core 0", "ranks of core 0"}
+        assert [s.name for s in families["process_cpu_seconds"].samples] == ["process_cpu_seconds_total"] * 2
+        assert len(families["process_max_fds"].samples) == 1
 
 
 def test_the_documented_http_metrics_are_those_that_there_are():
     document = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(http_\w+)` \| (\w+) \| (.+?) \|", document, re.MULTILINE)
-    metrics = HttpMetrics()
+    metrics = HttpMetrics(ProcessMetrics(dict, has_ranks=False))
     metrics.count("/v1/models", "GET", 200, 0.1, 0, 10)
     shown = set()
     for family in metrics.registry.collect():

@@ -21,9 +21,9 @@ CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 class Session:
     """A process whose standard streams are a terminal. `screen` is everything that it has written."""
 
-    def __init__(self, command: list[str], columns: int, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], columns: int, rows: int, environment: dict[str, str]) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
             command,
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
@@ -81,22 +81,24 @@ class Session:
 
 
 @contextlib.contextmanager
-def terminal(*arguments: str, state: Path, columns: int = 70, **environment: str) -> Iterator[Session]:
+def terminal(*arguments: str, state: Path, columns: int = 70, rows: int = 40, **environment: str) -> Iterator[Session]:
     """Run `quire ...` in a terminal. state: the folder in which it keeps the user's state."""
-    with _session(["-m", "quire", *arguments], state, columns, environment) as session:
+    with _session(["-m", "quire", *arguments], state, columns, rows, environment) as session:
         yield session
 
 
 @contextlib.contextmanager
 def script(code: str, state: Path, columns: int = 70, **environment: str) -> Iterator[Session]:
     """Run Python code in a terminal."""
-    with _session(["-c", code], state, columns, environment) as session:
+    with _session(["-c", code], state, columns, 40, environment) as session:
         yield session
 
 
 @contextlib.contextmanager
-def _session(arguments: list[str], state: Path, columns: int, environment: dict[str, str]) -> Iterator[Session]:
-    session = Session([sys.executable, *arguments], columns, {"XDG_STATE_HOME": str(state), **environment})
+def _session(
+    arguments: list[str], state: Path, columns: int, rows: int, environment: dict[str, str]
+) -> Iterator[Session]:
+    session = Session([sys.executable, *arguments], columns, rows, {"XDG_STATE_HOME": str(state), **environment})
     try:
         yield session
     finally:

@@ -1,0 +1,1 @@
+"""`quire top`. feed: a server's events or metrics. picture: what they tell. screen: how a terminal shows it."""
