@@ -132,12 +132,14 @@ def weight_bytes(model: object) -> int:
         elif isinstance(item, list | tuple):
             unvisited += item
         elif type(item).__module__.startswith("quire."):
-            unvisited += [value for name, value in vars(item).items() if name not in ("cache", "rotary")]
+            unvisited += [
+                value for name, value in getattr(item, "__dict__", {}).items() if name not in ("cache", "rotary")
+            ]
     return sum(sizes.values())
 
 
 def measure_quantization() -> Any:
-    """The bytes of the bundled model's weights, and how much they change the log-probabilities of 600 tokens that it wrote."""
+    """The bytes of the bundled model's weights, and how they change the log-probabilities of 600 tokens of its own."""
     found, exact = {}, list[float]()
     params = SamplingParams(max_tokens=600, seed=1, temperature=1, ignore_eos=True)
     text = engine(max_num_seqs=1).generate(["Once upon a time"], params, use_tqdm=False)[0].outputs[0].token_ids
