@@ -127,8 +127,7 @@ def weight_bytes(model: object) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
-            address = item.untyped_storage().data_ptr()
-            sizes[address] = max(item.nbytes, sizes.get(address, 0))
+            sizes[item.data_ptr()] = max(item.nbytes, sizes.get(item.data_ptr(), 0))
         elif isinstance(item, list | tuple):
             unvisited += item
         elif type(item).__module__.startswith("quire."):
