@@ -68,7 +68,7 @@ def draw_sampling(data: Any, figure: Figure) -> None:
     figure.axes[0].legend(loc="upper right")
 
 
-def measure_speculation() -> Any:
+def measure_speculative_decoding() -> Any:
     """Four stories of 200 tokens: how many steps they take, and how many drafts of each position are kept."""
     found = {}
     for title, config in {
@@ -92,7 +92,7 @@ def measure_speculation() -> Any:
     return {"tokens": 200 * len(STORIES), "methods": found}
 
 
-def draw_speculation(data: Any, figure: Figure) -> None:
+def draw_speculative_decoding(data: Any, figure: Figure) -> None:
     methods = data["methods"]
     left = axes(figure, "", "tokens in a step", place=(1, 2, 1))
     left.bar(list(methods), [data["tokens"] / found["steps"] for found in methods.values()], 0.6)
