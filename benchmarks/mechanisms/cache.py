@@ -107,7 +107,7 @@ def draw_prefix_caching(data: Any, figure: Figure) -> None:
 
 
 def measure_kv_tiers() -> Any:
-    """12 conversations of 4 turns on a cache that holds three to five of them, with and without 64 MiB of CPU memory."""
+    """12 conversations of 4 turns on a cache for three to five of them, with and without 64 MiB of CPU memory."""
     found = {}
     for size in (0.0, 1 / 16):
         llm = engine(max_num_seqs=4, num_gpu_blocks_override=120, max_model_len=1024, kv_offloading_size=size or None)
