@@ -17,7 +17,7 @@ from support.documents import GUIDES, ROOT, blocks, commands, name_of
 INSTALLS = "it installs packages: .ci/run installs the repository in environments of its own"
 MACHINES = "it needs several machines or a Ray cluster: tests/e2e runs these as processes"
 GPUS = "it needs more ranks than a machine of the tests can run: tests/e2e has such ranks with tiny models"
-COMPILES = "it compiles kernels for minutes: tests/gpu and tests/ops run the command"
+COMPILES = "it compiles kernels for minutes: tests/cli/test_compile.py runs the command"
 LARGE = "it needs a large checkpoint with a head of its own: tests/speculative has small ones"
 GPU_TOOLS = "it needs tools for GPUs, and runs for up to an hour: .ci/nightly has parts of it"
 NOT_RUN = {  # regular expressions of whole commands
@@ -29,22 +29,23 @@ NOT_RUN = {  # regular expressions of whole commands
     r"quire serve (Qwen/Qwen3-8B|RedHatAI/).*|python tools/train_demo_speculators.*": LARGE,
     r"python (-m )?benchmarks.*": GPU_TOOLS,
     r"quire serve .*(cluster-secret-file|MiniLM|Embedding|reranker|Reranker).*|quire route .*--prefill.*":
-        "it needs a model that embeds, or two machines: tests/server/test_embeddings.py and tests/route run such servers",
-    r"quire serve .*/var/cache/.*": "it writes to a folder of the system: tests/e2e/test_tiers.py has one of its own",
-    r"quire chat .*": "it is a conversation at a terminal: tests/cli/test_chat.py has one",
+        "it needs a model that embeds, or two machines: tests/server/test_pooling_api.py and tests/route have these",
+    r"quire serve .*/var/cache/.*": "it writes to a folder of the system: tests/engine/test_tiers.py has its own",
+    r"quire chat .*": "it is a conversation at a terminal: tests/cli/test_chat_command.py has some",
     r"curl -s .*/v1/embeddings .*": "its server is not run",
 }  # fmt: skip
 BLOCKS_NOT_RUN = {  # a line of a Python block
     "def starcoder2(config: HfConfig) -> DecoderSpec:": "tests/models/test_add_an_architecture.py runs it",
     'ARCHITECTURES["Starcoder2ForCausalLM"] = starcoder2': "tests/models/test_add_an_architecture.py runs it",
-    'llm = LLM("sentence-transformers/all-MiniLM-L6-v2")': "tests/server/test_embeddings.py uses this model",
+    'llm = LLM("sentence-transformers/all-MiniLM-L6-v2")': "tests/engine/test_pooling.py uses this model",
     'llm = AsyncLLM("Qwen/Qwen3-0.6B", data_parallel_size=4)': "it would start four engines and not use them",
 }
 EXTRA = {  # options of a document's servers, for what it says in words
     "docs/sessions.md": "--enable-admin-api",
     "docs/lora.md": "--enable-admin-api --lora-folder .",
 }
-SHORTER = {  # options of single commands that would run for long
+SHORTER = {  # options of single commands that would run for long, or ask
+    "quire rm qwen3:0.6b": "--yes",
     "quire bench throughput path/to/checkpoint": "--num-prompts 4 --input-len 16 --output-len 8",
     "quire bench throughput path/to/checkpoint --input-len 512 --output-len 64 --num-prompts 200": "--num-prompts 4",
     "quire bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200": "--num-prompts 4",
@@ -81,3 +82,8 @@ def test_the_first_steps_of_a_reader_are_run():
     for program in ("generate", "serve", "pull", "list", "show", "rm", "run-batch", "bench", "route", "doctor"):
         assert any(text.startswith(f"quire {program}") for text in run), program
     assert ROOT.joinpath("README.md") in GUIDES
+
+
+def test_reasons_name_tests_that_exist():
+    reasons = " ".join([*NOT_RUN.values(), *BLOCKS_NOT_RUN.values()])
+    assert [name for name in re.findall(r"tests/[\w/.]*\w", reasons) if not (ROOT / name).exists()] == []

@@ -22,7 +22,7 @@ from typing import Self
 
 from quire.loading.hub import bundled_model, resolve
 from support.client_environment import client_python
-from support.documents import Block, Command, blocks, commands, name_of, write_files
+from support.documents import ROOT, Block, Command, blocks, commands, name_of, write_files
 from support.hub import Hub, hub_environment
 
 HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")  # on the stand-in of the hub, all are the bundled model
@@ -55,7 +55,9 @@ class DocumentRun:
         programs = self.folder / "bin"
         programs.mkdir()
         for name, arguments in (("quire", "-m quire"), ("python", "")):
-            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+            (programs / name).write_text(
+                f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{ROOT}" exec {sys.executable} {arguments} "$@"\n'
+            )
             (programs / name).chmod(0o755)
         environment = hub_environment(self._hub.address, self.folder / "home")
         self._environment = {**environment, "PATH": f"{programs}:{os.environ['PATH']}", "KEY": "secret"}
@@ -113,6 +115,7 @@ class DocumentRun:
 
     def _translate(self, text: str) -> str:
         text = re.sub(r"path/to/(checkpoint|model)|\bMODEL\b", str(bundled_model()), text)
+        text = re.sub(r"--kv-offloading-size \d+", "--kv-offloading-size 0.1", text)  # GiB of memory
         text = re.sub(
             r'"kv_ip": "([\d.]+)", "kv_port": (\d+)',
             lambda found: f'"kv_ip": "{found[1]}", "kv_port": {self._port(found[1], found[2])}', text,
