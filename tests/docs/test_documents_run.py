@@ -6,6 +6,7 @@ What cannot be run here is in NOT_RUN, with the reason. tests/docs/test_examples
 from __future__ import annotations
 
 import re
+import shutil
 from itertools import chain
 from pathlib import Path
 
@@ -62,6 +63,8 @@ PYTHON = [block for block in chain.from_iterable(map(blocks, GUIDES)) if block.l
 
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_a_document_can_be_followed(path: Path, tmp_path: Path):
+    if shutil.which("curl") is None and any(command.text.startswith("curl") for command in commands(path)):
+        pytest.skip("no curl here")
     without = {text for text in COMMANDS if any(re.fullmatch(pattern, text, re.S) for pattern in NOT_RUN)}
     without |= {str(block) for block in PYTHON if any(line in block.text.splitlines() for line in BLOCKS_NOT_RUN)}
     run_document(path, tmp_path, without, EXTRA.get(name_of(path), ""), SHORTER)

@@ -32,6 +32,15 @@ def test_a_page_shows_its_plot_and_names_its_data(name: str):
     assert len(page.splitlines()) <= 80
 
 
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_names_of_code_are_in_the_files_that_they_link_to(name: str):
+    page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    for code, target in re.findall(r"\[`([\w.]+)`\]\(([^)]+\.py)\)", page):
+        text = (PAGES / target).read_text(encoding="utf-8")
+        if not code.endswith(".py"):
+            assert all(re.search(rf"\b(class|def) {part}\b", text) for part in code.split(".")) or code in target, code
+
+
 def test_nothing_is_left_over():
     names = set(MECHANISMS)
     assert {path.stem for path in PAGES.glob("*.md")} == {*names, "index"}

@@ -27,7 +27,7 @@ from support.hub import Hub, hub_environment
 
 HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")  # on the stand-in of the hub, all are the bundled model
 CLIENTS = {"anthropic": "anthropic>=0.60", "ollama": "ollama>=0.5"}  # packages that get an environment of their own
-SECONDS = 300  # for a command, or the start of a server
+SECONDS = 600  # for a command, or the start of a server
 NAMES = """\
 from quire import LLM, AsyncLLM, SamplingParams
 model, prompts = None, ["Once upon a time"]
