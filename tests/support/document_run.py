@@ -35,10 +35,10 @@ model, prompts = None, ["Once upon a time"]
 
 
 class DocumentRun:
-    """extra: options that are added to every server of the document. shorter: options for single commands."""
+    """extra: options that are added to every server of the document. more: what is added to single commands."""
 
-    def __init__(self, path: Path, folder: Path, extra: str = "", shorter: dict[str, str] | None = None) -> None:
-        self.path, self.folder, self.extra, self.shorter = path, folder, extra, shorter or {}
+    def __init__(self, path: Path, folder: Path, extra: str = "", more: dict[str, str] | None = None) -> None:
+        self.path, self.folder, self.extra, self.more = path, folder, extra, more or {}
         self._ports: dict[tuple[str, str], int] = {}  # by the host and the port of the document
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
         for name in HUGGING_FACE_IDS:
@@ -87,7 +87,7 @@ class DocumentRun:
             self._serve(text, command.text)
             return
         self._start_what_is_asked(text)
-        text += " " + self.shorter.get(command.text, "")
+        text += " " + self.more.get(command.text, "")
         self._check(str(command), ["bash", "-euc", text], b"")
 
     def _python(self, block: Block) -> None:
@@ -184,9 +184,9 @@ class DocumentRun:
 
 
 def run_document(
-    path: Path, folder: Path, without: set[str], extra: str = "", shorter: dict[str, str] | None = None
+    path: Path, folder: Path, without: set[str], extra: str = "", more: dict[str, str] | None = None
 ) -> None:
-    with DocumentRun(path, folder, extra, shorter) as running:
+    with DocumentRun(path, folder, extra, more) as running:
         for block in blocks(path):
             if str(block) not in without and name_of(path) not in without:
                 running.run(block, without)
