@@ -138,7 +138,7 @@ def draw_structured_outputs(data: Any, figure: Figure) -> None:
     sampled = [(index, count) for index, count in enumerate(allowed) if count is not None]
     forced = [index for index, count in enumerate(allowed) if count is None]
     bars = part.bar(*zip(*sampled, strict=True), 0.75, color=BLUE, label="sampled under its mask")
-    part.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=1)
+    part.bar_label(bars, [f"{count / 1000:.1f}k" if count > 999 else count for _, count in sampled], fontsize=8)
     part.bar(forced, [1.25] * len(forced), 0.75, color=GREEN, label="forced: not sampled")
     part.set_yscale("log")
     part.set_ylim(0.8, 30_000)

@@ -60,7 +60,7 @@ def measure_chunked_prefill() -> Any:
 def draw_chunked_prefill(data: Any, figure: Figure) -> None:
     for place, (budget, steps) in enumerate(data.items(), 1):
         part = axes(figure, "step", "tokens in the step" if place == 1 else "", place=(1, 2, place))
-        part.set_title(f"--max-num-batched-tokens {budget}: at most {max(map(sum, steps))} in a step", loc="left")
+        part.set_title(f"budget {budget}: at most {max(map(sum, steps))} tokens", loc="left")
         others, long = zip(*steps, strict=True)
         numbers = range(1, len(steps) + 1)
         part.bar(numbers, others, 0.8, color=BLUE, label="six other requests")
