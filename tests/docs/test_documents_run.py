@@ -45,7 +45,9 @@ EXTRA = {  # options of a document's servers, for what it says in words
     "docs/sessions.md": "--enable-admin-api",
     "docs/lora.md": "--enable-admin-api --lora-folder .",
 }
+LONG = 'quire serve path/to/checkpoint --served-model-name small --api-key "$KEY" --max-model-len 8K'
 MORE = {  # what single commands get that would run for long, or ask, or may fail here
+    LONG: "--max-model-len 2K",  # what the bundled model can do
     "quire doctor": "|| [ $? -eq 1 ]",  # it found something on this machine
     "quire rm qwen3:0.6b": "--yes",
     "quire bench throughput path/to/checkpoint": "--num-prompts 4 --input-len 16 --output-len 8",

@@ -152,7 +152,7 @@ class DocumentRun:
         port = int(found[1])
         self._stop(port)
         if "quire serve" in text:
-            text += f" --max-num-seqs 8 --kv-cache-memory-bytes 64M {self.extra}"
+            text += f" --max-num-seqs 8 --kv-cache-memory-bytes 64M {self.extra} {self.more.get(name, '')}"
         log = (self.folder / f"{port}.log").open("wb")
         self._servers[port] = server = subprocess.Popen(
             ["bash", "-c", f"exec env {text}"], cwd=self.folder / "work", env=self._environment, stdout=log, stderr=log
