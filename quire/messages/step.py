@@ -45,7 +45,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class BlockTableEdits(msgspec.Struct, array_like=True):
-    """Assignments block_tables[group][row, index] = block_id, as four parallel lists."""
+    """Assignments `block_tables[group][row, index] = block_id`, as four parallel lists."""
 
     groups: list[int] = msgspec.field(default_factory=list)
     rows: list[int] = msgspec.field(default_factory=list)
@@ -54,7 +54,7 @@ class BlockTableEdits(msgspec.Struct, array_like=True):
 
 
 class TokenEdits(msgspec.Struct, array_like=True):
-    """Assignments token_ids[row, position] = token_id, as three parallel lists. The positions of a row are in their
+    """Assignments `token_ids[row, position] = token_id`, as three parallel lists. The positions of a row are in their
     order."""
 
     rows: list[int] = msgspec.field(default_factory=list)

@@ -1,44 +1,110 @@
-"""The examples for clusters say what Quire's command line accepts."""
+"""The examples of README and docs are right: commands are parsed by Quire's own parser, and Python compiles.
+
+tests/docs/test_documents_run.py runs them.
+"""
 
 from __future__ import annotations
 
-import shlex
+import ast
+import json
+import re
+import tomllib
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
+import pytest
 import yaml
 
 from quire.config import EngineConfig, ServerConfig
 from quire_cli.flags import engine_options, server_options
 from quire_cli.main import build_parser
+from support.documents import GUIDES, ROOT, Block, Command, blocks, commands, write_files
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+LANGUAGES = {"bash", "python", "json", "yaml", "toml", "ini", "promql", "text", "dockerfile"}
+PROGRAMS = {"quire", "pip", "python", "pytest", "curl", "ray", "openssl", "(", "mkdocs", "pre-commit"}
+BLOCKS = list(chain.from_iterable(map(blocks, GUIDES)))
+COMMANDS = list(chain.from_iterable(map(commands, GUIDES)))
 
 
-def test_the_kuberay_manifest_has_options_and_machines_that_fit_each_other():
-    job, service = yaml.safe_load_all((EXAMPLES / "kuberay.yaml").read_text())
-    program, *arguments = shlex.split(job["spec"]["entrypoint"])
-    assert program == "quire"
-    given = build_parser().parse_args(arguments)
-    engine = EngineConfig.create(**engine_options(given))
-    server = ServerConfig.create(**server_options(given))
-    cluster = job["spec"]["rayClusterSpec"]
-    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-    (head_container,) = head["template"]["spec"]["containers"]
-    (worker_container,) = workers["template"]["spec"]["containers"]
-    assert engine.cluster.distributed_executor_backend == "ray"
-    gpus = int(worker_container["resources"]["limits"]["nvidia.com/gpu"])
-    assert engine.parallel.ranks == workers["replicas"] * gpus
-    assert engine.parallel.tensor_parallel_size == gpus  # of one machine, where links are fast
-    assert workers["minReplicas"] == workers["replicas"] < workers["maxReplicas"]
-    assert server.host == "0.0.0.0"
-    assert head_container["ports"] == [{"containerPort": server.port, "name": "http"}]
-    assert service["spec"]["ports"][0]["targetPort"] == "http"
-    assert service["spec"]["selector"] == head["template"]["metadata"]["labels"]
-    assert head_container["image"] == worker_container["image"]
-    assert [env["name"] for env in head_container["env"]] == ["QUIRE_API_KEY"]
-    for group in (head, workers):
-        (container,) = group["template"]["spec"]["containers"]
-        mounted: dict[str, Any] = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounted["models"] == engine.model.download_dir
-        assert set(mounted) == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+def test_a_block_says_what_it_contains():
+    """Commands are `bash`, so that none escapes these tests; what a program prints is `text`."""
+    assert [str(block) for block in BLOCKS if block.language not in LANGUAGES] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_is_accepted(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = (word for word in command.words if not re.fullmatch(r"[A-Z_]+=.*", word))
+    assert program in PROGRAMS or Path(program).is_relative_to(".ci"), f"{program} is no program of these documents"
+    if program == "pip":
+        check_extras(command.text)
+    elif program == "python":
+        check_module(arguments)
+    elif program == "quire":
+        check_options(arguments, capsys)
+
+
+def check_options(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["path/to/checkpoint" if argument == "MODEL" else argument for argument in arguments]
+    try:
+        given = build_parser().parse_args(arguments)
+    except SystemExit as stop:
+        if stop.code:
+            pytest.fail(capsys.readouterr().err, pytrace=False)
+        return
+    if arguments[0] == "serve":
+        EngineConfig.create(**engine_options(given))
+        ServerConfig.create(**server_options(given))
+
+
+def check_extras(command: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"[\w-]+", ",".join(re.findall(r"\[([\w,-]+)\]", command)))) <= set(extras)
+
+
+def check_module(arguments: list[str]) -> None:
+    """`python FILE` and `python -m MODULE`: the file is there."""
+    if arguments[0] != "-m":
+        assert (ROOT / arguments[0]).is_file()
+    elif arguments[1].startswith(("benchmarks", "quire")):
+        path = ROOT / arguments[1].replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
+def test_python_compiles(block: Block):
+    compile(block.text, str(block), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in ("json", "yaml", "toml")], ids=str)
+def test_data_can_be_read(block: Block):
+    if block.language == "json":
+        json.JSONDecoder().raw_decode(block.text)
+    elif block.language == "yaml":
+        list(yaml.safe_load_all(block.text))
+    else:
+        tomllib.loads(block.text)
+
+
+def test_every_document_is_a_page_of_the_site():
+    found = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages <= found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("quire serve A && quire list  # two", ["quire serve A", "quire list"]),
+        ("quire serve \\\n  --port 1", ["quire serve --port 1"]),
+        ("quire serve --x '{\n \"a\": 1}'\nquire list", ["quire serve --x '{\n \"a\": 1}'", "quire list"]),
+        ("# nothing\n\nquire list", ["quire list"]),
+    ],
+)
+def test_commands_are_found(text: str, found: list[str], tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```bash\n{text}\n```\n")
+    assert [command.text for command in commands(page)] == found

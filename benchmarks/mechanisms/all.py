@@ -1,0 +1,37 @@
+"""All mechanisms by the names of their pages, each with what measures and what draws it.
+
+A mechanism whose `measure` is None has data that come from another benchmark; the file names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.mechanisms import answers, cache, device, ranks, scheduling
+from benchmarks.mechanisms.plot import Draw, picture
+
+DATA = Path(__file__).parent / "data"
+PICTURES = Path(__file__).parents[2] / "docs" / "images" / "mechanisms"
+Measure = Callable[[], Any]
+
+
+def _of(*modules: ModuleType) -> dict[str, tuple[Measure | None, Draw]]:
+    """The functions draw_NAME of modules, in their order, with measure_NAME if there is one."""
+    return {
+        name.removeprefix("draw_").replace("_", "-"): (getattr(module, "measure_" + name[5:], None), draw)
+        for module in modules
+        for name, draw in vars(module).items()
+        if name.startswith("draw_")
+    }
+
+
+MECHANISMS = _of(scheduling, cache, answers, device, ranks)
+
+
+def drawn(name: str) -> str:
+    """The plot of a mechanism's data."""
+    return picture(MECHANISMS[name][1], json.loads((DATA / f"{name}.json").read_text(encoding="utf-8")))
