@@ -37,7 +37,10 @@ def test_a_command_is_accepted(
 ):
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    program, *arguments = (word for word in command.words if not re.fullmatch(r"[A-Z_]+=.*", word))
+    words = [word for word in command.words if not re.fullmatch(r"[A-Z_]+=.*", word)]
+    if words[0] == "nsys":  # a profiler that starts the command
+        words = words[words.index("quire") :]
+    program, *arguments = words
     assert program in PROGRAMS or Path(program).is_relative_to(".ci"), f"{program} is no program of these documents"
     if program == "pip":
         check_extras(command.text)
