@@ -79,8 +79,8 @@ class Start:
     def __init__(self, folder: Path, *arguments: str, wrapper: Sequence[str] = ()) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+            [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
     def processes(self) -> list[psutil.Process]:
