@@ -1,17 +1,13 @@
-"""The wheel of tools/build_wheel.py: its kernels compute what the references do, and it needs no compiler anywhere.
-
-QUIRE_WHEEL names a wheel of the same sources, which spares the four minutes to build it.
-"""
+"""The wheel of tools/build_wheel.py: its kernels compute what the references do, and it needs no compiler anywhere."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,32 +15,13 @@ from ops.test_build import check_against_references
 
 from quire import LLM, SamplingParams
 from quire.ops.cpu import build
+from support.commands import run
 
-ROOT = Path(__file__).parents[2]
 PROMPT = "Once upon a time"
 ARGUMENTS = ["--temperature", "0", "--max-tokens", "30", "--dtype", "float32", "--max-model-len", "256"]
 NAMES = [name for name in build.INSTRUCTION_SETS if name != "native"]
-PAUSE_SECONDS = 1800
 
 pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("wheel")]
-
-
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution."""
-    if given := os.environ.get("QUIRE_WHEEL"):
-        return Path(given).parent
-    for package in ("build", "ziglang", "auditwheel"):
-        pytest.importorskip(package)
-    folder = tmp_path_factory.mktemp("dist")
-    run([sys.executable, str(ROOT / "tools/build_wheel.py"), "--output", str(folder)])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
-    (found,) = dist.glob("*.whl")
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +32,6 @@ def libraries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         files.extractall(folder)
     paths = list(folder.glob("quire/ops/cpu/compiled/*"))
     return {build.instruction_set_of(build.Library(path)): path for path in paths}
-
-
-def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Raises AssertionError with the output of a command that fails."""
-    result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=PAUSE_SECONDS
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result
 
 
 def test_the_wheel_is_one_for_all_versions_of_python_with_all_instruction_sets(wheel, libraries):
