@@ -68,6 +68,18 @@ def test_systemd_finds_nothing_in_the_unit(tmp_path):
     passes("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
 
 
+@pytest.mark.slow
+def test_prometheus_takes_its_configuration():
+    passes("promtool", "check", "config", "--syntax-only", DEPLOY / "prometheus/prometheus.yml")
+
+
+def test_prometheus_scrapes_the_server_of_the_compose_file():
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+    host, _, port = job["static_configs"][0]["targets"][0].partition(":")
+    assert job["job_name"] == host == "quire"
+    assert COMPOSE["services"][host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+
+
 def test_running_requests_have_the_time_to_finish_everywhere():
     wait = float(COMPOSE["services"]["quire"]["stop_grace_period"].removesuffix("s"))
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)
