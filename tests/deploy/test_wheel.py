@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("wheel")]
 
 @pytest.fixture(scope="module")
 def libraries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Those of the wheel, by their instruction sets. None is loaded: that runs instructions which a processor may lack."""
+    """Those of the wheel, by their instruction sets. None is loaded here, since loading runs some instructions."""
     folder = tmp_path_factory.mktemp("wheel")
     with zipfile.ZipFile(wheel) as files:
         files.extractall(folder)
