@@ -79,7 +79,8 @@ def confined(place: Path, can_write: bool) -> list[str]:
     if shutil.which("bwrap") is None:
         pytest.skip("needs Debian's package bubblewrap")
     bind = "--bind" if can_write else "--ro-bind"
-    pip = [word for key, value in os.environ.items() if key.startswith("PIP_") for word in ("--setenv", key, value)]
+    names = [name for name in os.environ if name.startswith(("PIP_", "SSL_CERT_FILE"))]  # how packages are downloaded
+    pip = [word for name in names for word in ("--setenv", name, os.environ[name])]
     temporary = ["--setenv", "TMPDIR", str(place / "tmp")] if can_write else []
     return [
         "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", bind, str(place), str(place),

@@ -25,7 +25,7 @@ from ops.test_quantized import check_products, check_quantizing
 import quire.attention.cpu
 from quire.attention.base import AttentionShape
 from quire.ops import OPS, Kernels, Target
-from quire.ops.cpu import build, elementwise, linear, panels, quantized_linear, sampling
+from quire.ops.cpu import build, linear, quantized_linear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
 HAS_COMPILER = build.library() is not None
@@ -285,8 +285,7 @@ def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name)
 def check_against_references(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare what the kernels of a library compute with the references."""
     torch.manual_seed(0)
-    for module in (elementwise, linear, panels, quantized_linear, sampling, quire.attention.cpu):
-        monkeypatch.setattr(module, "kernel", cache(library.function))
+    monkeypatch.setattr(build, "_kernel", cache(library.function))
     for dtype in (torch.float32, torch.bfloat16):
         shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
         World(quire.attention.cpu.CpuAttention(shape), MIXED).check()
