@@ -1,11 +1,11 @@
 """The CPU kernels of two source trees side by side: what a change to them costs.
 
     git worktree add /tmp/before COMMIT
-    python benchmarks/compare_kernels.py /tmp/before . [--threads 2] [--rounds 15] [--only decode]
+    python benchmarks/compare_kernels.py /tmp/before . [--threads 2] [--rounds 15] [--only decode] [--cpu-isa avx2]
 
-Each tree has a process of its own, and the two take turns, so that both meet the same noise. Prints the best
-milliseconds of each, the ratio of the best times, and the median over rounds of the ratio (after / before). About four
-minutes.
+A tree may also be an unpacked wheel, whose kernels another compiler has built. Each tree has a process of its own, and
+the two take turns, so that both meet the same noise. Prints the best milliseconds of each, the ratio of the best times,
+and the median over rounds of the ratio (after / before). About four minutes.
 """
 
 from __future__ import annotations
@@ -170,10 +170,13 @@ def all_cases(only: str) -> dict[str, Callable[[], Step]]:
     return {name: make for name, make in (attention_cases() | product_cases()).items() if only in name}
 
 
-def work(threads: int, only: str, clock: Callable[[], float]) -> None:
+def work(threads: int, only: str, clock: Callable[[], float], cpu_isa: str) -> None:
     """One tree's process: the name of a case makes it, an empty line runs it and answers with milliseconds."""
     import torch
 
+    from quire.ops.cpu.build import choose_instruction_set
+
+    choose_instruction_set(cpu_isa)
     torch.set_num_threads(threads)
     cases, current = all_cases(only), SimpleNamespace(step=None, repeats=1)
     for line in sys.stdin:
@@ -217,11 +220,12 @@ def main() -> None:
     parser.add_argument(
         "--cpu-time", action="store_true", help="on a busy machine, with one thread: not the wall's time"
     )
+    parser.add_argument("--cpu-isa", default="native", help="instruction set of the kernels")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         clock = time.process_time if options.cpu_time else time.perf_counter
-        work(options.threads, options.only, clock)
+        work(options.threads, options.only, clock, options.cpu_isa)
         return
     if len(options.trees) != 2:
         parser.error("two source trees are needed: before and after")

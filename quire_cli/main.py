@@ -4,7 +4,10 @@ import argparse
 import atexit
 import gc
 import os
+import signal
 import sys
+import threading
+from types import FrameType
 
 from quire._version import __version__
 from quire.messages.errors import error_text
@@ -66,7 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, 1 for an error that the user can fix (one line on standard error), or 130 for Ctrl-C."""
+    """Exit status: 0, 1 for an error that the user can fix (one line on standard error), 130 for Ctrl-C, or 143 for
+    SIGTERM, which a server that is ready handles itself."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _end)
     argv = sys.argv[1:] if argv is None else argv
     arguments = build_parser().parse_args(argv)
     configure_logging(getattr(arguments, "log_level", "INFO"))
@@ -87,3 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End in an orderly way. Without a handler, Linux keeps the signal from the first process of a container."""
+    raise SystemExit(128 + number)

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from support.container import can_unshare
 from support.server import eventually, request
 from support.server_process import Server
 
@@ -75,11 +76,11 @@ def test_what_takes_long_to_import_is_imported_after_the_core_has_started():
 class Start:
     """`quire serve`, with a folder of its own for temporary files."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, wrapper: Sequence[str] = ()) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
+            [*wrapper, sys.executable, "-m", "quire", "serve", "--port", "0", *arguments],
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"},
         )  # fmt: skip
 
     def processes(self) -> list[psutil.Process]:
@@ -92,6 +93,10 @@ class Start:
             except psutil.Error:  # it has ended, or is another user's
                 continue
         return found
+
+    def wait_for_the_core(self) -> None:
+        """Its process watches its parent as soon as its heartbeat runs, beside the main thread and two of ZeroMQ."""
+        eventually(lambda: any(process.num_threads() >= 4 for process in self.processes() if is_core(process)))
 
     def check_that_nothing_is_left(self) -> None:
         eventually(lambda: not self.processes())
@@ -132,8 +137,19 @@ def test_an_error_that_is_found_while_the_core_starts_leaves_no_process_and_no_f
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_while_the_core_starts_leaves_no_process_and_no_folder(folder, number):
     start = Start(folder)
-    # The core's process watches its parent as soon as its heartbeat runs, beside the main thread and two of ZeroMQ.
-    eventually(lambda: any(process.num_threads() >= 4 for process in start.processes() if is_core(process)))
+    start.wait_for_the_core()
     start.process.send_signal(number)
     start.process.communicate(timeout=60)
+    start.check_that_nothing_is_left()
+
+
+@pytest.mark.skipif(not can_unshare(), reason="namespaces need root and unshare")
+def test_the_first_process_of_a_container_can_be_ended_while_its_core_starts(folder):
+    """Linux keeps signals from such a process for which it has no handler."""
+    start = Start(folder, wrapper=["unshare", "--pid", "--fork"])
+    start.wait_for_the_core()
+    (first,) = psutil.Process(start.process.pid).children()
+    first.terminate()
+    start.process.communicate(timeout=60)
+    assert start.process.returncode == 128 + signal.SIGTERM
     start.check_that_nothing_is_left()

@@ -25,7 +25,7 @@ from ops.test_quantized import check_products, check_quantizing
 import quire.attention.cpu
 from quire.attention.base import AttentionShape
 from quire.ops import OPS, Kernels, Target
-from quire.ops.cpu import build, elementwise, linear, panels, quantized_linear, sampling
+from quire.ops.cpu import build, linear, quantized_linear
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems run the reference")
 HAS_COMPILER = build.library() is not None
@@ -214,6 +214,34 @@ def test_a_start_takes_what_was_compiled_for_a_processor_like_this_one(
     assert loaded.path == paths["avx512"]  # without a compiler, the best of those that the processor can run
 
 
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+def test_what_a_wheel_brings_is_taken_and_nothing_is_compiled(
+    small_sources, monkeypatch, tmp_path, capsys, fresh_process
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PACKAGED", tmp_path / "compiled")
+    paths = {name: build.compile_for(name, build.PACKAGED) for name in ("avx2", "avx512")}
+    capsys.readouterr()
+    for processor, taken in (("avx2", "avx2"), ("avx512-bf16", "avx512")):
+        features = f"flags : {' '.join(build.INSTRUCTION_SETS[processor][1])}"
+        monkeypatch.setattr(build, "cpu_features", lambda features=features: features)
+        build.library.cache_clear()
+        loaded = build.library()
+        assert loaded is not None
+        assert loaded.path == paths[taken]
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: Path("~"))  # of a user without a home
+    build.library.cache_clear()
+    assert build.library() is not None
+    monkeypatch.setattr(build, "_chosen", ["avx2"])
+    build.library.cache_clear()
+    loaded = build.library()
+    assert loaded is not None
+    assert loaded.path == paths["avx2"]
+    assert capsys.readouterr().err == ""
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_sources_use_no_other_features_of_processors_than_the_build_knows():
     macros = {
         macro
@@ -251,10 +279,13 @@ def test_the_kernels_compiled_for_lesser_processors(monkeypatch, tmp_path, name)
     flag, needed = build.INSTRUCTION_SETS[name]
     if needed - set(build.cpu_features().split()):
         pytest.skip("this processor is a lesser one itself")
+    check_against_references(build.load(tmp_path, [*build.FLAGS, "-O1", flag]), monkeypatch)
+
+
+def check_against_references(library: build.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare what the kernels of a library compute with the references."""
     torch.manual_seed(0)
-    library = build.load(tmp_path, [*build.FLAGS, "-O1", flag])
-    for module in (elementwise, linear, panels, quantized_linear, sampling, quire.attention.cpu):
-        monkeypatch.setattr(module, "kernel", cache(library.function))
+    monkeypatch.setattr(build, "_kernel", cache(library.function))
     for dtype in (torch.float32, torch.bfloat16):
         shape = AttentionShape(14, 2, 80, 16, dtype, torch.device("cpu"))
         World(quire.attention.cpu.CpuAttention(shape), MIXED).check()

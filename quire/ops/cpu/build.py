@@ -1,4 +1,5 @@
-"""Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache folder.
+"""Compiles the C++ kernels of this folder on first use, into one shared library in the user's cache folder. A wheel
+brings them compiled.
 
 The library has a plain C interface and is loaded with ctypes. It uses no torch headers, so compiling takes seconds. It
 has its own threads (team.h), since with torch's OpenMP each operation would wait for the slowest thread.
@@ -28,6 +29,7 @@ from quire.system.folders import cache_folder, private_folder
 logger = logging.getLogger("quire")
 
 SOURCES = Path(__file__).parent
+PACKAGED = SOURCES / "compiled"  # the libraries of a wheel, one for each instruction set: tools/build_wheel.py
 FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-Wno-psabi", "-ffp-contract=off")  # the last: see vector.h, fma
 # Instruction sets that the kernels may use: all that the processor has, or only those of an older one (to measure and
 # test that, and to compile for another machine). Each has the compiler's flags and the features that the processor must
@@ -101,10 +103,10 @@ def library() -> Library | None:
         return None
     flags, folder = _flags(_chosen[0]), cache_folder()
     try:
-        if folder is None:
-            return _load_once(flags, "this user has no home folder")
         if (found := find_library()) is not None:
             return found
+        if folder is None:
+            return _load_once(flags, "this user has no home folder")
         try:
             return load(folder / "kernels", flags)
         except OSError as error:
@@ -120,11 +122,14 @@ def library() -> Library | None:
 
 def find_library() -> Library | None:
     """The kernels if they need not be compiled, else None."""
-    folder = cache_folder()
-    if folder is None or sys.platform != "linux":
+    if sys.platform != "linux":
         return None
-    shipped = _shipped(folder / "kernels") if _chosen[0] == "native" else None
-    return shipped or _find(folder / "kernels", _flags(_chosen[0]))
+    folder, name = cache_folder(), _chosen[0]
+    packaged = _best(PACKAGED) if name == "native" else _find(PACKAGED, _flags(name), "*")
+    if packaged is not None or folder is None:
+        return packaged
+    shipped = _best(folder / "kernels", is_compiler_better=True) if name == "native" else None
+    return shipped or _find(folder / "kernels", _flags(name))
 
 
 def instruction_set_of(library: Library) -> str:
@@ -136,12 +141,16 @@ def _flags(name: str) -> list[str]:
     return [*FLAGS, *INSTRUCTION_SETS[name][0].split()]
 
 
-def _shipped(folder: Path) -> Library | None:
-    """A library that `quire compile` made for processors like this one; without a compiler, also for lesser ones."""
+def _best(folder: Path, is_compiler_better: bool = False) -> Library | None:
+    """The best library for a named instruction set in `folder` that this processor can run.
+
+    is_compiler_better: if there is a compiler, only one with all of the processor's instructions that the kernels use.
+    """
     features = set(cpu_features().split())
     for name, (_, needed) in INSTRUCTION_SETS.items():
         serves = name != "native" and needed <= features
-        serves = serves and (features & USED_FEATURES <= needed or find_compiler() is None)
+        if is_compiler_better:
+            serves = serves and (features & USED_FEATURES <= needed or find_compiler() is None)
         if serves and (found := _find(folder, _flags(name), "*")) is not None:
             return found
     return None
@@ -284,9 +293,9 @@ def check_folder(folder: Path) -> None:
 
 
 def _is_trusted(path: Path) -> bool:
-    """Whether only this user, or root, can have written it."""
+    """Whether only this user, root, or the owner of Quire's code can have written it."""
     facts = path.stat()
-    return facts.st_uid in (0, os.geteuid()) and not facts.st_mode & 0o002
+    return facts.st_uid in (0, os.geteuid(), SOURCES.stat().st_uid) and not facts.st_mode & 0o002
 
 
 def cpu_features() -> str:

@@ -1,0 +1,75 @@
+"""Build the source distribution, and from it the wheel for Linux on x86-64, which brings the CPU kernels compiled.
+
+    pip install . build ziglang auditwheel
+    python tools/build_wheel.py [--output dist]
+
+The wheel has a library of kernels for each instruction set that quire/ops/cpu/build.py names, and a start takes the
+best that its processor can run. Zig links them against glibc 2.28, which auditwheel checks. One wheel serves all
+versions of Python and torch, since the kernels have a plain C interface. About four minutes on two cores.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GLIBC_MINOR = 28  # the one of zig_compiler.py
+PLATFORM = f"manylinux_2_{GLIBC_MINOR}_x86_64"
+COMPILER = Path(__file__).with_name("zig_compiler.py")
+
+
+def build(output: Path) -> Path:
+    """The wheel's path. Raises CalledProcessError if a tool fails, SystemExit if the wheel needs a newer system."""
+    with tempfile.TemporaryDirectory() as temporary:
+        run("build", "--sdist", "--outdir", temporary, ROOT)
+        (archive,) = Path(temporary).glob("*.tar.gz")
+        with tarfile.open(archive) as files:
+            files.extractall(temporary, filter="data")
+        tree = archive.with_name(archive.name.removesuffix(".tar.gz"))
+        compile_kernels(tree)
+        run("build", "--wheel", f"--config-setting=--build-option=--plat-name={PLATFORM}", "--outdir", temporary, tree)
+        (wheel,) = Path(temporary).glob("*.whl")
+        check(wheel)
+        output.mkdir(parents=True, exist_ok=True)
+        for file in (archive, wheel):
+            (output / file.name).write_bytes(file.read_bytes())
+    return output / wheel.name
+
+
+def compile_kernels(tree: Path) -> None:
+    """Compile the kernels of an unpacked source distribution for each instruction set, into the tree."""
+    sys.path.insert(0, str(tree))
+    os.environ["CXX"] = f"{sys.executable} {COMPILER}"
+    from quire.ops.cpu.build import INSTRUCTION_SETS, PACKAGED, SOURCES, compile_for
+
+    assert SOURCES.is_relative_to(tree), f"the kernels of {SOURCES} would be compiled"
+    for name in INSTRUCTION_SETS:
+        if name != "native":
+            compile_for(name, PACKAGED)
+    for lock in PACKAGED.glob("*.lock"):
+        lock.unlink()
+
+
+def check(wheel: Path) -> None:
+    """Exit if auditwheel finds that the wheel needs a newer system than its tag says."""
+    shown = run("auditwheel", "show", wheel)
+    print(shown)
+    needed = re.search(r'"manylinux_2_(\d+)_x86_64"', " ".join(shown.split()))
+    if needed is None or int(needed[1]) > GLIBC_MINOR:
+        raise SystemExit(f"{wheel.name} is not fit for {PLATFORM}")
+
+
+def run(module: str, *arguments: str | Path) -> str:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder for both files (default: dist)")
+    print(build(parser.parse_args().output.resolve()))
