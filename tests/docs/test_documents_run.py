@@ -32,7 +32,7 @@ NOT_RUN = {  # regular expressions of whole commands
     r"quire serve .*(cluster-secret-file|MiniLM|Embedding|reranker|Reranker).*|quire route .*--prefill.*":
         "it needs a model that embeds, or two machines: tests/server/test_pooling_api.py and tests/route have these",
     r"quire serve .*/var/cache/.*": "it writes to a folder of the system: tests/engine/test_tiers.py has its own",
-    r"docker .*|python3 -m venv /opt.*|install .*|systemctl .*|python tools/build_wheel.py":
+    r"docker .*|python3 -m venv /opt.*|/opt/.*|install .*|systemctl .*|python tools/build_wheel.py":
         "it installs a server on the system: tests/deploy builds the wheel and the image, and runs them",
     r"nsys .*": "it needs NVIDIA's profiler: tests/profile checks the ranges with a library of its own",
     r"quire top.*": "it is a screen that stays: tests/e2e/test_top.py has it in a terminal",
