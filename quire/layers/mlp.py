@@ -73,7 +73,7 @@ class MLP:
             parts = [OutputPart(names[key], size, start, stop) for key in ("gate", "up")]
         self.up = ColumnParallelLinear(builder, hidden, parts, spec.bias, spec.transposed)
         self.activation: Activation
-        if spec.activation == "xielu":
+        if spec.activation == "xielu" and "activation" in names:
             self.activation = XIELU(builder, names["activation"])
         else:
             self.activation = activation(builder.kernels, spec.activation, spec.gated)

@@ -86,7 +86,7 @@ def test_the_cache_of_a_token_is_known(checkpoints, variant):
     llm = make_llm(checkpoints.path(variant))
     kv = llm.core.executor.kv_cache
     layers = sum(len(spec.entries) for spec in kv.specs)
-    entry = kv.block_bytes // max(len(spec.entries) for spec in kv.specs)
+    entry = sum(kv.rank_bytes) // max(len(spec.entries) for spec in kv.specs)
     footprint = footprint_of(checkpoints.path(variant))
     wide = 2 * footprint.cache(1)  # the engine of this test keeps float32
     assert layers * entry / kv.block_size == pytest.approx(wide, rel=0.05)

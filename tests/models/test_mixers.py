@@ -63,7 +63,7 @@ def test_a_model_of_three_kinds_of_attention_layers_equals_transformers(tmp_path
     entries = {backend.entry_bytes() for backend in runner_of(llm).forward.backends}
     assert len(entries) == 3
     if llm.config.scheduler.speculation is None:  # a drafter would have entries of its own
-        assert llm.core.executor.kv_cache.block_bytes == 2 * max(entries)
+        assert sum(llm.core.executor.kv_cache.rank_bytes) == 2 * max(entries)
     expected = greedy(network, prompts(320, 9))
     for _ in range(2):  # the second time with the prompts' blocks in the cache
         made = tokens_of(generate(llm, [c.prompt for c in expected]))

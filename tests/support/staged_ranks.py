@@ -45,6 +45,9 @@ class ThreadLine(Communicator):
     def total(self, value: int) -> int:
         return value
 
+    def each(self, value: int) -> tuple[int, ...]:
+        return (value,) * self.size
+
 
 class StagedExecutor(Executor):
     """Runs each step on all ranks, which are threads, with the workers' real runners."""

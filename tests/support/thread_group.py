@@ -100,6 +100,9 @@ class ThreadGroup(Communicator):
     def minimum(self, value: int) -> int:
         return min(self._exchange(value))
 
+    def each(self, value: int) -> tuple[int, ...]:
+        return tuple(self._exchange(value))
+
 
 def on_every_rank(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     """Run `work(group)` on `size` ranks. Returns the result of each rank."""

@@ -112,7 +112,7 @@ def test_a_request_goes_on_from_moved_blocks_with_the_same_tokens(checkpoints, m
 
     engine.memory.copy_blocks(flat(first), flat(copies))
     data = bytes(engine.memory.read(flat(first)))
-    assert len(data) == len(flat(first)) * engine.worker.kv_cache.block_bytes
+    assert len(data) == len(flat(first)) * engine.worker.kv_cache.rank_bytes[0]
     engine.memory.write(flat(first), bytes(len(data)))
     other.memory.write(flat(received), data)
 
