@@ -261,7 +261,9 @@ def test_an_unknown_architecture_is_told_which_there_are(copy):
     with pytest.raises(ValueError, match=message):
         make_llm(copy)
     set_config(copy, architectures=...)
-    with pytest.raises(ValueError, match=r"\(none named in config.json\) is not supported; supported: Apertus.*BertModel"):
+    with pytest.raises(
+        ValueError, match=r"\(none named in config.json\) is not supported; supported: Apertus.*BertModel"
+    ):
         make_llm(copy)
 
 
