@@ -144,7 +144,6 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("opt", "GELU", m.mlp(activation="gelu")),
     ("llama", "GELU", m.mlp(activation="gelu")),
     ("arcee", "GELU", m.mlp(activation="gelu")),
-    ("apertus", "GELU", m.mlp(activation="gelu")),
     # experts
     ("llama4", "results are weighed", m.experts(weigh_inputs=False)),
     ("hunyuan_v1_moe", "not normalized", m.experts(normalize=False)),
@@ -212,6 +211,7 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("deepseek_v3-without-groups", "of kv_a", m.zeroed(lambda layer: layer.mixer.kv_a.bias)),
     # norms
     ("qwen3", "no q and k norms", m.no_qk_norm),
+    ("apertus", "no q and k norms", m.no_qk_norm),
     ("gemma3", "no q and k norms", m.no_qk_norm),
     ("glm4_moe-query-key-norms", "no q and k norms", m.no_qk_norm),
     ("phi-query-key-norms", "no q and k norms", m.no_qk_norm),
