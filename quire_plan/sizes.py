@@ -147,7 +147,8 @@ def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
 def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:
     size = share.part(mlp.intermediate_size)
     down = size * hidden + hidden * (mlp.bias or mlp.down_bias)
-    return (2 if mlp.gated else 1) * _linear(hidden, size, mlp.bias) + down
+    learned = 2 if mlp.activation == "xielu" else 0
+    return (2 if mlp.gated else 1) * _linear(hidden, size, mlp.bias) + down + learned
 
 
 def _router(mlp: MoESpec, hidden: int, share: Share) -> int:

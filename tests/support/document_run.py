@@ -23,10 +23,12 @@ from typing import Self
 from quire.loading.hub import bundled_model, resolve
 from support.client_environment import client_python
 from support.documents import ROOT, Block, Command, blocks, commands, name_of, write_files
+from support.gguf_files import write_gguf
 from support.hub import Hub, hub_environment
 
 # On the stand-in of the hub, all are the bundled model.
 HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
+GGUF_IDS = ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M",)
 CLIENTS = {"anthropic": "anthropic>=0.60", "ollama": "ollama>=0.5"}  # packages that get an environment of their own
 SECONDS = 600  # for a command, or the start of a server
 NAMES = """\
@@ -44,6 +46,10 @@ class DocumentRun:
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
         for name in HUGGING_FACE_IDS:
             shutil.copytree(bundled_model(), folder / "hub" / name)
+        for name in GGUF_IDS:
+            repository, _, kind = name.partition(":")
+            (folder / "hub" / repository).mkdir(parents=True)
+            write_gguf(bundled_model(), folder / "hub" / repository / f"model-{kind}.gguf", "Q8_0")
         for name in ("sql", "support"):
             shutil.copytree(resolve("quire-demo/rhyme"), folder / "work" / "adapters" / name)
         shutil.copytree(resolve("quire-demo/rhyme"), folder / "work" / "sql-v2")
