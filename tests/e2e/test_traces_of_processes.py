@@ -110,7 +110,8 @@ def test_a_proxy_adds_its_spans_and_passes_the_trace_on():
         assert call.attributes["url.full"] == f"{server.url}/v1/completions"
         (served,) = (span for span in spans.values() if span.parent_id == call.span_id)
         assert (served.kind, served.resource["service.name"], served.state) == ("SERVER", "quire", "vendor=1")
-        assert root.start <= call.start <= served.start <= served.end <= root.end
+        # The server's span may end after the proxy's: it ends when the last byte has been sent.
+        assert root.start <= call.start <= served.start <= min(served.end, root.end)
         refused = receiver.of(lost.headers["traceresponse"].split("-")[1], 3)
         assert [span.attributes["error.type"] for span in refused] == ["400"] * 3
         assert [span.status for span in refused] == ["UNSET", "ERROR", "UNSET"]
