@@ -16,6 +16,7 @@ from quire.options.kv_compression import KVCompressionOptions
 from quire.options.kv_events import KVEventOptions
 from quire.options.kv_transfer import KVTransferOptions
 from quire.options.lora import LoRAConfig
+from quire.options.multimodal import MultiModalConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
 
@@ -360,6 +361,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:

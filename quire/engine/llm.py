@@ -114,7 +114,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts together. The outputs have the order of the prompts.
 
-        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
+        "multi_modal_data": {"image": [...]}), or with "prompt_embeds".
         sampling_params: one for all prompts, or one for each; None takes the model's defaults. lora_request: the
         adapter of all prompts, or one (or None) for each, with enable_lora=True. priority: one for each prompt, the
         lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
@@ -142,9 +143,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered with the model's chat template.
 
-        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`.
+        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`. Pictures are parts
+        of a content: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil": image}.
+        mm_processor_kwargs: settings of their preprocessing.
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
@@ -153,9 +155,25 @@ class LLM:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
         rendering |= chat_template_kwargs or {}
-        prompts: list[Prompt] = [self.frontend.render_chat(c, **rendering) for c in conversations]  # type: ignore
+        prompts: list[Prompt] = [self._chat_prompt(c, rendering, mm_processor_kwargs) for c in conversations]  # type: ignore
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._complete(self._process(prompts, sampling_params, priority, tokenization, lora_request), use_tqdm)
+
+    def _chat_prompt(
+        self, messages: Sequence[Message], rendering: dict[str, Any], kwargs: Mapping[str, Any] | None
+    ) -> Prompt:
+        media = self.processor.media
+        if media is None:
+            return self.frontend.render_chat(messages, **rendering)
+        messages, parts = media.split(messages)
+        data: dict[str, list[Any]] = {}
+        uuids: dict[str, list[str | None]] = {}
+        for part in parts:
+            data.setdefault(part.modality, []).append(media.load(part))
+            uuids.setdefault(part.modality, []).append(part.uuid)
+        prompt: Any = {"prompt": self.frontend.render_chat(messages, **rendering), "multi_modal_data": data}
+        named = any(uuid is not None for names in uuids.values() for uuid in names)
+        return {**prompt, "multi_modal_uuids": uuids if named else {}, "mm_processor_kwargs": dict(kwargs or {})}
 
     def encode(
         self,

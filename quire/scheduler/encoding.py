@@ -80,7 +80,9 @@ class EncoderCache:
         key, size = item.place.key, item.place.num_embeds
         if key not in self._sizes:
             idle = sum(self._sizes[other] for other in self._idle)
-            if (self._spent and self._spent + size > self.limits.budget) or self.used - idle + size > self.limits.capacity:
+            if (
+                self._spent and self._spent + size > self.limits.budget
+            ) or self.used - idle + size > self.limits.capacity:
                 return False
             if step is None:
                 return True

@@ -1,0 +1,30 @@
+"""Models that see: a text model of another family, and what its pictures need."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.models.spec import Architecture, DecoderSpec, HfConfig, MediaSpec
+from quire_architectures.gemma import gemma
+from quire_architectures.llama import llama, mistral
+from quire_architectures.qwen import qwen2, qwen3
+
+TEXT_MODELS: dict[str, Architecture] = {
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma,
+}  # fmt: skip
+UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and the pooler's head
+
+
+def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
+    """The spec of the text model. Raises ValueError if it is of a family that has no pictures here."""
+    text: dict[str, Any] = {**config["text_config"]}
+    if (tied := config.get("tie_word_embeddings")) is not None and "tie_word_embeddings" not in text:
+        text["tie_word_embeddings"] = tied
+    kind = text.get("model_type", default)
+    if kind not in TEXT_MODELS:
+        raise ValueError(f"a model that sees with a text model {kind!r} is not supported: {', '.join(TEXT_MODELS)}")
+    return TEXT_MODELS[kind](text)
+
+
+def llava(config: HfConfig) -> DecoderSpec:
+    spec = _text(config)
+    return replace(spec, media=MediaSpec("llava", config), ignored=(*spec.ignored, UNUSED))
