@@ -28,3 +28,13 @@ def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
 def llava(config: HfConfig) -> DecoderSpec:
     spec = _text(config)
     return replace(spec, media=MediaSpec("llava", config), ignored=(*spec.ignored, UNUSED))
+
+
+def qwen_vl(config: HfConfig) -> DecoderSpec:
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The first configs have the fields of the text model beside the others."""
+    text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
+    vision, is_third = config["vision_config"], config.get("model_type", "").startswith("qwen3")
+    config = {**config, "text_config": {**text, "model_type": "qwen3" if is_third else "qwen2"}}
+    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_third else 0
+    media = MediaSpec("qwen_vl", config, levels)
+    return replace(_text(config), media=media)

@@ -60,11 +60,8 @@ def checked(found: Buffer) -> Buffer:
     if len(shape) != 2 or not all(0 < size < 2**24 for size in shape):
         raise MediaError(f"it must be a tensor [tokens, hidden], got {found.shape}")
     raw = np.frombuffer(found.data, np.uint16 if found.dtype == "bfloat16" else found.dtype)
-    if found.dtype == "bfloat16":
-        is_finite = ((raw & 0x7F80) != 0x7F80).all()
-    else:
-        is_finite = np.isfinite(raw).all()
-    if not is_finite:
+    is_finite = (raw & 0x7F80) != 0x7F80 if found.dtype == "bfloat16" else np.isfinite(raw)
+    if not is_finite.all():
         raise MediaError("it has values that are not finite")
     return Buffer(found.dtype, list(shape), found.data)
 
@@ -112,7 +109,7 @@ def _read_torch(data: bytes) -> Buffer:
         if kind != "storage" or not isinstance(typed, _Name) or typed.module != "torch" or typed.name not in _TYPES:
             raise MediaError("the tensor must be of float32, float16 or bfloat16")
         dtype, width = _TYPES[typed.name]
-        expected, row_major = 1, []
+        expected, row_major = 1, list[int]()
         for size in reversed(shape):
             row_major.insert(0, expected)
             expected *= size

@@ -1,7 +1,7 @@
 """Fetches files over HTTP for strangers: with limits on size, time and redirects, and from public addresses only.
 
-A name is resolved once, and the connection is made to the address that was checked, so a name that resolves to something
-else a moment later gains nothing. Each redirect is checked like the first URL.
+A name is resolved once, and the connection is made to the address that was checked, so a name that resolves to
+something else a moment later gains nothing. Each redirect is checked like the first URL.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 def fetch(
     url: str, domains: Collection[str] = (), most_bytes: int = MOST_BYTES, seconds: float = MOST_SECONDS
 ) -> bytes:
-    """domains: the only ones allowed, also at private addresses; none for all at public addresses. Raises MediaError."""
+    """domains: the only ones allowed, also at private addresses; none for all at public ones. Raises MediaError."""
     deadline = time.monotonic() + seconds
     for _ in range(MOST_REDIRECTS + 1):
         found = _get(url, domains, most_bytes, deadline)

@@ -74,7 +74,7 @@ class MediaProcessor:
         """How many items of a modality a prompt may have. Raises MediaError if the model takes none."""
         if modality not in self.kinds:
             raise MediaError(f"this model takes no {modality}; it takes {', '.join([*self.kinds, 'text'])}")
-        return self.most_items.get(modality, MOST_ITEMS)
+        return int(self.most_items.get(modality, MOST_ITEMS))
 
     def check_count(self, modality: str, count: int) -> None:
         """Raises MediaError."""

@@ -23,12 +23,10 @@ class ChatMedia:
     def prompt(self, text: str, kwargs: dict[str, Any] | None) -> str | PromptFields:
         if not self.data:
             return text
-        fields: PromptFields = {"prompt": text, "multi_modal_data": dict(self.data)}
-        if any(uuid is not None for uuids in self.uuids.values() for uuid in uuids):
-            fields["multi_modal_uuids"] = dict(self.uuids)
-        if kwargs:
-            fields["mm_processor_kwargs"] = kwargs
-        return fields
+        return PromptFields(
+            prompt=text, multi_modal_data=dict(self.data), multi_modal_uuids=dict(self.uuids),
+            mm_processor_kwargs=kwargs or {},
+        )  # fmt: skip
 
 
 class MediaLoader:

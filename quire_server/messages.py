@@ -33,8 +33,8 @@ class InputAudio(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """A part of a content: text, which is in `refusal` or `thinking` if its type says so, else in `text`; or a picture or
-    another item, for models that take some."""
+    """A part of a content: text, which is in `refusal` or `thinking` if its type says so, else in `text`; or a picture
+    or another item, for models that take some."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_PART_SCHEMA)
 

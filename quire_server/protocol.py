@@ -37,8 +37,8 @@ from quire_server.messages import Messages
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 
-_EMBEDS = """Prompts of embeddings [tokens, hidden] in place of tokens: base64 of a file of torch.save or safetensors. They
-come before those of `prompt`. Only with --enable-prompt-embeds."""
+_EMBEDS = """Embeddings [tokens, hidden] in place of tokens: base64 of a file of torch.save or safetensors. These
+come before the prompts of `prompt`. Only with --enable-prompt-embeds."""
 UNSUPPORTED: dict[str, str] = TABLES["completions"]["refused"]
 UNSUPPORTED_IN_CHAT = UNSUPPORTED | TABLES["chat"]["refused"]
 WITHOUT_EFFECT = frozenset(TABLES["without_effect"].split())

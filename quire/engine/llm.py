@@ -18,7 +18,7 @@ from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
-from quire.engine.processor import ProcessedRequest, Prompt
+from quire.engine.processor import ProcessedRequest, Prompt, PromptFields
 from quire.messages.changes import (
     WEIGHT_GROUP,
     JoinGroup,
@@ -143,9 +143,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered with the model's chat template.
 
-        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`. Pictures are parts
-        of a content: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil": image}.
-        mm_processor_kwargs: settings of their preprocessing.
+        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`. Pictures are
+        parts of a content: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil":
+        image}. mm_processor_kwargs: settings of their preprocessing.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
@@ -171,9 +171,10 @@ class LLM:
         for part in parts:
             data.setdefault(part.modality, []).append(media.load(part))
             uuids.setdefault(part.modality, []).append(part.uuid)
-        prompt: Any = {"prompt": self.frontend.render_chat(messages, **rendering), "multi_modal_data": data}
-        named = any(uuid is not None for names in uuids.values() for uuid in names)
-        return {**prompt, "multi_modal_uuids": uuids if named else {}, "mm_processor_kwargs": dict(kwargs or {})}
+        text = self.frontend.render_chat(messages, **rendering)
+        return PromptFields(
+            prompt=text, multi_modal_data=data, multi_modal_uuids=uuids, mm_processor_kwargs=dict(kwargs or {})
+        )
 
     def encode(
         self,

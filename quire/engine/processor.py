@@ -342,7 +342,8 @@ class Processor:
                 raise ValueError("a prompt with multi_modal_data needs 'prompt' or 'prompt_token_ids'")
             uuids, kwargs = fields["multi_modal_uuids"] or {}, fields["mm_processor_kwargs"]
             expanded = self.media.expand(text, fields["multi_modal_data"], uuids, kwargs, add_special_tokens)
-        return {**kept, "prompt_token_ids": expanded.token_ids}, expanded.media, expanded.rotary_positions
+        kept["prompt_token_ids"] = expanded.token_ids
+        return kept, expanded.media, expanded.rotary_positions
 
     def _encode(self, text: str, add_special_tokens: bool, keep: int | None, from_left: bool) -> list[int]:
         bound = self.tokenizer.length_bound if keep is not None and len(text) > self.max_model_len else None

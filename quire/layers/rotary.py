@@ -111,5 +111,5 @@ class RotaryEmbedding:
         """positions: [tokens], or [3, tokens] for multi-section -> cos, sin: [tokens, rotary_dim / 2], float32"""
         if positions.ndim == 1:  # index_select, since x[positions] wakes torch's threads even for few tokens
             return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        pair_positions = positions[self.axes].T  # [tokens, rotary_dim / 2]
+        pair_positions = positions[self.axes].T.contiguous()  # [tokens, rotary_dim / 2]; kernels read rows of results
         return self.cos[pair_positions, self.pairs], self.sin[pair_positions, self.pairs]

@@ -22,8 +22,8 @@ class Tower(Protocol):
     """The encoder of a model that sees, with what projects its results."""
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """tensors: of one item, as the preprocessing of quire_multimodal makes them -> [embeds, hidden], or for DeepStack
-        [embeds, hidden * (1 + levels)]"""
+        """tensors: of one item, as the preprocessing of quire_multimodal makes them -> [embeds, hidden], or for
+        DeepStack [embeds, hidden * (1 + levels)]"""
 
 
 class Model(Protocol):

@@ -29,7 +29,7 @@ class EncoderCache:
     def used(self) -> int:
         return sum(self._sizes.values())
 
-    def begin_step(self, step: SchedulerOutput) -> None:
+    def begin_step(self, step: SchedulerOutput) -> SchedulerOutput:
         self._spent = 0
         for key in self._released:
             if key in self._sizes and not self._holders[key]:
@@ -37,6 +37,7 @@ class EncoderCache:
                 self._idle.move_to_end(key)
         self._released.clear()
         step.forgets_all, self._forgets_all = self._forgets_all, False
+        return step
 
     def limit(self, request: Request, start: int, count: int, step: SchedulerOutput | None) -> int:
         """How many of the request's next `count` tokens from `start` on the step can compute. It encodes the items that
@@ -63,10 +64,11 @@ class EncoderCache:
         for item in request.source.media:
             self._drop(request, item)
 
-    def withdraw(self, step: SchedulerOutput) -> None:
-        """A step is not run. What it and earlier ones were to encode may not be there."""
+    def withdraw(self, step: SchedulerOutput) -> SchedulerOutput:
+        """The step is not run. What it and earlier ones were to encode may not be there."""
         if self._sizes or step.forget or step.forgets_all:
             self.clear()
+        return step
 
     def clear(self) -> None:
         """Take nothing for encoded any more, for example since the weights are others."""

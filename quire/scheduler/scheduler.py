@@ -158,8 +158,7 @@ class Scheduler:
         self.kv.begin_step()
         if self.speculation is not None:
             self.speculation.propose(self.running)
-        step = SchedulerOutput(self._num_steps, epoch=self.epoch)
-        self.encoders.begin_step(step)
+        step = self.encoders.begin_step(SchedulerOutput(self._num_steps, epoch=self.epoch))
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.budget(self.running, self.waiting))
         self._schedule_waiting(step, requests, budget)
@@ -167,8 +166,6 @@ class Scheduler:
             self._submitted.append((step, requests))
             for connector in self.connectors:
                 connector.scheduled(step.step_id, requests)
-        else:
-            self.encoders.withdraw(step)  # it will not be run
         if self._compression is not None:
             self._compression.free_blocks(step, requests, self.kv)
         if self._constrained is not None:
@@ -177,7 +174,7 @@ class Scheduler:
             if counts:
                 counts += [0] * (len(step.rows) - len(counts))
         self._is_exhausted = not requests
-        return step
+        return step if requests else self.encoders.withdraw(step)
 
     def needs_masks(self) -> bool:
         """Whether the last step needs token masks. They can be filled when all earlier steps of its requests have

@@ -203,7 +203,7 @@ def _join(parts: list[dict[str, Any]], where: str) -> str:
         if not isinstance(part.get("text", part.get("placeholder")), str):
             message = f"{where}[{index}] is of type {part.get('type')}: the model's chat template takes text only"
             raise ChatTemplateError(message)
-    return "\n".join(part.get("text", part.get("placeholder")) for part in parts)
+    return "\n".join(str(part.get("text", part.get("placeholder"))) for part in parts)
 
 
 def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:

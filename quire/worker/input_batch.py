@@ -87,8 +87,8 @@ class InputBatch:
         self, max_num_seqs: int, max_model_len: int, block_size: int, kv_specs: Sequence[KVCacheSpec], vocab_size: int,
         takes_adapters: bool = False, has_sections: bool = False,
     ) -> None:  # fmt: skip
-        """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters. has_sections: see
-        DecoderSpec."""
+        """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters. has_sections:
+        see DecoderSpec."""
         rows, self.takes_adapters, self.has_sections = max_num_seqs, takes_adapters, has_sections
         self.kv_specs = kv_specs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len

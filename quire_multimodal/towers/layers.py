@@ -61,8 +61,8 @@ class RMSNorm:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float | None = None) -> Tensor:
     """Attention of all tokens to all tokens of each sequence. q, k, v: [sequences, tokens, heads * dim]"""
-    parts = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*parts, scale=scale).transpose(1, 2).flatten(2)
+    q, k, v = (x.view(*x.shape[:2], heads, -1).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
 
 
 def patches(pixels: Tensor, size: int) -> Tensor:
