@@ -59,8 +59,8 @@ def gemma3(config: HfConfig) -> DecoderSpec:
 
 
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
-    """A Gemma 3 that sees, if its config says with which vision model. Else it is the text model, and weights of a vision
-    tower are ignored."""
+    """A Gemma 3 that sees, if its config says with which vision model. Else it is the text model, and weights of a
+    vision tower are ignored."""
     shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     spec = gemma3({**shared, **config["text_config"]})
     media, vision = None, config.get("vision_config")

@@ -19,8 +19,6 @@ from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.seeing import picture, prepared
 
-COMBINES = ["multimodal input × chat API, n > 1, streaming, prefix caching"]
-
 
 @pytest.fixture(scope="module")
 def service(host):

@@ -223,9 +223,13 @@ def gemma3_model() -> Any:
     }  # fmt: skip
     model = Gemma3ForConditionalGeneration(
         Gemma3Config(
-            text_config=text, vision_config=vision, mm_tokens_per_image=16, image_token_index=FIRST,
-            boi_token_index=FIRST + 1, eoi_token_index=FIRST + 2,
-        )  # fmt: skip
+            text_config=text,
+            vision_config=vision,
+            mm_tokens_per_image=16,
+            image_token_index=FIRST,
+            boi_token_index=FIRST + 1,
+            eoi_token_index=FIRST + 2,
+        )
     )
     projection = model.model.multi_modal_projector.mm_input_projection_weight  # zeros by default
     torch.nn.init.normal_(projection, std=0.5)
@@ -251,6 +255,12 @@ MODELS: dict[str, Model] = {
     "qwen2_5_vl": Model(qwen2_5_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
     "qwen3_vl": Model(qwen3_vl_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
 }
+
+
+SEEING = {
+    "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+}  # fmt: skip
 
 
 @cache
