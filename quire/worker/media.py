@@ -121,7 +121,9 @@ class MediaInputs:
 
 
 def tensor_of(buffer: Buffer, device: torch.device) -> Tensor:
+    """Integers, such as sizes, stay on the host, which must not wait for them."""
     shape: Any = buffer.shape
     data = bytearray(buffer.data)  # torch wants memory that it might write to
     dtype: torch.dtype = getattr(torch, buffer.dtype)
-    return torch.frombuffer(data, dtype=dtype).view(shape).to(device) if data else torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return tensor.to(device) if dtype.is_floating_point else tensor

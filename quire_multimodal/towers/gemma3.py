@@ -26,7 +26,7 @@ class Tower:
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         x = self.post_norm(self.vision(tensors["pixel_values"][None])[0])
-        pooled = F.avg_pool2d(x.transpose(1, 2).unflatten(2, (self.side, self.side)), self.pool)
+        pooled = F.avg_pool2d(x.transpose(1, 2).reshape(len(x), -1, self.side, self.side), self.pool)
         return self.norm(pooled.flatten(2).transpose(1, 2)[0]) @ self.projection
 
 

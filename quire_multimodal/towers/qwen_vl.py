@@ -157,10 +157,11 @@ class Tower:
 
     def _places(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The row and the column of each patch of a frame, in their order: those of an embedding after each other."""
-        grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
-        cut = grid.view(2, rows // self.merge, self.merge, columns // self.merge, self.merge)
-        row, column = cut.transpose(2, 3).reshape(2, -1).to(device)
-        return row, column
+        cut = torch.arange(rows * columns, device=device).view(
+            rows // self.merge, self.merge, columns // self.merge, self.merge
+        )
+        index = cut.transpose(1, 2).reshape(-1)
+        return index // columns, index % columns
 
     def _rotation(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
         """Half of the pairs turn with the row, and half with the column. cos, sin: [patches, 1, head_dim], float32"""
