@@ -66,8 +66,8 @@ def with_a_warm_cache(make: MakeLLM, expected: list[Any], chunk: int) -> None:
 def preempted(make: MakeLLM, expected: list[Any], chunk: int) -> None:
     needed = 198
     for _ in range(2):  # the second time, few more than one request of full length needs
-        llm = make(num_gpu_blocks_override=needed + 2, max_model_len=160)
-        needed = llm.core.scheduler.kv.max_blocks(160)
+        llm = make(num_gpu_blocks_override=needed + 1, max_model_len=112)
+        needed = llm.core.scheduler.kv.max_blocks(112)
     check(llm, expected * 3)
     assert_preempted(llm)
 
