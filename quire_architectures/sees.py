@@ -38,3 +38,8 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
     levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_third else 0
     media = MediaSpec("qwen_vl", config, levels)
     return replace(_text(config), media=media)
+
+
+def idefics3(config: HfConfig) -> DecoderSpec:
+    """Idefics3 and SmolVLM."""
+    return replace(_text(config), media=MediaSpec("idefics3", config))

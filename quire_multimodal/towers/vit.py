@@ -59,13 +59,14 @@ class VisionTransformer:
             Layer(builder, f"{name}.encoder.layers.{i}", sizes, eps, activation) for i in range(max(self.read))
         ]
 
-    def __call__(self, pixels: Tensor) -> list[Tensor]:
-        """pixels: [pictures, 3, side, side] -> the hidden states that are read: [pictures, tokens, hidden] each. With
-        CLIP, the first token is that of the class."""
+    def __call__(self, pixels: Tensor, places: Tensor | None = None) -> list[Tensor]:
+        """pixels: [pictures, 3, side, side]; places: [patches], the rows of the table of positions, None for all in
+        order -> the hidden states that are read: [pictures, tokens, hidden] each. With CLIP, the first token is that of
+        the class."""
         x = self.patch_embedding(patches(pixels.to(self.positions.dtype), self.patch)).flatten(1, 2)
         if self.class_embedding is not None:
             x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], 1)
-        x = x + self.positions
+        x = x + (self.positions if places is None else self.positions[places])
         if self.is_clip:
             x = self.pre_norm(x)
         states = [x]

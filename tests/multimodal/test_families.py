@@ -64,10 +64,10 @@ def with_a_warm_cache(make: MakeLLM, expected: list[Any], chunk: int) -> None:
 
 
 def preempted(make: MakeLLM, expected: list[Any], chunk: int) -> None:
-    needed = 198
+    needed, longest = 198, max(len(c.prompt) for _, _, c in expected) + NUM_TOKENS + 8
     for _ in range(2):  # the second time, few more than one request of full length needs
-        llm = make(num_gpu_blocks_override=needed + 1, max_model_len=112)
-        needed = llm.core.scheduler.kv.max_blocks(112)
+        llm = make(num_gpu_blocks_override=needed + 3, max_model_len=longest)
+        needed = llm.core.scheduler.kv.max_blocks(longest)
     check(llm, expected * 3)
     assert_preempted(llm)
 

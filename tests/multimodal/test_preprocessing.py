@@ -9,9 +9,10 @@ import pytest
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from quire_multimodal.families import gemma3, llava, qwen_vl
+from quire_multimodal.families import gemma3, idefics3, llava, qwen_vl
 from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import is_public
 from quire_multimodal.pictures import MediaError, decode, decode_frames, picture, to_rgb
@@ -47,6 +48,21 @@ def test_qwens_pictures_have_transformers_values(tmp_path, size, patch, most):
     assert made.tensors["grid"].tolist() == expected["image_grid_thw"][0].tolist()
     both = np.repeat(made.tensors["pixels"], 2, 2)  # of a picture, both frames are equal, and sent once
     assert np.array_equal(both.reshape(len(both), -1), expected["pixel_values"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("splits", [True, False])
+def test_the_tiles_of_idefics_have_transformers_values(tmp_path, size, splits):
+    processor = Idefics3ImageProcessorPil(
+        size={"longest_edge": 224}, max_image_size={"longest_edge": 56}, do_image_splitting=splits
+    )
+    config = {"vision_config": {"image_size": 56, "patch_size": 14}}
+    pictures = idefics3.Pictures(config, settings(processor, tmp_path), str)
+    expected = processor(drawn(4, *size), return_tensors="np", return_row_col_info=True)
+    made = pictures.image(drawn(4, *size))
+    assert np.array_equal(made.tensors["pixel_values"], expected["pixel_values"][0])
+    rows, columns = expected["rows"][0][0], expected["cols"][0][0]
+    assert made.text.count("<row_") == rows * columns
 
 
 @pytest.mark.parametrize("size", SIZES)

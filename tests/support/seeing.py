@@ -248,8 +248,43 @@ def gemma3_processor(tokenizer: Any) -> Any:
     return Gemma3Processor(pixels, tokenizer, image_seq_length=16)
 
 
+IDEFICS_SPECIAL = (
+    "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+)  # fmt: skip
+
+
+def idefics3_model() -> Any:
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56,
+        "patch_size": 14,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "llama"}
+    return Idefics3ForConditionalGeneration(
+        Idefics3Config(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=FIRST,
+            scale_factor=2,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+        )
+    )
+
+
+def idefics3_processor(tokenizer: Any) -> Any:
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    return Idefics3Processor(pixels, tokenizer, image_seq_len=4)
+
+
 MODELS: dict[str, Model] = {
     "llava": Model(llava_model, llava_processor, ("<image>",), "<image>"),
+    "idefics3": Model(idefics3_model, idefics3_processor, IDEFICS_SPECIAL, "<image>"),
     "gemma3": Model(gemma3_model, gemma3_processor, GEMMA_SPECIAL, "<start_of_image>"),
     "qwen2_vl": Model(qwen2_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
     "qwen2_5_vl": Model(qwen2_5_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
@@ -258,7 +293,8 @@ MODELS: dict[str, Model] = {
 
 
 SEEING = {
-    "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
 }  # fmt: skip
 
