@@ -17,7 +17,9 @@ UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and 
 def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
     """The spec of the text model. Raises ValueError if it is of a family that has no pictures here."""
     text: dict[str, Any] = {**config["text_config"]}
-    if (tied := config.get("tie_word_embeddings")) is not None and "tie_word_embeddings" not in text:
+    if (
+        tied := config.get("tie_word_embeddings")
+    ) is not None:  # said of the whole model, it counts in transformers, too
         text["tie_word_embeddings"] = tied
     kind = text.get("model_type", default)
     if kind not in TEXT_MODELS:
@@ -26,8 +28,11 @@ def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
 
 
 def llava(config: HfConfig) -> DecoderSpec:
-    spec = _text(config)
-    return replace(spec, media=MediaSpec("llava", config), ignored=(*spec.ignored, UNUSED))
+    """LLaVA-1.5, and what is built like it, among which are Pixtral and Mistral Small 3.1."""
+    spec, family = _text(config, "mistral"), "llava"
+    if config["vision_config"].get("model_type") == "pixtral":
+        family = "pixtral"
+    return replace(spec, media=MediaSpec(family, config), ignored=(*spec.ignored, UNUSED))
 
 
 def qwen_vl(config: HfConfig) -> DecoderSpec:

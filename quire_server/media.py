@@ -8,6 +8,7 @@ from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import PromptFields
 from quire.messages.errors import error_text
 from quire_server.errors import ApiError
+from quire_server.messages import MEDIA_PARTS
 
 AT_ONCE = 4  # items that are fetched or decoded at the same time, each of which may take hundreds of MB
 
@@ -37,11 +38,11 @@ class MediaLoader:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def load(self, messages: list[Any]) -> ChatMedia:
-        """messages: as JSON objects. Raises ApiError, which names the part that cannot be used."""
+        """messages: as JSON objects, which have some. Raises ApiError, which names the part that cannot be used."""
         processor = self._media
-        if processor is None:
-            return ChatMedia(messages)
         try:
+            if processor is None:
+                raise ValueError(f"{_first_part(messages)}: this model takes text only")
             rest, parts = processor.split(messages)
             for modality in {part.modality for part in parts}:
                 processor.check_count(modality, sum(part.modality == modality for part in parts))
@@ -60,6 +61,17 @@ class MediaLoader:
                 return await asyncio.to_thread(self._media.load, part)
             except ValueError as error:
                 raise _refusal(error) from error
+
+
+def _first_part(messages: list[Any]) -> str:
+    """The path of the first part that is no text."""
+    return next(
+        f"messages[{number}].content[{index}].{part['type']}"
+        for number, message in enumerate(messages)
+        if isinstance(message.get("content"), list)
+        for index, part in enumerate(message["content"])
+        if isinstance(part, dict) and part.get("type") in MEDIA_PARTS
+    )
 
 
 def _refusal(error: ValueError) -> ApiError:

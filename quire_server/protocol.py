@@ -259,6 +259,7 @@ class Rendering(Body):
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: str | None = Field(None, description="The same.")
+    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:
@@ -279,7 +280,6 @@ class ChatRequest(Generation, Rendering):
         description="Whether the model may call tools (auto, the default), must (required), or must call this one.",
     )
     parallel_tool_calls: bool | None = Field(None, description="false allows one call in an answer.")
-    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
     include_reasoning: bool | None = Field(None, description="false leaves the model's thinking out.")
 
     @property

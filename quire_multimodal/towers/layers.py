@@ -65,6 +65,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float | None = No
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [patches, heads, dim]; cos, sin: [patches, 1, dim], float32"""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
 def patches(pixels: Tensor, size: int) -> Tensor:
     """[pictures, 3, height, width] -> [pictures, rows, columns, 3 * size * size], in the order of a convolution."""
     count, channels, height, width = pixels.shape

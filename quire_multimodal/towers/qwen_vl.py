@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.layers.build import Builder
 from quire.models.spec import MediaSpec
 from quire_multimodal.families.base import Config
-from quire_multimodal.towers.layers import ACTIVATIONS, LayerNorm, Linear, RMSNorm
+from quire_multimodal.towers.layers import ACTIVATIONS, LayerNorm, Linear, RMSNorm, rotate
 
 EPS = 1e-6
 Norm = Callable[[Tensor], Tensor]
@@ -56,20 +56,13 @@ class Block:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
         """x: [patches, hidden]; lengths: of the sequences that attend to themselves."""
         q, k, v = self.qkv(self.norm1(x)).view(len(x), 3, self.heads, -1).unbind(1)  # [patches, heads, dim] each
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         parts = []
         for sequence in zip(*(torch.split(part, list(lengths)) for part in (q, k, v)), strict=True):
             queries, keys, values = (part.transpose(0, 1)[None] for part in sequence)
             parts.append(F.scaled_dot_product_attention(queries, keys, values)[0].transpose(0, 1))
         x = x + self.proj(torch.cat(parts).flatten(1))
         return x + self.mlp(self.norm2(x))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [patches, heads, dim]; cos, sin: [patches, 1, dim], float32"""
-    first, second = x.float().chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return (x.float() * cos + turned * sin).to(x.dtype)
 
 
 class Merger:

@@ -10,9 +10,10 @@ from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from quire_multimodal.families import gemma3, idefics3, llava, qwen_vl
+from quire_multimodal.families import gemma3, idefics3, llava, pixtral, qwen_vl
 from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import is_public
 from quire_multimodal.pictures import MediaError, decode, decode_frames, picture, to_rgb
@@ -48,6 +49,20 @@ def test_qwens_pictures_have_transformers_values(tmp_path, size, patch, most):
     assert made.tensors["grid"].tolist() == expected["image_grid_thw"][0].tolist()
     both = np.repeat(made.tensors["pixels"], 2, 2)  # of a picture, both frames are equal, and sent once
     assert np.array_equal(both.reshape(len(both), -1), expected["pixel_values"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("longest", "merge"), [(112, 1), (1024, 2)])
+def test_pixtrals_pictures_have_transformers_values(tmp_path, size, longest, merge):
+    processor = PixtralImageProcessorPil(
+        size={"longest_edge": longest}, patch_size={"height": 14 * merge, "width": 14 * merge}
+    )
+    config = {"vision_config": {"patch_size": 14}, "spatial_merge_size": merge, "image_token_index": 5}
+    pictures = pixtral.Pictures(config, settings(processor, tmp_path), lambda _: "[IMG]")
+    expected = processor(drawn(5, *size), return_tensors="np")
+    made = pictures.image(drawn(5, *size))
+    assert np.array_equal(made.tensors["pixel_values"], expected["pixel_values"][0])
+    assert made.text.count("[IMG]") == made.num_embeds
 
 
 @pytest.mark.parametrize("size", SIZES)

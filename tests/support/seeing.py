@@ -282,8 +282,82 @@ def idefics3_processor(tokenizer: Any) -> Any:
     return Idefics3Processor(pixels, tokenizer, image_seq_len=4)
 
 
+PIXTRAL_SPECIAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PIXTRAL_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 112,
+    "patch_size": 14, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def pixtral_model() -> Any:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**TEXT, sliding_window=None)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=PixtralVisionConfig(**PIXTRAL_VISION),
+            text_config=text,
+            image_token_index=FIRST,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        )
+    )
+
+
+def mistral3_model() -> Any:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**TEXT, sliding_window=None)
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            vision_config=PixtralVisionConfig(**PIXTRAL_VISION),
+            text_config=text,
+            image_token_index=FIRST,
+            spatial_merge_size=2,
+        )
+    )
+
+
+def pixtral_processor(merge: int, longest: int) -> Callable[[Any], Any]:
+    def make(tokenizer: Any) -> Any:
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        unit = 14 * merge
+        pixels = PixtralImageProcessorPil(size={"longest_edge": longest}, patch_size={"height": unit, "width": unit})
+        return PixtralStandIn(pixels, tokenizer, unit)
+
+    return make
+
+
+class PixtralStandIn:
+    """What transformers' processor does with pictures; the class itself cannot be made without torchvision."""
+
+    def __init__(self, pixels: Any, tokenizer: Any, unit: int) -> None:
+        self.pixels, self.tokenizer, self.unit = pixels, tokenizer, unit
+
+    def save_pretrained(self, directory: Path) -> None:
+        self.pixels.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+        [prompt] = text
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
+            texts = []
+            for height, width in inputs["image_sizes"].tolist():
+                row = "[IMG]" * (width // self.unit) + "[IMG_BREAK]"
+                texts.append((row * (height // self.unit)).removesuffix("[IMG_BREAK]") + "[IMG_END]")
+            pieces = prompt.split("[IMG]")
+            prompt = "".join(piece + made for piece, made in zip(pieces, [*texts, ""], strict=True))
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 MODELS: dict[str, Model] = {
     "llava": Model(llava_model, llava_processor, ("<image>",), "<image>"),
+    "pixtral": Model(pixtral_model, pixtral_processor(1, 56), PIXTRAL_SPECIAL, "[IMG]"),
+    "mistral3": Model(mistral3_model, pixtral_processor(2, 112), PIXTRAL_SPECIAL, "[IMG]"),
     "idefics3": Model(idefics3_model, idefics3_processor, IDEFICS_SPECIAL, "<image>"),
     "gemma3": Model(gemma3_model, gemma3_processor, GEMMA_SPECIAL, "<start_of_image>"),
     "qwen2_vl": Model(qwen2_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
@@ -294,7 +368,7 @@ MODELS: dict[str, Model] = {
 
 SEEING = {
     "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
-    "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
 }  # fmt: skip
 
