@@ -48,3 +48,9 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
 def idefics3(config: HfConfig) -> DecoderSpec:
     """Idefics3 and SmolVLM."""
     return replace(_text(config), media=MediaSpec("idefics3", config))
+
+
+def internvl(config: HfConfig) -> DecoderSpec:
+    """InternVL 3 in transformers' format, whose names end with -hf."""
+    spec = _text(config, "qwen2")
+    return replace(spec, media=MediaSpec("internvl", config), ignored=(*spec.ignored, UNUSED))

@@ -9,11 +9,12 @@ import pytest
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from quire_multimodal.families import gemma3, idefics3, llava, pixtral, qwen_vl
+from quire_multimodal.families import gemma3, idefics3, internvl, llava, pixtral, qwen_vl
 from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import is_public
 from quire_multimodal.pictures import MediaError, decode, decode_frames, picture, to_rgb
@@ -63,6 +64,18 @@ def test_pixtrals_pictures_have_transformers_values(tmp_path, size, longest, mer
     made = pictures.image(drawn(5, *size))
     assert np.array_equal(made.tensors["pixel_values"], expected["pixel_values"][0])
     assert made.text.count("[IMG]") == made.num_embeds
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("crops", "most"), [(True, 12), (True, 4), (False, 12)])
+def test_the_tiles_of_internvl_have_transformers_values(tmp_path, size, crops, most):
+    processor = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=crops, max_patches=most)
+    config = {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}}
+    pictures = internvl.Pictures(config, settings(processor, tmp_path), lambda _: "*")
+    expected = processor(drawn(6, *size), return_tensors="np")
+    made = pictures.image(drawn(6, *size))
+    assert np.array_equal(made.tensors["pixel_values"], expected["pixel_values"])
+    assert made.text.count("*") == made.num_embeds == 4 * len(expected["pixel_values"])
 
 
 @pytest.mark.parametrize("size", SIZES)

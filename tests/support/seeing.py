@@ -354,10 +354,52 @@ class PixtralStandIn:
         return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+INTERN_SPECIAL = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+
+
+def internvl_model() -> Any:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig
+
+    vision = InternVLVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=[56, 56],
+        patch_size=[14, 14], layer_scale_init_value=0.7, initializer_range=0.3, attention_bias=True, use_qk_norm=True,
+    )  # fmt: skip
+    text = {**TEXT, "model_type": "qwen2"}
+    return InternVLForConditionalGeneration(
+        InternVLConfig(
+            vision_config=vision, text_config=text, image_token_id=FIRST, image_seq_length=4, tie_word_embeddings=False
+        )
+    )
+
+
+def internvl_processor(tokenizer: Any) -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    pixels = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
+    return InternStandIn(pixels, tokenizer, 4)
+
+
+class InternStandIn(PixtralStandIn):
+    """The same for InternVL. unit: embeddings of a tile."""
+
+    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+        [prompt] = text
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
+            counts = [int(count) * self.unit for count in inputs.pop("num_patches")]
+            texts = [f"<img>{'<IMG_CONTEXT>' * count}</img>" for count in counts]
+            pieces = prompt.split("<IMG_CONTEXT>")
+            prompt = "".join(piece + made for piece, made in zip(pieces, [*texts, ""], strict=True))
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 MODELS: dict[str, Model] = {
     "llava": Model(llava_model, llava_processor, ("<image>",), "<image>"),
     "pixtral": Model(pixtral_model, pixtral_processor(1, 56), PIXTRAL_SPECIAL, "[IMG]"),
     "mistral3": Model(mistral3_model, pixtral_processor(2, 112), PIXTRAL_SPECIAL, "[IMG]"),
+    "internvl": Model(internvl_model, internvl_processor, INTERN_SPECIAL, "<IMG_CONTEXT>"),
     "idefics3": Model(idefics3_model, idefics3_processor, IDEFICS_SPECIAL, "<image>"),
     "gemma3": Model(gemma3_model, gemma3_processor, GEMMA_SPECIAL, "<start_of_image>"),
     "qwen2_vl": Model(qwen2_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
@@ -368,7 +410,8 @@ MODELS: dict[str, Model] = {
 
 SEEING = {
     "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
-    "LlavaForConditionalGeneration", "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
 }  # fmt: skip
 
