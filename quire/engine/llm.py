@@ -245,6 +245,8 @@ class LLM:
             raise ValueError(f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
                              f"max_logprobs is {self.processor.max_logprobs}")  # fmt: skip
         requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
+        if any(request.core_requests[0].media for request in requests):
+            raise ValueError("beam_search takes no multi_modal_data and no prompt_embeds")
         starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
         generate = partial(self.generate, use_tqdm=False)
         outputs = beam_search(starts, params, generate, self.max_model_len, frozenset(self.processor.eos_token_ids))

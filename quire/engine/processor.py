@@ -310,7 +310,7 @@ class Processor:
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}")
             text = prompt.get("prompt")
-            unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"} - MEDIA_FIELDS)
+            unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"})
             if unknown:
                 raise ValueError(f"prompt field {unknown[0]!r} is not supported by Quire yet")
             if prompt.get("prompt_token_ids") is not None:
