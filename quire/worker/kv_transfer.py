@@ -166,6 +166,7 @@ class KVTransfers:
 
     def __init__(self, blocks: Tensor, stores: Sequence[Store]) -> None:
         self.rows, self._stores = Rows.of(blocks), stores
+        self._is_closed = False
         self._threads = {
             (number, is_load): ThreadPoolExecutor(
                 store.load_threads if is_load else 1, f"quire-kv-{'load' if is_load else 'save'}-{number}"
@@ -178,6 +179,8 @@ class KVTransfers:
         return self._threads[order.tier, order.is_load].submit(self._run, order, self.rows.mark())
 
     def _run(self, order: Transfer, see_steps: Callable[[], None]) -> list[int]:
+        if self._is_closed:
+            return list(range(len(order.keys)))
         store = self._stores[order.tier]
         try:
             if order.is_load:
@@ -189,7 +192,9 @@ class KVTransfers:
             return list(range(len(order.keys)))
 
     def close(self) -> None:
+        """Transfers that have not begun fail."""
+        self._is_closed = True
         for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False)
         for store in self._stores:
             store.close()

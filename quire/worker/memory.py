@@ -87,8 +87,12 @@ def _gib(size: float) -> str:
 
 
 def weights_in_memory(model: object) -> int:
-    """Bytes of the tensors that a model, its layers and their weights hold on this rank. Shared memory counts once."""
-    storages: dict[int, int] = {}
+    """Bytes of the tensors that a model, its layers and their weights hold on this rank.
+
+    What tensors share counts once. Small tensors lie together in large storages, whose unused ends do not count: they
+    take no memory until they are used.
+    """
+    parts: list[tuple[int, int]] = []  # addresses: the first byte, and the one after the last
     seen: set[int] = set()
     unvisited = [model]
     while unvisited:
@@ -97,12 +101,16 @@ def weights_in_memory(model: object) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            last = sum((size - 1) * stride for size, stride in zip(item.shape, item.stride(), strict=True))
+            parts.append((item.data_ptr(), item.data_ptr() + (last + 1) * item.element_size() * bool(item.numel())))
         elif isinstance(item, dict):
             unvisited += item.values()
         elif isinstance(item, list | tuple):
             unvisited += item
         elif type(item).__module__.startswith("quire."):
             unvisited += getattr(item, "__dict__", {}).values()
-    return sum(storages.values())
+    total = counted = 0
+    for begin, end in sorted(parts):
+        total += max(0, end - max(begin, counted))
+        counted = max(counted, end)
+    return total

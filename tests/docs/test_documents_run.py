@@ -35,7 +35,7 @@ NOT_RUN = {  # regular expressions of whole commands
     r"docker .*|python3 -m venv /opt.*|/opt/.*|install .*|systemctl .*|python tools/build_wheel.py":
         "it installs a server on the system: tests/deploy builds the wheel and the image, and runs them",
     r"nsys .*": "it needs NVIDIA's profiler: tests/profile checks the ranges with a library of its own",
-    r"quire top.*": "it is a screen that stays: tests/e2e/test_top.py has it in a terminal",
+    r"quire top.*": "it is a screen that stays: tests/e2e/test_top_screen.py has it in a terminal",
     r"quire chat .*": "it is a conversation at a terminal: tests/cli/test_chat_command.py has some",
     r"curl -s .*/v1/embeddings .*": "its server is not run",
 }  # fmt: skip
@@ -49,6 +49,7 @@ EXTRA = {  # options of a document's servers, for what it says in words
     "docs/sessions.md": "--enable-admin-api",
     "docs/lora.md": "--enable-admin-api --lora-folder .",
 }
+COMMANDS = [command.text for command in chain.from_iterable(map(commands, GUIDES))]
 LONG = 'quire serve path/to/checkpoint --served-model-name small --api-key "$KEY" --max-model-len 8K'
 MORE = {  # what single commands get that would run for long, or ask, or may fail here
     LONG: "--max-model-len 2K",  # what the bundled model can do
@@ -57,6 +58,7 @@ MORE = {  # what single commands get that would run for long, or ask, or may fai
     "quire bench throughput path/to/checkpoint": "--num-prompts 4 --input-len 16 --output-len 8",
     "quire bench throughput path/to/checkpoint --input-len 512 --output-len 64 --num-prompts 200": "--num-prompts 4",
     "quire bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 200": "--num-prompts 4",
+    **dict.fromkeys((text for text in COMMANDS if text.startswith("quire bench sweep")), "--num-prompts 4"),
 }
 IN_CI = ("README.md", "docs/quick-start.md")
 DOCUMENTS = [
@@ -64,7 +66,6 @@ DOCUMENTS = [
     for path in GUIDES
     if any(block.language in ("bash", "python") for block in blocks(path))
 ]
-COMMANDS = [command.text for command in chain.from_iterable(map(commands, GUIDES))]
 PYTHON = [block for block in chain.from_iterable(map(blocks, GUIDES)) if block.language == "python"]
 
 

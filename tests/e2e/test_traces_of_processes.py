@@ -76,6 +76,19 @@ def test_without_a_collector_requests_are_answered_and_the_end_is_not_held_up(pr
         assert server.log.count("Traces: ") <= 4
 
 
+def test_without_the_option_nothing_is_sent_whatever_the_environment_says():
+    with http_receiver() as receiver:
+        environment = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_PYTHON_TRACER_PROVIDER": "sdk_tracer_provider",
+            "OTEL_TRACES_EXPORTER": "otlp", "FASTAPI_OTEL_AUTO_CONFIGURE": "true", **SOON,
+        }  # fmt: skip
+        with Server(*OPTIONS, **environment) as server:
+            answer = complete(server.url)
+            assert (answer.status, server.stop()) == (200, 0)
+        assert "traceresponse" not in answer.headers
+        assert receiver.spans == []
+
+
 def test_a_proxy_adds_its_spans_and_passes_the_trace_on():
     with grpc_receiver() as receiver:
         option = ("--otlp-traces-endpoint", receiver.endpoint)

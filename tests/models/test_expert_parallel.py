@@ -17,7 +17,8 @@ from quire.parallel.turns import Halves
 from quire.scheduler.scheduler import Scheduler
 from support.checkpoints import ALL_VARIANTS
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, tokens_of
-from support.families.experts import EXPERTS
+from support.families.experts import EXPERTS as FIRST_EXPERTS
+from support.families.recent import RECENT_EXPERTS
 from support.reference import LENGTHS
 from support.shared_experts import SharedExperts
 
@@ -27,6 +28,7 @@ COMBINES = [
     "expert parallelism × tensor parallelism, data parallelism, pipeline parallelism, chunked prefill, prefix caching, "
     "preemption, sliding window, two steps in flight, experts"
 ]
+EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS}
 FIRST_WITH_EXPERTS = [variant for variant in FIRST if variant in EXPERTS]
 HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 OTHERS = [variant for variant in EXPERTS if variant not in FIRST]

@@ -150,6 +150,24 @@ SPLITS = [
     ("deepseek_v2", 2),  # the latent on each rank
     ("deepseek_v2-lite", 4),
     ("deepseek_v3", 2),
+    ("arcee", 2),
+    ("seed_oss", 2),
+    ("nemotron-biases", 4),
+    ("exaone4", 2),
+    ("apertus", 2),
+    ("olmo-clipped", 2),
+    ("ministral", 2),
+    ("ministral3", 2),
+    ("ernie4_5-biases", 2),
+    ("ernie4_5_moe", 2),
+    ("hunyuan_v1_dense", 2),
+    ("hunyuan_v1_moe", 2),
+    ("olmoe-clipped", 4),  # norms over the heads of all ranks, then clipped
+    ("phimoe", 2),
+    ("dots1", 2),
+    ("minimax_m2", 2),
+    ("glm4_moe_lite", 2),
+    ("llama4", 2),  # one tensor with the gates and the ups of all experts, one behind the other
     ("deepseek_v3-without-groups", 2),  # biases
 ]
 

@@ -66,7 +66,7 @@ FOR_OTHER_MODELS = [  # with experts, or with fewer KV heads than ranks
 NOT_YET = [
     "--tensor-parallel-size 4 --cpu-offload-gb 8",
     "--enable-elastic-ep",
-    "--otlp-traces-endpoint=http://127.0.0.1:4317",
+    "--collect-detailed-traces all",
     "--cpu-offload-gb 10",
     "--enable-elastic-ep",
     "--task embed",

@@ -233,7 +233,8 @@ def test_pages_of_allowed_origins_may_call(host: Host, server: Service):
     preflight = open_to.request("OPTIONS", "/v1/completions", **asked)
     assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
     assert (
-        open_to.get("/health", Origin="https://chat.example").headers["access-control-expose-headers"] == "X-Request-Id"
+        open_to.get("/health", Origin="https://chat.example").headers["access-control-expose-headers"]
+        == "X-Request-Id, traceresponse"
     )
     assert "access-control-allow-origin" not in open_to.get("/health", Origin="https://evil.example").headers
     assert "access-control-allow-origin" not in server.get("/health", Origin="https://chat.example").headers

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from quire.config import ConfigError
 from support.chats import WEATHER
@@ -257,6 +261,20 @@ def test_a_wrong_address_is_refused(host, monkeypatch, endpoint, protocol, messa
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     with pytest.raises(ConfigError, match=message):
         host.serve(otlp_traces_endpoint=endpoint)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_fastapi_makes_no_spans_of_its_own(host, receiver, monkeypatch, is_traced):
+    """Some versions of it do for the process's own provider, and describe errors, whose texts may quote prompts."""
+    provider, memory = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    service = host.serve(otlp_traces_endpoint=receiver.endpoint if is_traced else None)
+    answer = service.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
+    assert answer.status == 200
+    assert memory.get_finished_spans() == ()
+    if is_traced:
+        spans_of(receiver, answer, 4)
 
 
 def test_the_libraries_are_imported_only_when_they_are_needed():

@@ -25,7 +25,8 @@ from support.client_environment import client_python
 from support.documents import ROOT, Block, Command, blocks, commands, name_of, write_files
 from support.hub import Hub, hub_environment
 
-HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B")  # on the stand-in of the hub, all are the bundled model
+# On the stand-in of the hub, all are the bundled model.
+HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
 CLIENTS = {"anthropic": "anthropic>=0.60", "ollama": "ollama>=0.5"}  # packages that get an environment of their own
 SECONDS = 600  # for a command, or the start of a server
 NAMES = """\

@@ -129,3 +129,4 @@ def write_files(folder: Path) -> None:
             "body": {"prompt": "Once upon a time", "max_tokens": 9},
         }) + "\n"
     )  # fmt: skip
+    (folder / "trace.jsonl").write_text('{"arrival": 0, "input_length": 200, "output_length": 20}\n')

@@ -57,6 +57,13 @@ def test_memory_is_that_of_the_weights_and_little_more(tmp_path: Path):
     assert weights <= weights_in_memory(model) < 1.4 * weights  # panels are padded; there are tables of rotations
 
 
+def test_small_weights_do_not_count_the_large_storage_in_which_they_lie(tmp_path: Path):
+    wide = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+    path = write_checkpoint(tmp_path / "llama", config=wide)
+    model = decoder(path, quantization="int8")
+    assert model.num_parameters < weights_in_memory(model) < 2 * model.num_parameters
+
+
 @pytest.mark.parametrize(
     ("number", "text"), [(4_490_000, "4.49 M"), (134_515_008, "135 M"), (7.25e9, "7.25 B"), (9, "9")]
 )

@@ -60,6 +60,9 @@ RECENT: dict[str, Variant] = {
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 24, "tie_word_embeddings": True}, {"old_rope": True}),
     "ernie4_5-biases": ("ernie4_5", {"use_bias": True, "vocab_size": 321, "head_dim": 16}, {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}, {}),
+}
+RECENT_EXPERTS: dict[str, Variant] = {
     "ernie4_5_moe": (
         "ernie4_5_moe",
         {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
@@ -79,7 +82,6 @@ RECENT: dict[str, Variant] = {
         },
         {"seed": 1},
     ),
-    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}, {}),
     "hunyuan_v1_moe": (
         "hunyuan_v1_moe",
         {
