@@ -10,7 +10,7 @@ import zmq
 
 from quire.config import ConfigError
 from quire.kvcache.block_pool import HashedTokens
-from quire.kvcache.specs import KVCacheSpec, LatentSpec, SlidingWindowSpec
+from quire.kvcache.specs import KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from quire.messages.errors import error_text
 from quire.messages.kv_events import (
     END_OF_REPLAY,
@@ -88,6 +88,8 @@ def _kind(spec: KVCacheSpec) -> str:
     """The kind of a group, as vLLM names it."""
     if isinstance(spec, SlidingWindowSpec):
         return "sliding_window"
+    if isinstance(spec, StateSpec):
+        return "mamba"
     return "mla_attention" if isinstance(spec, LatentSpec) else "full_attention"
 
 

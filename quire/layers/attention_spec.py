@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
-from quire.kvcache.specs import AttentionKVSpec, CacheEntry, LatentSpec, attention_spec
+from quire.kvcache.specs import ModelKVSpec, CacheEntry, LatentSpec, attention_spec
 from quire.layers.specs import NormSpec, OutputPart
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class AttentionSpec:
         is_even = not rest and self.num_heads % group.size == 0
         return CacheShape(len(share.heads), len(share.kv_heads), dim, None, self.alibi, ranks if is_even else 1)
 
-    def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
+    def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
         return attention_spec([layer], window)
 
 
@@ -147,7 +147,7 @@ class LatentAttentionSpec:
             len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank, holders=holders
         )  # fmt: skip
 
-    def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
+    def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
         return LatentSpec((CacheEntry(layer),))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec, group_entries
+from quire.kvcache.specs import ModelKVSpec, group_entries
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
@@ -117,7 +117,7 @@ class LayerStack:
         own = range(spec.num_layers) if layers is None else layers
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         shapes = [mixer.cache_shape(builder.tensor_group) for mixer in spec.mixers]
-        self.kv_specs: Sequence[AttentionKVSpec] = []
+        self.kv_specs: Sequence[ModelKVSpec] = []
         if not spec.is_encoder:
             layer_specs = [mixer.kv_spec(i, w) for i, (mixer, w) in enumerate(zip(spec.mixers, windows, strict=True))]
             self.kv_specs = group_entries(layer_specs, max_model_len, shapes)

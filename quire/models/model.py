@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec
+from quire.kvcache.specs import ModelKVSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
@@ -39,7 +39,7 @@ class Model(Protocol):
     hidden_size: int
     num_parameters: int
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
-    kv_specs: Sequence[AttentionKVSpec]
+    kv_specs: Sequence[ModelKVSpec]
     cache_shapes: Sequence[CacheShape]
     pooler: Pooler | None
     adapters: AdapterSlots | None = None

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec
+from quire.kvcache.specs import ModelKVSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState
@@ -35,7 +35,7 @@ class ChainHead(Protocol):
     mask: tuple[int, Tensor] | None
     ignored: tuple[str, ...]
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
-    kv_specs: Sequence[AttentionKVSpec]
+    kv_specs: Sequence[ModelKVSpec]
     cache_shapes: Sequence[CacheShape]
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None: ...

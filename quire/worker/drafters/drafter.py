@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec, FullAttentionSpec, KVCacheSpec
+from quire.kvcache.specs import ModelKVSpec, FullAttentionSpec, KVCacheSpec
 from quire.layers.attention_spec import CacheShape
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.messages.step import NewRequest, TokenEdits
@@ -21,7 +21,7 @@ from quire.worker.staging import Staging
 class Cached(Protocol):
     """A part of a drafter that has a KV cache. See Model for the attributes."""
 
-    kv_specs: Sequence[AttentionKVSpec]
+    kv_specs: Sequence[ModelKVSpec]
     cache_shapes: Sequence[CacheShape]
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None: ...
