@@ -33,7 +33,7 @@ class Attention(CachedAttention):
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
         self.kernels = builder.kernels
         hidden, transposed = spec.hidden_size, spec.transposed
-        self.hidden_size = hidden
+        self.hidden_size, self.output_gate = hidden, spec.output_gate
         inputs, parts = spec.input_size or hidden, share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
         inner = (share.heads.start * dim, share.heads.stop * dim)
@@ -71,7 +71,7 @@ class Attention(CachedAttention):
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         tokens, heads, place = x.shape[0], self.num_heads, self.place
-        q, k, v = self.project(x)
+        q, k, v, gate = self.project(x)
         plan = state.plans[place.kv_group]
         if self.preparing is not None:
             self.preparing.prepare(self.cache, q, k, v, plan, self._preparation(state))
@@ -85,13 +85,17 @@ class Attention(CachedAttention):
         out, _ = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
-        return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted))
+        out = pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted)
+        if self.output_gate:
+            out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
+        return self.out(out)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [tokens, inputs] -> queries, keys and values, each [tokens, heads or kv_heads, head_dim]"""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        keys, values = heads + kv_heads, heads + 2 * kv_heads
+        return qkv[:, :heads], qkv[:, heads:keys], qkv[:, keys:values], qkv[:, values:]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Queries and keys with their norms, and with their positions."""
@@ -115,7 +119,7 @@ class EncoderAttention(Attention):
     """
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
-        q, k, v = self.project(x)
+        q, k, v, _ = self.project(x)
         q, k = self.rotate(q, k, state)
         starts = state.inputs.query_start_loc
         out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window)

@@ -1,9 +1,9 @@
 """Attention as data: the model's attention, the share of it on one rank, and what differs from layer to layer."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from quire.kvcache.specs import ModelKVSpec, CacheEntry, LatentSpec, attention_spec
+from quire.kvcache.specs import CacheEntry, LatentSpec, ModelKVSpec, attention_spec
 from quire.layers.specs import NormSpec, OutputPart
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ class AttentionSpec:
     qk_norm_over: the norm is taken over each head with one weight for all heads ("head"), over each head with a weight
     of its own ("heads"), or over all heads as one vector ("all"). sinks: each head has a learned logit that takes part
     in the softmax. alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors
-    from which q, k and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those
-    behind them, and cache nothing.
+    from which q, k and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the
+    sigmoid of a gate, which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see
+    those behind them, and cache nothing.
     """
 
     hidden_size: int
@@ -55,6 +56,7 @@ class AttentionSpec:
     alibi: bool = False
     transposed: bool = False
     input_size: int | None = None
+    output_gate: bool = False
     is_causal: bool = True
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
@@ -65,6 +67,16 @@ class AttentionSpec:
 
     def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
         return attention_spec([layer], window)
+
+
+class Heads(Protocol):
+    """What a layer divides among ranks."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class HeadShare:
     holders: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, group: "Communicator") -> Self:
+    def of(cls, spec: Heads, group: "Communicator") -> Self:
         """The share of the group's rank: KV heads with all their query heads, or a part of one KV head's."""
         queries = spec.num_heads // spec.num_kv_heads  # of a KV head
         whole, rest = divmod(group.size, spec.num_kv_heads)
@@ -97,13 +109,17 @@ class HeadShare:
         return cls(heads, kv_heads, no_part, -(-queries // -(-queries // ranks)))
 
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
-        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order."""
+        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order, and with
+        the gates of its query heads, if there are some."""
         dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
         q, k = self.heads, self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
             return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
 
+        if spec.output_gate:
+            queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
+            return [*queries, part("k", kv_heads, k.start, len(k)), part("v", kv_heads, k.start, len(k)), *gates]
         if spec.qkv_layout == "separate":
             return [
                 part(key, total, r.start, len(r))
@@ -166,9 +182,11 @@ class LayerPlace:
 
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
+    state_group: the KV group of its state.
     """
 
     kv_group: int
     window: int | None = None
     rotary: int | None = 0
     scale: float = 1.0
+    state_group: int = 0

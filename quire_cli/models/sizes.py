@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from quire.kvcache.specs import StateShape
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.models.spec import DecoderSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec
+from quire.models.spec import CachedSpec, DecoderSpec
 
 _ONE_RANK: Any = SimpleNamespace(rank=0, size=1)  # as much of a Communicator as the shape of a cache depends on
 
@@ -50,13 +52,13 @@ def parameters_of(spec: DecoderSpec) -> Parameters:
     if width != hidden:
         rest += 2 * width * hidden
     experts = chosen = 0
-    for index, (mixer, mlp) in enumerate(zip(spec.mixers, spec.mlps, strict=True)):
+    rest += sum(_mixer(mixer) for _, mixer in spec.cached)
+    for index, mlp in enumerate(spec.mlps):
         before = ("attention_norm",) if index or spec.first_norm else ()
         rest += _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-        rest += _attention(mixer) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer)
         if isinstance(mlp, MLPSpec):
             rest += _mlp(mlp, hidden)
-        else:
+        elif mlp is not None:
             expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), hidden)
             experts, chosen = experts + mlp.num_experts * expert, chosen + mlp.top_k * expert
             rest += _router(mlp, hidden)
@@ -75,6 +77,24 @@ def _norms(spec: DecoderSpec, roles: Iterable[str]) -> int:
 
 def _linear(inputs: int, outputs: int, bias: bool) -> int:
     return (inputs + bias) * outputs
+
+
+def _mixer(mixer: CachedSpec) -> int:
+    if isinstance(mixer, Mamba2Spec | DeltaSpec):
+        return _recurrent(mixer)
+    return _attention(mixer) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer)
+
+
+def _recurrent(mixer: Mamba2Spec | DeltaSpec) -> int:
+    hidden, heads, shape = mixer.hidden_size, mixer.num_heads, mixer.cache_shape(_ONE_RANK)
+    values, channels = heads * mixer.value_dim, shape.channels
+    if isinstance(mixer, Mamba2Spec):
+        total = _linear(hidden, values + channels + heads, mixer.bias) + _linear(values, hidden, mixer.bias)
+        return total + channels * (mixer.conv_width + mixer.conv_bias) + 3 * heads + values * mixer.has_norm
+    total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
+    if mixer.projections == "kimi":
+        return total + hidden * (channels + heads) + 2 * (hidden + values) * mixer.value_dim
+    return total + hidden * (channels + values + 2 * heads)
 
 
 def _attention(mixer: AttentionSpec) -> int:
@@ -149,13 +169,17 @@ class Footprint:
         return linear * (p.experts + p.rest) + tables + head * p.head, linear * (p.chosen + p.rest) + output
 
     def cache(self, num_tokens: int) -> int:
-        """Bytes of the KV cache of one request of so many tokens. A layer with a window keeps no more than that."""
+        """Bytes of the KV cache of one request of so many tokens. A layer with a window keeps no more than that, and a
+        recurrent layer one state."""
         if self.spec.is_encoder:
             return 0
-        total = 0
-        for mixer, window in zip(self.spec.mixers, self.spec.windows, strict=True):
-            shape = mixer.cache_shape(_ONE_RANK)
+        total = states = 0
+        for layer, mixer in self.spec.cached:
+            shape, window = mixer.cache_shape(_ONE_RANK), self.spec.windows[layer]
+            if isinstance(shape, StateShape):
+                states += 4 * shape.page_numbers(drafts=0)
+                continue
             vectors = 2 if shape.value_dim is None else 1  # keys and values, or one latent
             elements = vectors * shape.num_kv_heads * shape.head_dim
             total += elements * (num_tokens if window is None else min(window, num_tokens))
-        return total * self.element_bytes
+        return total * self.element_bytes + states

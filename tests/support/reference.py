@@ -106,5 +106,7 @@ class References:
             kind, config, _ = ALL_VARIANTS[variant]
             count = NUM_PROMPTS if variant in VARIANTS or variant == FAMILIES[kind][0] else FEWER_PROMPTS
             texts = prompts(config.get("vocab_size", 320), count)
-            self._continuations[variant] = greedy(self.model(variant), texts)
+            # With a bias before the convolution of a state-space layer, padding has an effect in transformers.
+            batches = [[text] for text in texts] if config.get("use_bias") else [texts]
+            self._continuations[variant] = [c for batch in batches for c in greedy(self.model(variant), batch)]
         return self._continuations[variant]

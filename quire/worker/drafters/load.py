@@ -6,7 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend
 from quire.config import ConfigError, EngineConfig
 from quire.loading.metadata import hf_config
 from quire.messages.errors import error_text
@@ -30,7 +30,7 @@ class DrafterParts:
 
     def __init__(
         self, options: SpeculativeOptions, config: EngineConfig, directory: Path, target: Model, max_model_len: int,
-        group: Communicator, backends_of: Callable[[Cached], list[AttentionBackend]],
+        group: Communicator, backends_of: Callable[[Cached], list[CacheBackend]],
     ) -> None:  # fmt: skip
         self.options, self.config, self.target = options, config, target
         self.part: Cached | StateHead
@@ -49,7 +49,7 @@ class DrafterParts:
                               f"the checkpoint of {options.method} makes {self.part.most} drafts at most")  # fmt: skip
         self.cached: Cached | None = None if isinstance(self.part, StateHead) else self.part
         try:
-            self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
+            self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached)
         except ConfigError as error:
             raise ConfigError(f"speculative_config: the drafter cannot be used; {error_text(error)}") from None
         if self.cached is not None and not target.kv_specs:

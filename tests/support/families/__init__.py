@@ -11,8 +11,9 @@ from typing import Any
 from support.families.experts import EXPERTS
 from support.families.layer_norm import LAYER_NORM
 from support.families.rms_norm import RMS_NORM
+from support.families.states import STATES
 
-NEW_VARIANTS = {**RMS_NORM, **LAYER_NORM, **EXPERTS}
+NEW_VARIANTS = {**RMS_NORM, **LAYER_NORM, **EXPERTS, **STATES}
 
 # Differences of the reference's config, where transformers decides differently from an engine.
 # longrope: an engine uses the long factors for every request if the longest request may exceed the original length.
