@@ -9,7 +9,7 @@ from quire.layers.attention_spec import LayerPlace
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, ReplicatedLinear
-from quire.layers.recurrent import Part, Recurrent
+from quire.layers.recurrent import Part, Recurrent, by_head
 from quire.layers.specs import OutputPart
 from quire.layers.state_spec import DeltaSpec
 
@@ -115,12 +115,12 @@ class DeltaNet(Recurrent):
             z = pick(z, wanted)
         inputs = kernels.causal_conv(inputs, self.conv, None, self.pages, plan)
         q, k, v = torch.split(inputs, [self.keys, self.keys, self.values], 1)
-        q, k = (part.unflatten(1, (self.num_kv_heads, self.key_dim)) for part in (q, k))
+        q, k = (by_head(part, self.num_kv_heads, self.key_dim) for part in (q, k))
         eps = _EPS / self.key_dim
         q, k = kernels.rms_norm(q, self.q_scale, eps), kernels.rms_norm(k, self.k_scale, eps)
         _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
         y = kernels.scan(
-            q, k, v.unflatten(1, (heads, self.value_dim)), decay, kernels.activate(b, "sigmoid"), None, self.pages,
+            q, k, by_head(v, heads, self.value_dim), decay, kernels.activate(b, "sigmoid"), None, self.pages,
             plan, True,
         )  # fmt: skip
         y, act = pick(y.flatten(1), wanted), "sigmoid" if self.is_kimi else "silu"

@@ -8,7 +8,7 @@ from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear
 from quire.layers.qk_norm import RMSNormOfAllHeads
-from quire.layers.recurrent import Recurrent
+from quire.layers.recurrent import Recurrent, by_head
 from quire.layers.specs import OutputPart
 from quire.layers.state_spec import Mamba2Spec
 
@@ -70,12 +70,12 @@ class Mamba2(Recurrent):
         v, k, q = torch.split(inputs, [self.values, self.keys, self.keys], 1)
         heads, key_heads = (self.num_heads, self.value_dim), (self.num_kv_heads, self.key_dim)
         y = kernels.scan(
-            q.unflatten(1, key_heads), k.unflatten(1, key_heads), v.unflatten(1, heads), decay, steps, self.skip,
-            self.pages, plan, False,
+            by_head(q, *key_heads), by_head(k, *key_heads), by_head(v, *heads), decay, steps, self.skip, self.pages,
+            plan, False,
         )  # fmt: skip
         y, z = pick(y.flatten(1), wanted), pick(z, wanted)
         size = self.values // self.num_kv_heads
         y = kernels.gated_norm(y, z, self.norm_weight, spec.norm.eps, size, spec.gate_first, "silu")
         if self.norm_of_ranks is not None:
-            y = self.norm_of_ranks(y.unflatten(1, heads)).flatten(1)
+            y = self.norm_of_ranks(by_head(y, *heads)).flatten(1)
         return self.out(y)

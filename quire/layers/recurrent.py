@@ -61,3 +61,8 @@ class Recurrent:
         for name, rows, (start, stop) in pieces:
             builder.part(name, target[at : (at := at + stop - start)], (rows, *inner), slice(start, stop))
         return target
+
+
+def by_head(x: Tensor, heads: int, dim: int) -> Tensor:
+    """[tokens, heads * dim] -> [tokens, heads, dim], a view"""
+    return x.as_strided((len(x), heads, dim), (x.stride(0), dim, 1), x.storage_offset())

@@ -34,7 +34,7 @@ class NormSpec:
 @dataclass(frozen=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
-    only `down` has a bias."""
+    only `down` has a bias. multipliers: of gate and down (Falcon-H1)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -42,6 +42,7 @@ class MLPSpec:
     bias: bool = False
     transposed: bool = False
     down_bias: bool = False
+    multipliers: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class MoESpec:
     its two best. correction_bias: a bias is added to the scores for the choice alone (DeepSeek-V3, arXiv:2412.19437).
     shared: an expert that every token uses. shared_gate: its result is multiplied by sigmoid(gate(x)). layout: every
     expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
-    which gate and up alternate ("fused", gpt-oss).
+    which gate and up alternate ("fused", gpt-oss), or a tensor [experts, out, in], in which up follows gate ("stacked",
+    Granite).
     """
 
     num_experts: int
@@ -72,7 +74,7 @@ class MoESpec:
     bias: bool = False  # of the router and of the experts
     shared: MLPSpec | None = None
     shared_gate: bool = False
-    layout: Literal["separate", "fused"] = "separate"
+    layout: Literal["separate", "fused", "stacked"] = "separate"
 
 
 @dataclass(frozen=True)

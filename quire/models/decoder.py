@@ -14,6 +14,7 @@ from quire.layers.build import Builder
 from quire.layers.delta import DeltaNet
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
+from quire.layers.hybrid import Hybrid
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import ReplicatedLinear
 from quire.layers.mamba2 import Mamba2
@@ -22,7 +23,7 @@ from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.specs import MLPSpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec
 from quire.models.model import Model, Shape
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
@@ -33,6 +34,7 @@ MIXERS: dict[type, Callable[..., Any]] = {
     LatentAttentionSpec: LatentAttention,
     Mamba2Spec: Mamba2,
     DeltaSpec: DeltaNet,
+    HybridSpec: Hybrid,
 }
 
 
@@ -60,7 +62,10 @@ class DecoderLayer:
             self.mixer = make(builder, mixer, names, place)
         self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
         if (mlp := spec.mlps[index]) is not None:
-            self.mlp = (MLP if isinstance(mlp, MLPSpec) else MoE)(builder, mlp, hidden, names)
+            if isinstance(mlp, MLPSpec):
+                self.mlp = MLP(builder, mlp, hidden, names)
+            else:
+                self.mlp = MoE(builder, mlp, hidden, names)
         self.scale = 1.0 if scale is None else scale
 
     def __call__(

@@ -37,7 +37,8 @@ BOUND = 5e-5  # of the logits' standard deviation
 # float32 is 3.8e-5, 4.9e-5 and 4.0e-5 from itself in float64, and Quire's Granite 2.8e-5. Of the models with a delta
 # rule, Qwen3.5 with experts is 2.9e-4 from transformers, which is 3e-4 from itself, and Kimi Linear 7.3e-5.
 NOISY = {
-    "gemma2-without-caps": 1.5e-4, "deepseek_v3": 1e-4, "granite": 1e-4, "qwen3_5_moe_text": 6e-4, "kimi_linear": 1.5e-4,
+    "gemma2-without-caps": 1.5e-4, "deepseek_v3": 1e-4, "granite": 1e-4, "qwen3_5_moe_text": 6e-4,
+    "kimi_linear": 1.5e-4,
 }  # fmt: skip
 FIRST = [variants[0] for variants in FAMILIES.values()]
 

@@ -42,9 +42,9 @@ class Pages(NamedTuple):
         sizes = [rows * shape.channels, shape.state_numbers, drafts * shape.token_numbers, 1]
         inputs, state, behind, number = torch.split(cache[:, : sum(sizes)], sizes, 1)
         return cls(
-            inputs.unflatten(1, (rows, shape.channels)),
-            state.unflatten(1, (shape.heads, shape.key_dim, shape.value_dim)),
-            behind.unflatten(1, (drafts, shape.token_numbers)),
+            inputs.view(len(cache), rows, shape.channels),
+            state.view(len(cache), shape.heads, shape.key_dim, shape.value_dim),
+            behind.view(len(cache), drafts, shape.token_numbers),
             number.view(torch.int32)[:, 0],
         )
 
