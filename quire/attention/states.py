@@ -11,7 +11,6 @@ class StateBackend(CacheBackend):
     """Pages as Pages in ops/reference/states.py draws them. drafts: the most drafts of a request in a step."""
 
     name, cache_dtype = "states", torch.float32
-    capturable = True
 
     def __init__(self, shape: StateShape, block_size: int, drafts: int) -> None:
         self.shape, self.block_size, self.drafts = shape, block_size, drafts

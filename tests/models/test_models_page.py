@@ -10,6 +10,7 @@ import pytest
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec
 from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -52,11 +53,20 @@ PEOPLE_CALL_IT = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1",
+    "mamba2": "Mamba-2",
+    "bamba": "Bamba",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H",
+    "falcon_h1": "Falcon-H1",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5 (text)",
+    "qwen3_5_moe_text": "Qwen3.5 with experts (text)",
+    "kimi_linear": "Kimi Linear",
 }
 
 
 def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpec], object]:
-    return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for mixer in spec.mixers)
+    return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for _, mixer in spec.cached)
 
 
 def of_experts(has: Callable[[MoESpec], object]) -> Callable[[DecoderSpec], object]:
@@ -71,6 +81,8 @@ def partial_rotation(spec: DecoderSpec) -> bool:
 FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("fewer KV heads", of_attention(lambda a: a.num_kv_heads < a.num_heads)),
     ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
+    ("state-space layers", lambda s: any(isinstance(mixer, Mamba2Spec) for _, mixer in s.cached)),
+    ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("windows", lambda s: any(s.windows)),
     ("sinks", of_attention(lambda a: a.sinks)),
     ("ALiBi", of_attention(lambda a: a.alibi)),

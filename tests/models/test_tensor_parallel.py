@@ -105,6 +105,17 @@ class RankedExecutor(Executor):
 
 
 SPLITS = [
+    ("mamba2", 2),
+    ("mamba2-one-group-biases", 2),  # both ranks have the group, and norm it together
+    ("bamba", 2),
+    ("granitemoehybrid", 2),
+    ("granitemoehybrid-experts", 2),
+    ("nemotron_h", 2),
+    ("falcon_h1", 2),
+    ("qwen3_next", 2),
+    ("qwen3_5_text", 4),
+    ("qwen3_5_moe_text", 2),
+    ("kimi_linear", 2),
     ("llama-gqa2-tied-llama3", 2),  # a vocabulary of 333, tied
     ("llama-gqa4-llama3-old", 4),  # 8 heads over 2 KV heads: two ranks keep the same one
     ("llama-6-heads-over-2", 2),
@@ -210,7 +221,7 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
     executor = RankedExecutor(checkpoints.path(variant), size)
     llm = make_llm(checkpoints.path(variant))
     kv = executor.kv_cache
-    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), kv.block_size)
     llm.core = EngineCore(scheduler, executor)
     expected = references.continuations(variant)[: len(LENGTHS)]
     made = tokens_of(generate(llm, [c.prompt for c in expected]))

@@ -133,6 +133,33 @@ def in_experts(change: Callable[[MoE], None]) -> ModelMutation:
     return mutate
 
 
+def in_states(change: Callable[[Any], Any]) -> ModelMutation:
+    """Change the recurrent layers."""
+
+    def mutate(model: Decoder) -> None:
+        mixers = [getattr(layer.mixer, "recurrent", layer.mixer) for layer in model.layers]
+        states = [mixer for mixer in mixers if hasattr(mixer, "pages")]
+        assert states
+        for mixer in states:
+            change(mixer)
+
+    return mutate
+
+
+def one_decay(mixer: Any) -> None:
+    """The elements of a key decay alike in all of its head."""
+    mixer.dt_bias.copy_(mixer.dt_bias.view(mixer.num_heads, -1).mean(1).repeat_interleave(mixer.key_dim))
+
+
+def set_in_attention(**fields: Any) -> ModelMutation:
+    def mutate(model: Decoder) -> None:
+        for layer in model.layers:
+            for name in fields.keys() & vars(layer.mixer).keys():
+                setattr(layer.mixer, name, fields[name])
+
+    return mutate
+
+
 def of_model(change: Callable[[Decoder], Any]) -> ModelMutation:
     return change
 
