@@ -12,8 +12,9 @@ class StateBackend(CacheBackend):
 
     name, cache_dtype = "states", torch.float32
 
-    def __init__(self, shape: StateShape, block_size: int, drafts: int) -> None:
-        self.shape, self.block_size, self.drafts = shape, block_size, drafts
+    def __init__(self, shape: StateShape, block_size: int, drafts: int, capturable: bool = False) -> None:
+        """capturable: whether the ops that run can be in a CUDA graph."""
+        self.shape, self.block_size, self.drafts, self.capturable = shape, block_size, drafts, capturable
         self.block_shape = (shape.page_numbers(drafts),)
 
     @property

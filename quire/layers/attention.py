@@ -93,9 +93,9 @@ class Attention(CachedAttention):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        keys, values = heads + kv_heads, heads + 2 * kv_heads
-        return qkv[:, :heads], qkv[:, heads:keys], qkv[:, keys:values], qkv[:, values:]
+        qkv, queries = self.qkv(x).view(x.shape[0], -1, self.head_dim), heads * (2 if self.output_gate else 1)
+        keys = queries + kv_heads
+        return qkv[:, :heads], qkv[:, queries:keys], qkv[:, keys:], qkv[:, heads:queries]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Queries and keys with their norms, and with their positions."""

@@ -109,8 +109,8 @@ class HeadShare:
         return cls(heads, kv_heads, no_part, -(-queries // -(-queries // ranks)))
 
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
-        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order, and with
-        the gates of its query heads, if there are some."""
+        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order. Behind the
+        queries are the gates of their results, if there are some."""
         dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
         q, k = self.heads, self.kv_heads
 
@@ -119,7 +119,7 @@ class HeadShare:
 
         if spec.output_gate:
             queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
-            return [*queries, part("k", kv_heads, k.start, len(k)), part("v", kv_heads, k.start, len(k)), *gates]
+            return [*queries, *gates, *(part(key, kv_heads, k.start, len(k)) for key in ("k", "v"))]
         if spec.qkv_layout == "separate":
             return [
                 part(key, total, r.start, len(r))

@@ -203,7 +203,7 @@ def gated_norm(
     wide = torch.sigmoid(gate.float()) * (gate.float() if activation == "silu" else 1.0)
     y = x.float() * wide if gate_first else x.float()
     if weight is not None:
-        y = y.view(len(y), -1, size)
+        y = y.view(len(y), y.shape[1] // size, size)
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(1)
         y = weight * y.to(x.dtype)
     return (y if gate_first else y * wide).to(x.dtype)
