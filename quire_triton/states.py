@@ -205,8 +205,8 @@ def scan(
     token = at_scale + heads
     _scan[requests, heads, triton.cdiv(value_dim, _COLUMNS)](
         out, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
-        plan.table, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0), page, plan.table.stride(0),
-        heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, key_dim,
+        plan.table, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0), page,
+        plan.table.stride(0), heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, key_dim,
         triton.next_power_of_2(key_dim), _COLUMNS, decays > 1, delta, skip is not None,
     )  # fmt: skip
     _keep[requests, triton.cdiv(token, 256) if plan.drafts else 1](

@@ -22,8 +22,8 @@ from support.saved_checkpoints import VERSIONS, fold, read_record, save_tokenize
 
 pytestmark = pytest.mark.texts
 
-# The variants that other tests change after they are saved; test_parity.py reads the others as they were saved. Not Kimi
-# Linear: transformers 5.24 saves its dense layers under a name that no published checkpoint has.
+# The variants that other tests change after they are saved; test_parity.py reads the others as they were saved. Not
+# Kimi Linear: transformers 5.24 saves its dense layers under a name that no published checkpoint has.
 CHANGED = [
     name for name, (kind, _, writing) in ALL_VARIANTS.items()
     if kind not in {*STAND_INS, "kimi_linear"} and writing.keys() - {"seed"}

@@ -55,7 +55,7 @@ def test_gated_norms(dtype, options, size):
     made, expected = (
         k.gated_norm(x, gate, weight, 1e-5, size or 24, *options) for k in (KERNELS, kernels(dtype, True))
     )
-    torch.testing.assert_close(made, expected, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6)
+    torch.testing.assert_close(made, expected, rtol=1e-5 if dtype == torch.float32 else 3e-2, atol=1e-6)
 
 
 def test_time_steps():
