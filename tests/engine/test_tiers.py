@@ -23,7 +23,7 @@ from support.streams import MODEL, all_streams
 COMBINES = [
     "prefix caching, preemption, sliding window, latent attention, two steps in flight, tensor parallelism, pipeline"
     " parallelism × KV tiers",
-    "replay after a crash × KV tiers",
+    "replay after a crash, recurrent layers × KV tiers",
 ]
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -28,6 +28,7 @@ COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
     "experts, latent attention, sinks, soft caps and ALiBi × chunked prefill, prefix caching, preemption, "
     "sliding window, two steps in flight",
+    "recurrent layers × experts, latent attention, chunked prefill, prefix caching, preemption, two steps in flight",
 ]
 
 MakeLLM = Callable[..., LLM]

@@ -15,8 +15,7 @@ from support.families.states import STATES
 pytestmark = pytest.mark.texts
 
 COMBINES = [
-    "recurrent layers × chunked prefill, prefix caching, preemption, two steps in flight, n > 1, seeded sampling, "
-    "tiers of the KV cache"
+    "recurrent layers × chunked prefill, n > 1, seeded sampling, recorded steps, speculation, drafters on the device"
 ]
 
 
@@ -76,6 +75,20 @@ def test_samples_of_one_prompt_go_on_from_its_state(checkpoints, variant):
     alone = [generate(make_llm(checkpoints.path(variant), max_num_seqs=1), [prompt], params.clone())[0]]
     assert [c.token_ids for c in together.outputs] == [c.token_ids for c in alone[0].outputs]
     assert len({tuple(c.token_ids) for c in together.outputs}) > 1
+
+
+@pytest.mark.plain("has drafts of its own")
+def test_a_draft_model_with_states_is_refused_and_one_without_drafts_for_states(checkpoints, references):
+    def drafted_by(variant: str) -> LLM:
+        config = {"method": "draft_model", "model": str(checkpoints.path(variant)), "num_speculative_tokens": 3}
+        return make_llm(checkpoints.path("bamba"), speculative_config=config)
+
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        drafted_by("mamba2")
+    expected = references.continuations("bamba")[:6]
+    outputs = generate(drafted_by("llama"), [c.prompt for c in expected])
+    for continuation, output in zip(expected, outputs, strict=True):
+        continuation.check(output.outputs[0].token_ids)
 
 
 @pytest.mark.parametrize(("options", "named"), [

@@ -47,6 +47,7 @@ COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop strings, n > 1",
     "tensor parallelism × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop "
     "strings, n > 1, two steps in flight",
+    "recurrent layers × tensor parallelism",
 ]
 
 
