@@ -99,7 +99,9 @@ def _recurrent(mixer: Mamba2Spec | DeltaSpec) -> int:
 
 def _attention(mixer: AttentionSpec) -> int:
     dim, heads, kv_heads = mixer.head_dim, mixer.num_heads, mixer.num_kv_heads
-    total = _linear(mixer.input_size or mixer.hidden_size, (heads + 2 * kv_heads) * dim, mixer.qkv_bias)
+    total = _linear(
+        mixer.input_size or mixer.hidden_size, (heads * (1 + mixer.output_gate) + 2 * kv_heads) * dim, mixer.qkv_bias
+    )
     total += _linear(heads * dim, mixer.hidden_size, mixer.output_bias)
     if mixer.qk_norm is not None:
         total += _norm(mixer.qk_norm, dim * (2 if mixer.qk_norm_over == "head" else heads + kv_heads))
