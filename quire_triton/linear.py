@@ -312,7 +312,9 @@ def _runs(inputs: int, run: int, device: torch.device) -> Tensor:
     return torch.arange(inputs, device=device).view(-1, 4, run).transpose(1, 2).flatten()
 
 
-def _pack(matrix: QuantizedMatrix) -> PackedMatrix:
+def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    if matrix.table is not None:  # the kernels have no form for it yet
+        return matrix
     if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
         offsets = None if matrix.offsets is None else _by_group(matrix.offsets)
         return replace(matrix, scales=_by_group(matrix.scales), offsets=offsets)
@@ -383,7 +385,12 @@ def grouped_quantized_linear_triton(
 
 def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
     """bounds: offsets of the experts' rows, None if one weight serves all rows."""
+    if weight.table is not None:
+        if bounds is None:
+            return quantized_linear.reference(x, weight, bias)  # type: ignore[no-any-return]
+        return grouped_quantized_linear.reference(x, weight, bias, bounds)  # type: ignore[no-any-return]
     packed = weight if isinstance(weight, PackedMatrix) else _pack(weight)
+    assert isinstance(packed, PackedMatrix)
     x = x if packed.x_order is None else x[:, packed.x_order]
     if x.dtype is torch.float32:
         return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)

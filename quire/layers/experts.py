@@ -7,8 +7,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from quire.layers.build import Builder
-from quire.layers.linear import DenseWeight, LinearShape, LinearWeight, dense_slots, make_weight
-from quire.layers.specs import MoESpec
+from quire.layers.linear import DenseWeight, LinearMethod, LinearShape, LinearWeight, dense_slots, make_weight
+from quire.layers.specs import MoESpec, OutputPart
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 
 
@@ -115,6 +115,9 @@ def fused_experts(
     """
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     share, everything = stop - start, slice(None)
+    method = builder.method_of(names["experts_gate_up"])
+    if method is not DenseWeight:
+        return _packed_experts(builder, method, spec, hidden, names, local, inner)
     gate_up = GroupedExperts(builder, len(local), 2 * share, hidden, spec.bias)
     down = GroupedExperts(builder, len(local), hidden, share, spec.bias)
     for here, picked in _runs(local):
@@ -136,6 +139,38 @@ def fused_experts(
         for key, experts in (("experts_gate_up", gate_up), ("experts_down", down))
     ]
     if start > 0:  # the ranks that divide an expert add up their results, so only the first may add the bias
+        builder.when_loaded(projections[1].drop_bias)
+    return projections[0], projections[1]
+
+
+def _packed_experts(
+    builder: Builder, method: LinearMethod, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int],
+    inner: tuple[int, int],
+) -> tuple[Experts, Experts]:  # fmt: skip
+    """The same for quantized tensors [experts, out, in]."""
+    if not hasattr(method, "experts"):
+        raise ValueError(f"{names['experts_gate_up']}: experts in one tensor cannot be quantized in this format")
+    count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
+    halves = [slice(2 * start + which, 2 * stop, 2) for which in (0, 1)]
+    if spec.layout == "fused_halves":
+        halves = [slice(which * size + start, which * size + stop) for which in (0, 1)]
+    up_parts = tuple(OutputPart(names["experts_gate_up"], 2 * size, start, stop) for _ in halves)
+    down_part = OutputPart(names["experts_down"], hidden, 0, hidden)
+    projections = []
+    for shape, rows in (
+        (LinearShape(up_parts, hidden, 0, hidden), halves),
+        (LinearShape((down_part,), size, start, stop), [slice(0, hidden)]),
+    ):
+        name, outs, runs = shape.parts[0].name, shape.parts[0].rows, list(_runs(local))
+        bias = builder.parameter(len(local), shape.out_features) if spec.bias else None
+        for here, picked in runs if bias is not None else ():
+            for i, pick in enumerate(rows):
+                share = shape.out_features // len(rows)
+                target = bias[here, i * share : (i + 1) * share]  # type: ignore[index]
+                builder.part(f"{name}_bias", target, (count, outs), picked, pick)
+        weights = method.experts(builder, name, count, shape, rows, runs)
+        projections.append(SeparateExperts(builder, weights, shape.out_features, bias))
+    if start > 0:
         builder.when_loaded(projections[1].drop_bias)
     return projections[0], projections[1]
 

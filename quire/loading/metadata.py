@@ -11,7 +11,13 @@ from quire.text.tokenizer import Tokenizer
 
 def hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint's config.json, or the same fields from a GGUF file, with the user's overrides."""
-    config = gguf_config(read_gguf(path)) if path.is_file() else read_json(path, "config.json", required=True)
+    if path.is_file():
+        return {**gguf_config(read_gguf(path)), **overrides}
+    config = read_json(path, "config.json", required=True)
+    if not config.get("quantization_config"):
+        settings = read_json(path, "hf_quant_config.json").get("quantization")  # ModelOpt writes its own file
+        if settings and settings.get("quant_algo"):  # otherwise only the KV cache is quantized
+            config |= {"quantization_config": {"quant_method": "modelopt", **settings}}
     return {**config, **overrides}
 
 

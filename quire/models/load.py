@@ -1,6 +1,8 @@
 """Builds the model of this rank: spec, layers, weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,6 +11,7 @@ from quire.layers.build import Builder
 from quire.layers.deep_ep import open_buffer
 from quire.layers.lora import AdapterSlots
 from quire.layers.specs import MoESpec
+from quire.loading.bitsandbytes import BitsAndBytesCheckpoint
 from quire.loading.gguf import read_gguf
 from quire.loading.gguf_checkpoint import GgufCheckpoint
 from quire.loading.gguf_models import gguf_tensors
@@ -27,7 +30,7 @@ from quire.parallel.mesh import Mesh
 from quire.parallel.residual_stream import DividedStream, ResidualStream
 from quire.parallel.turns import Halves, Turns
 from quire.quantization.at_load import quantizer_of
-from quire.quantization.config import check_format, extra_tensors, quantization_method
+from quire.quantization.config import check_format, extra_tensors, quantization_kind, quantization_method
 
 
 def resolve_dtype(options: ModelConfig) -> torch.dtype:
@@ -61,6 +64,15 @@ def _expert_ranks(
     )  # fmt: skip
 
 
+def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    """The checkpoint in the form that the schemes read, if its own is another one."""
+    if any(name.endswith("_blocks") for name in checkpoint.names):
+        return Mxfp4Checkpoint(checkpoint)
+    if quantization_kind(config) == "bitsandbytes":
+        return BitsAndBytesCheckpoint(checkpoint)
+    return checkpoint
+
+
 def load_model(
     directory: Path,
     config: EngineConfig,
@@ -88,8 +100,7 @@ def load_model(
         method_of = quantization_method(description.config)
     else:
         checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
-        if any(name.endswith("_blocks") for name in checkpoint.names):
-            checkpoint = Mxfp4Checkpoint(checkpoint)
+        checkpoint = presented(checkpoint, description.config)
         method_of = quantization_method(description.config, checkpoint.has)
     choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,27 +12,31 @@ from quire.layers.linear import DenseWeight, LinearMethod
 from quire.quantization.integers import AWQ, GPTQ, PackedIntegers
 from quire.quantization.scaled import ScaledBytes
 from quire.quantization.scheme import Scheme
+from quire.quantization.tables import BITSANDBYTES_BLOCK, MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
 
 Settings = Mapping[str, Any]
 SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 
 # Tensors of quantized checkpoints that Quire does not need: activations and the KV cache keep the model's type, the
 # zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
-_EXTRA = r"\.(weight_shape|(input|output|k|v|q)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
-_REFUSED = {
-    "bitsandbytes": "its layout is made for its own CUDA kernels; use the original model, or one in another format: "
-}
+_EXTRA = r"\.(weight_shape|(input|output|k|v|q|input_global)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
 
 
 def _settings(config: Mapping[str, Any]) -> Settings:
     return config.get("quantization_config") or config.get("compression_config") or {}
 
 
+def quantization_kind(config: Mapping[str, Any]) -> str | None:
+    """The `quant_method` of a checkpoint with this config.json; None if it is not quantized."""
+    settings = _settings(config)
+    return str(settings.get("quant_method", "compressed-tensors")).lower() if settings else None
+
+
 def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -> None:
     """Raises ConfigError if --quantization names another format than that of the checkpoint with this config.json."""
     if option in (None, "int8", "int4"):
         return
-    kind = "gguf" if is_gguf else str(_settings(config).get("quant_method", "compressed-tensors"))
+    kind = "gguf" if is_gguf else quantization_kind(config) or ""
     known = sorted({*map(_plain, _METHODS), "gguf"})
     if _plain(option) not in known:
         listed = ", ".join(["int8", "int4", *known])
@@ -49,7 +54,7 @@ def check_format(option: str | None, config: Mapping[str, Any], is_gguf: bool) -
 def _plain(kind: str) -> str:
     """A format's name without the parts that choose vLLM's kernels: gptq_marlin becomes gptq."""
     plain = kind.lower().replace("_", "-").removesuffix("-marlin").removeprefix("gpt-oss-")
-    return {"autoawq": "awq", "inc": "auto-round"}.get(plain, plain)
+    return {"autoawq": "awq", "inc": "auto-round", "modelopt-fp4": "modelopt"}.get(plain, plain)
 
 
 def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -65,13 +70,12 @@ def quantization_method(
     has: tells whether the checkpoint has a tensor of a name, and so which layers are quantized. Without it (dummy
     weights), the config's lists of exceptions decide. Raises ValueError for a format that is not supported.
     """
-    settings = _settings(config)
-    if not settings:
+    settings, kind = _settings(config), quantization_kind(config)
+    if kind is None:
         return lambda name: DenseWeight
-    kind = str(settings.get("quant_method", "compressed-tensors")).lower()
     if kind not in _METHODS:
-        reason = _REFUSED.get(kind, "supported: ") + ", ".join([*_METHODS, "GGUF files"])
-        raise ValueError(f"checkpoints quantized with {kind!r} are not supported: {reason}")
+        listed = ", ".join([*_METHODS, "GGUF files"])
+        raise ValueError(f"checkpoints quantized with {kind!r} are not supported: supported: {listed}")
     scheme_of, exceptions = _METHODS[kind](settings), _exceptions(settings)
 
     def method_of(name: str) -> LinearMethod:
@@ -85,13 +89,16 @@ def quantization_method(
 
 
 def _exceptions(settings: Settings) -> list[str]:
-    lists = [settings.get(name) or () for name in ("ignore", "ignored_layers", "modules_to_not_convert")]
+    fields = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+    lists = [settings.get(name) or () for name in fields]
     return [name for names in lists for name in names] + ([] if settings.get("lm_head") else ["lm_head"])
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern matches the name. A pattern is one or more whole components of a name, or "re:" and a regular
     expression that matches its beginning.
+
+    A pattern with * is one of a file name.
 
     A text model may lie inside a larger model. Its config then uses the names of the larger model.
     """
@@ -100,6 +107,9 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     for pattern in patterns:
         if pattern.startswith("re:"):
             if any(re.match(pattern[3:], n) for n in names):
+                return True
+        elif "*" in pattern:
+            if any(fnmatchcase(n, pattern) for n in names):
                 return True
         elif any(f".{pattern}." in f".{n}." for n in names):
             return True
@@ -185,7 +195,13 @@ def _compressed_tensors(settings: Settings) -> SchemeOf:
 
 def _compressed_group(group: Settings) -> Scheme:
     weights = group.get("weights") or {}
-    form = _check(group, "format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    tables = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}
+    others = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    form = _check(group, "format", (*others, *tables))
+    if form in tables:
+        _check(weights, "num_bits", (4,))
+        _check(weights, "group_size", (tables[form].group,), tables[form].group)
+        return tables[form]
     size = _group_size({"group_size": weights.get("group_size") or -1})
     strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
     symmetric, act_order = bool(weights.get("symmetric", True)), weights.get("actorder") in ("group", "dynamic", True)
@@ -201,6 +217,26 @@ def _compressed_group(group: Settings) -> Scheme:
     return ScaledBytes(dtype, block, symmetric=symmetric or dtype.is_floating_point)
 
 
+def _modelopt(settings: Settings) -> SchemeOf:
+    schemes = {
+        "FP8": ScaledBytes(torch.float8_e4m3fn, (-1, -1)),
+        "FP8_PER_CHANNEL_PER_TOKEN": ScaledBytes(torch.float8_e4m3fn, (1, -1)),
+        "NVFP4": MODELOPT_NVFP4,
+    }
+    scheme = schemes[_check(settings, "quant_algo", schemes)]
+    if scheme is MODELOPT_NVFP4:
+        _check(settings, "group_size", (16,), 16)
+    return lambda name: scheme
+
+
+def _bitsandbytes(settings: Settings) -> SchemeOf:
+    scheme: Scheme = ScaledBytes(torch.int8, (1, -1))
+    if settings.get("load_in_4bit") or settings.get("_load_in_4bit"):
+        table = _check(settings, "bnb_4bit_quant_type", ("fp4", "nf4"), "fp4")
+        scheme = TableCodes(table, BITSANDBYTES_BLOCK, torch.float32)
+    return lambda name: scheme
+
+
 _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
@@ -209,5 +245,8 @@ _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "awq": _awq,
     "autoawq": _awq,
     "auto-round": _auto_round,
-    "mxfp4": lambda settings: lambda name: None,  # only for gpt-oss's experts, which are decoded when they are read
+    "mxfp4": lambda settings: lambda name: MXFP4 if ".experts." in name else None,  # gpt-oss
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "bitsandbytes": _bitsandbytes,
 }

@@ -87,6 +87,31 @@ def _q6_k(x: Tensor) -> QuantizedMatrix:
     return _super_blocks(_matrix(codes, 6, scales), _half(x, 208))
 
 
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _from_table(codes: Tensor, scales: Tensor, values: tuple[int, ...]) -> QuantizedMatrix:
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+    return replace(_matrix(codes, 4, scales), table=table)
+
+
+def _iq4_nl(x: Tensor) -> QuantizedMatrix:
+    return _from_table(_fields(x[..., 2:], 16, 4, 2), _half(x, 0), _IQ4)
+
+
+def _iq4_xs(x: Tensor) -> QuantizedMatrix:
+    """Bytes 2 to 8 have the scales of eight groups of 32 elements: their upper 2 bits, then their lower 4."""
+    scales = _fields(x[..., 4:8], 1, 4, 2) | _fields(x[..., 2:4], 1, 2, 4) << 4
+    matrix = _from_table(_fields(x[..., 8:], 16, 4, 2), scales.flatten(1).view(torch.int8) - 32, _IQ4)
+    return _super_blocks(matrix, _half(x, 0))
+
+
+def _mxfp4(x: Tensor) -> QuantizedMatrix:
+    scales = torch.ldexp(torch.ones_like(x[..., 0], dtype=torch.float32), x[..., 0].int() - 128)
+    return _from_table(_fields(x[..., 1:], 16, 4, 2), scales, _E2M1_TWICE)
+
+
 # By type: the dtype of a float, or the function from bytes [out, blocks, bytes of a block] to a matrix [out, in].
 _DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
     "F32": torch.float32,
@@ -102,6 +127,9 @@ _DECODERS: dict[str, torch.dtype | Callable[[Tensor], QuantizedMatrix]] = {
     "Q4_K": partial(_q45_k, bits=4),
     "Q5_K": partial(_q45_k, bits=5),
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
 
 
@@ -159,4 +187,4 @@ def _inputs(matrix: QuantizedMatrix, start: int, count: int) -> QuantizedMatrix:
     codes, offsets = matrix.single_codes()[:, start : start + count], matrix.effective_offsets()
     scales = matrix.effective_scales()[:, index]
     offsets = None if offsets is None else narrow(offsets[:, index])
-    return integer_matrix(codes, matrix.bits, scales, group, offsets=offsets)
+    return replace(integer_matrix(codes, matrix.bits, scales, group, offsets=offsets), table=matrix.table)

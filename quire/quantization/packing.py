@@ -44,11 +44,15 @@ def integer_matrix(
         offsets = narrow(-zeros.float() * scales)
     if offsets is None:
         codes = codes + ((8 if bits <= 4 else 128) - middle)
-    if bits <= 4:
-        codes = torch.nn.functional.pad(codes, (0, width % 2))
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    codes = pack_pairs(codes) if bits <= 4 else codes
     codes, scales = codes.contiguous(), narrow(scales)
     return QuantizedMatrix(codes, scales, group, width, offsets, order=order, num_inputs=num_inputs)
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """Codes of four bits, one in a byte, to two in a byte: [out, in] -> [out, ceil(in / 2)]"""
+    codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def narrow(values: Tensor) -> Tensor:

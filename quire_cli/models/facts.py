@@ -71,10 +71,10 @@ def facts_of(path: Path, files: Mapping[str, int] | None = None) -> Facts:
 
 def _footprint(config: dict[str, Any], spec: DecoderSpec, generates: bool, file_bytes: int) -> Footprint:
     parameters, quantization = parameters_of(spec), quantization_of(config)
-    if quantization is None or quantization == "MXFP4":  # which is decoded when it is loaded
+    if quantization is None:
         is_full = not generates and str(config.get("dtype") or config.get("torch_dtype")) == "float32"
         size = FULL if is_full else HALF
-        return Footprint(spec, parameters, size, size, size, quantization is None, size, generates)
+        return Footprint(spec, parameters, size, size, size, True, size, generates)
     tables = parameters.embedding + parameters.head
     in_files = (file_bytes - HALF * tables) / max(1, parameters.total - tables)
     linear = max(in_files, quantized_bytes(config))  # some layers may not be quantized, or have longer codes in memory

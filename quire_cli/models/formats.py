@@ -13,16 +13,18 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _METHODS = {
     "gptq": "GPTQ", "awq": "AWQ", "autoawq": "AWQ", "auto-round": "AutoRound", "fp8": "FP8", "fbgemm_fp8": "FP8",
-    "mxfp4": "MXFP4",
+    "mxfp4": "MXFP4", "modelopt": "ModelOpt", "modelopt_fp4": "ModelOpt",
 }  # fmt: skip
 _FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S", 32: "BF16",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 21: "Q2_K_S",
+    25: "IQ4_NL", 30: "IQ4_XS", 32: "BF16", 38: "MXFP4_MOE",
 }  # fmt: skip
 _GGUF_TYPES = {  # bits of a code, elements of a group, and whether groups have offsets; all others are floats
     "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (5, 32, False), "Q5_1": (5, 32, True),
     "Q8_0": (8, 32, False), "Q2_K": (2, 16, True), "Q3_K": (3, 16, False), "Q4_K": (4, 32, True),
-    "Q5_K": (5, 32, True), "Q6_K": (6, 16, False),
+    "Q5_K": (5, 32, True), "Q6_K": (6, 16, False), "IQ4_NL": (4, 32, False), "IQ4_XS": (4, 32, False),
+    "MXFP4": (4, 32, False),
 }  # fmt: skip
 
 
@@ -100,11 +102,23 @@ def quantized_bytes(config: Mapping[str, Any]) -> float:
     group: Any = settings.get("group_size") or settings.get("q_group_size") or 0
     bits: Any = settings.get("bits") or settings.get("w_bit") or 8
     has_offsets = True
-    if "config_groups" in settings:
+    if (floats := _four_bit_floats(settings)) is not None:
+        bits, group, has_offsets = 4, floats, False
+    elif "config_groups" in settings:
         weights = _weights_of_group(settings)
         bits, group = weights.get("num_bits") or 8, weights.get("group_size") or 0
         has_offsets = not weights.get("symmetric", True)
     return _bytes(int(bits), int(group), has_offsets)
+
+
+def _four_bit_floats(settings: Mapping[str, Any]) -> int | None:
+    """Weights that share a scale in a format with floats of four bits; None in other formats."""
+    method = str(settings.get("quant_method", "")).lower()
+    if method == "bitsandbytes":
+        return 64 if settings.get("load_in_4bit") else None
+    if method.startswith("modelopt"):
+        return 16 if settings.get("quant_algo") == "NVFP4" else None
+    return 32 if method == "mxfp4" else None
 
 
 def _bytes(bits: int, group: int, has_offsets: bool) -> float:

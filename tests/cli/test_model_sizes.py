@@ -75,7 +75,7 @@ def test_the_memory_of_a_gguf_file_is_known(wide, tmp_path: Path, kind):
     assert footprint_of(file).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(file)), rel=0.02)
 
 
-@pytest.mark.parametrize("form", [None, "gptq", "awq", "packed-4-bits", "int8-channel", "fp8"])
+@pytest.mark.parametrize("form", [None, "gptq", "awq", "packed-4-bits", "int8-channel", "fp8", "nf4", "nvfp4"])
 def test_the_memory_of_a_checkpoint_is_known(wide, tmp_path: Path, form):
     path = wide if form is None else write_quantized(wide, tmp_path, FORMATS[form])[0]
     assert footprint_of(path).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(path)), rel=0.02)

@@ -42,7 +42,17 @@ from support.engines import (
     teacher_forced_logits,
     tokens_of,
 )
-from support.gguf_files import FAMILIES, TYPES, WIDE, in_parts, reference, write_family, write_gguf, write_meaning
+from support.gguf_files import (
+    FAMILIES,
+    TABLE_TYPES,
+    TYPES,
+    WIDE,
+    in_parts,
+    reference,
+    write_family,
+    write_gguf,
+    write_meaning,
+)
 from support.reference import greedy, logits, prompts
 
 pytestmark = pytest.mark.texts
@@ -53,7 +63,7 @@ RECORDED = json.loads((Path(__file__).parents[1] / "data" / "gguf_greedy.json").
 TEXT = prompts(300, 9)[8][:60]
 HALVES = {  # where a block has float16 numbers
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": [],
 }  # fmt: skip
 
 
@@ -62,12 +72,12 @@ HALVES = {  # where a block has float16 numbers
 
 def test_the_types_are_those_of_the_gguf_package():
     assert [Type(number).name for number in READERS] == [kind.name for kind in READERS.values()]
-    assert {kind.name for kind in READERS.values()} == set(TYPES)
+    assert {kind.name for kind in READERS.values()} == {*TYPES, *TABLE_TYPES}
     for number, kind in READERS.items():
         assert (kind.elements, kind.nbytes) == gguf.GGML_QUANT_SIZES[Type(number)]
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [*TYPES, *TABLE_TYPES])
 def test_any_bytes_mean_what_the_gguf_package_says_bit_for_bit(name):
     kind, draw = READERS[Type[name]], np.random.default_rng(0)
     data = draw.integers(0, 256, (7, 3, kind.nbytes if name in HALVES else 256), dtype=np.uint8)
@@ -92,7 +102,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("wide"), "llama", {**WIDE, "tie_word_embeddings": True}, seed=3)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", [*TYPES, *TABLE_TYPES])
 def test_a_file_says_what_transformers_says_with_the_weights_that_it_means(wide, tmp_path, kind):
     path = write_gguf(wide, tmp_path / "model.gguf", kind)
     model = reference(write_meaning(wide, tmp_path / "meaning", kind))

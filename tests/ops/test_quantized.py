@@ -41,6 +41,8 @@ def quantized_matrices() -> Iterator[QuantizedMatrix]:
             minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
             factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
             yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
+        yield QuantizedMatrix(four, scales, group, width, table=torch.randn(16))
+        yield QuantizedMatrix(four, sub, group, width, factors=torch.rand(out, 1, 1), table=torch.randn(16))
         yield QuantizedMatrix((torch.randn(out, width) * 2).to(torch.float8_e4m3fn), scales, group, width)
 
 
@@ -58,7 +60,8 @@ def test_a_quantized_matrix_means_what_its_description_says():
                 if matrix.factors is not None:
                     factors = matrix.factors[o, g * matrix.factors.shape[1] // matrix.scales.shape[1]].tolist()
                     scale, offset = scale * factors[0], offset * factors[-1]
-                dense[o, j if matrix.order is None else matrix.order[j]] = (code - centre) * scale + offset
+                value = code - centre if matrix.table is None else matrix.table[code]
+                dense[o, j if matrix.order is None else matrix.order[j]] = value * scale + offset
         torch.testing.assert_close(matrix.dequantize(), dense, rtol=1e-6, atol=1e-6)
         x, bias = torch.randn(3, matrix.in_features), torch.randn(matrix.out_features)
         made = OPS["quantized_linear"].reference(x, matrix, bias)
@@ -85,7 +88,7 @@ def test_quantized_matrices_of_one_form_become_one():
         assert torch.equal(whole.dequantize(), matrix.dequantize())
     others = list(quantized_matrices())
     assert torch.equal(
-        torch.cat([m.dequantize() for m in concatenate(others[:11])]), torch.cat([m.dequantize() for m in others[:11]])
+        torch.cat([m.dequantize() for m in concatenate(others[:13])]), torch.cat([m.dequantize() for m in others[:13]])
     )
 
 
@@ -108,6 +111,8 @@ def check_products(product: Product) -> None:
             scales = torch.rand(out, -(-width // group)) * 0.01
             matrices.append(QuantizedMatrix(codes, scales, group, width))
             matrices.append(QuantizedMatrix(codes, scales, group, width, scales * -7.5))
+            if bits == 4:
+                matrices.append(QuantizedMatrix(codes, scales, group, width, table=torch.randn(16)))
     in_panels = 0
     for matrix in matrices:
         packed = product.pack(replace(matrix, **{name: t.clone() for name, t in matrix.by_row.items()}))

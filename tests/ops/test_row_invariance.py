@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,13 +54,15 @@ def test_linear_layers(kernels: Kernels) -> None:
         check(lambda x, w=packed, b=bias: kernels.linear(x, w, b), torch.randn(ROWS, inner).to(dtype), f"{inner}")
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8", "table"])
 def test_quantized_layers(kernels: Kernels, form: str) -> None:
     dtype = kernels.target.dtype
     weight = torch.randn(300, 512) / 20
     matrix = QuantizedMatrix(weight.to(torch.float8_e4m3fn), torch.ones(300, 4), 128, 512)
     if form != "fp8":
         matrix = kernels.quantize(weight, 8 if form == "int8" else 4, 32)
+    if form == "table":
+        matrix = replace(matrix, table=torch.randn(16))
     function = kernels.quantized_linear
     packed = function.pack(matrix) if hasattr(function, "pack") else matrix
     check(lambda x: function(x, packed, None), torch.randn(ROWS, 512).to(dtype), form)

@@ -81,7 +81,7 @@ def test_a_format_that_is_the_checkpoints_is_accepted(option, config, is_gguf):
         ("gptq", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint, which is quantized with 'awq'"),
         ("awq", {}, "this one is not quantized; leave it out, or let int8 or int4 quantize the weights"),
         ("gguf", {}, "this one is not quantized"),
-        ("bitsandbytes", {}, "quantization='bitsandbytes' is not supported by Quire yet; supported: int8, int4, "),
+        ("hqq", {}, "quantization='hqq' is not supported by Quire yet; supported: int8, int4, "),
     ],
 )
 def test_a_format_that_is_not_the_checkpoints_is_an_error_that_names_its_own(option, config, message):

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from quire.layers.linear import DenseWeight
+from quire.loading.metadata import hf_config
 from quire.quantization.config import extra_tensors, quantization_method
 from quire.quantization.integers import AWQ, GPTQ, PackedIntegers
 from quire.quantization.scaled import ScaledBytes
 from quire.quantization.scheme import QuantizedWeight
+from quire.quantization.tables import MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
 from support.engines import generate, make_llm, runner_of
 from support.quantized import FORMATS, compressed, write_quantized
 
@@ -45,6 +47,12 @@ def test_a_checkpoint_without_quantization_is_dense():
         ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
          ScaledBytes(FP8, (128, 128), "weight_scale_inv")),
         ({"quant_method": "fbgemm_fp8"}, ScaledBytes(FP8, (1, -1))),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, ScaledBytes(FP8, (-1, -1))),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, MODELOPT_NVFP4),
+        (compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}), NVFP4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+         TableCodes("nf4", 64, torch.float32)),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ScaledBytes(torch.int8, (1, -1))),
         (compressed("pack-quantized", {"num_bits": 4, "group_size": 128, "strategy": "group"}),
          PackedIntegers(4, 128, True, False)),
         (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), ScaledBytes(torch.int8, (1, -1))),
@@ -110,9 +118,19 @@ def test_gptqmodel_may_give_single_layers_other_options():
     assert scheme(settings, Q) == GPTQ(4, 128, 1)
 
 
-def test_bitsandbytes_is_refused_with_a_reason():
-    with pytest.raises(ValueError, match=r"'bitsandbytes' are not supported: .*CUDA kernels; .*gptq, awq.*GGUF"):
-        quantization_method({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
+def test_the_settings_of_modelopt_may_be_in_a_file_of_their_own(tmp_path):
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.layers.0*"]}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    config = hf_config(tmp_path, {})
+    assert quantization_method(config)(Q) == MODELOPT_NVFP4
+    assert quantization_method(config)("model.layers.0.mlp.up_proj") is DenseWeight
+
+
+def test_only_the_experts_of_a_checkpoint_in_mxfp4_are_quantized():
+    method = quantization_method({"quantization_config": {"quant_method": "mxfp4"}})
+    assert method("model.layers.0.mlp.experts.gate_up_proj") == MXFP4
+    assert method(Q) is DenseWeight
 
 
 def pack(**weights: Any) -> dict[str, Any]:
@@ -137,7 +155,12 @@ def pack(**weights: Any) -> dict[str, Any]:
         (pack(num_bits=9), "num_bits=9"),
         (pack(type="float"), "type='float'"),
         (pack(strategy="block"), "strategy='block'"),
-        (compressed("nvfp4-pack-quantized", {"num_bits": 4}), "format='nvfp4-pack-quantized'"),
+        (compressed("nvfp4-pack-quantized", {"num_bits": 8}), "num_bits=8"),
+        (compressed("nvfp4-pack-quantized", {"num_bits": 4, "group_size": 32}), "group_size=32, .*supported: 16"),
+        (compressed("marlin-24", {"num_bits": 4}), "format='marlin-24'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size=32"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "quant_type='int4'"),
         (compressed("int-quantized", {"num_bits": 4, "strategy": "channel"}), "num_bits=4"),
         (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "token"}), "strategy='token'"),
         (compressed("int-quantized", {"num_bits": 8, "strategy": "block"}), "block_structure=None"),
@@ -166,6 +189,6 @@ def test_the_engine_says_what_it_does_not_support(checkpoints, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(checkpoints.path("llama"), path)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
-    with pytest.raises(ValueError, match="bitsandbytes"):
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
+    with pytest.raises(ValueError, match="hqq"):
         make_llm(path)

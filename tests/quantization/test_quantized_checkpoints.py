@@ -43,7 +43,7 @@ def test_so_do_those_of_other_families(tmp_path, name, family):
         assert isinstance(layer.mlp.router.weight, DenseWeight)
 
 
-@pytest.mark.parametrize("name", ["gptq", "packed-8-bits-a-channel", "float8-block", "int8-asymmetric"])
+@pytest.mark.parametrize("name", ["gptq", "packed-8-bits-a-channel", "float8-block", "int8-asymmetric", "nvfp4", "nf4"])
 def test_in_bfloat16_the_logits_are_near(checkpoints, tmp_path, name):
     quantized, dense = write_quantized(checkpoints.path("llama-gqa4-llama3-old"), tmp_path, FORMATS[name])
     made = teacher_forced_logits(make_llm(quantized, dtype="bfloat16"), TEXT)

@@ -16,6 +16,7 @@ from quire.layers.linear import LinearShape, make_weight
 from quire.layers.specs import OutputPart
 from quire.loading.errors import WeightError
 from quire.loading.weights import SafetensorsCheckpoint, load_weights
+from quire.models.load import presented
 from quire.ops import Kernels, Target
 from quire.quantization.config import extra_tensors, quantization_method
 from quire.quantization.scheme import QuantizedWeight
@@ -36,8 +37,8 @@ def written(directory: Path, form: Format, rows: dict[str, int] = ROWS) -> dict[
 
 
 def loaded(directory: Path, form: Format, shape: LinearShape, dtype: torch.dtype = torch.float32) -> Any:
-    checkpoint = SafetensorsCheckpoint(directory)
     config = {"quantization_config": form.config}
+    checkpoint = presented(SafetensorsCheckpoint(directory), config)
     kernels = Kernels(Target(torch.device("cpu"), dtype))
     builder = Builder(kernels, None, quantization_method(config, checkpoint.has))
     weight = make_weight(builder, shape)
@@ -79,7 +80,17 @@ WHOLE = LinearShape(tuple(OutputPart(f"{n}_proj", rows, 0, rows) for n, rows in 
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("gptq", 5.5), ("awq", 5.5), ("packed-4-bits", 4.6), ("int8-channel", 8.2), ("float8-block", 10)]
+    ("name", "bits"),
+    [
+        ("gptq", 5.5),
+        ("awq", 5.5),
+        ("packed-4-bits", 4.6),
+        ("int8-channel", 8.2),
+        ("float8-block", 10),
+        ("nvfp4", 5.6),
+        ("mxfp4", 4.6),
+        ("nf4", 4.6),
+    ],
 )
 def test_the_weight_stays_small_in_memory_and_in_one_piece(tmp_path, name, bits):
     written(tmp_path, FORMATS[name])

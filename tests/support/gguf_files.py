@@ -21,6 +21,7 @@ from support.k_quants import quantize
 from support.reference import load
 
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+TABLE_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4"]  # whose codes stand for the values of a table
 WIDE = {  # rows of whole super-blocks
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320,

@@ -101,18 +101,48 @@ def q6_k(blocks: Array) -> Array:
     return np.concatenate([low, high, sc.view(np.uint8), half(d)], axis=1)
 
 
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def iq4_codes(blocks: Array, steps: Array) -> Array:
+    """Blocks [n, 32] in units of steps [n], as codes in bytes [n, 16]: the first half of a block in the low halves."""
+    codes = np.abs(divided(blocks, steps[:, None])[..., None] - IQ4).argmin(-1).astype(np.uint8)
+    return codes[:, :16] | codes[:, 16:] << 4
+
+
+def iq4_nl(blocks: Array) -> Array:
+    d = exact(np.abs(blocks).max(-1) / 113)
+    return np.concatenate([half(d), iq4_codes(blocks, d)], axis=1)
+
+
+def iq4_xs(blocks: Array) -> Array:
+    x = blocks.reshape(len(blocks), 8, 32)
+    scales = np.abs(x).max(-1) / 113
+    d = exact(scales.max(-1) / 31)
+    sc = np.clip(np.round(divided(scales, d[:, None])), 0, 31)
+    stored = (sc + 32).astype(np.uint8)
+    low, high = np.zeros((len(x), 4), np.uint8), np.zeros((len(x), 2), np.uint8)
+    for g in range(8):
+        low[:, g // 2] |= (stored[:, g] & 15) << (g % 2 * 4)
+        high[:, g // 4] |= (stored[:, g] >> 4) << (g % 4 * 2)
+    codes = iq4_codes(x.reshape(-1, 32), (d[:, None] * sc).reshape(-1)).reshape(len(x), 128)
+    return np.concatenate([half(d), high, low, codes], axis=1)
+
+
 WRITERS: dict[Type, Callable[[Array], Array]] = {
     Type.Q2_K: q2_k,
     Type.Q3_K: q3_k,
     Type.Q4_K: lambda blocks: q45_k(blocks, 4),
     Type.Q5_K: lambda blocks: q45_k(blocks, 5),
     Type.Q6_K: q6_k,
+    Type.IQ4_NL: iq4_nl,
+    Type.IQ4_XS: iq4_xs,
 }
 
 
 def quantize(values: Array, kind: Type) -> Array:
-    """Like `gguf.quants.quantize`, which lacks K-quants: floats [..., in] -> bytes [..., bytes of a row]"""
+    """Like `gguf.quants.quantize`, which lacks K-quants and IQ4: floats [..., in] -> bytes [..., bytes of a row]"""
     if kind not in WRITERS:
         return gguf.quants.quantize(values, kind)
-    blocks = WRITERS[kind](np.ascontiguousarray(values, np.float32).reshape(-1, 256))
+    blocks = WRITERS[kind](np.ascontiguousarray(values, np.float32).reshape(-1, gguf.GGML_QUANT_SIZES[kind][0]))
     return blocks.reshape(*values.shape[:-1], -1)

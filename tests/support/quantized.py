@@ -163,7 +163,108 @@ def float8(strategy: str, config: dict[str, Any] | None = None, name: str = "wei
     return Format(config or compressed("float-quantized", options), quantize, group)
 
 
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def paired(codes: Tensor, first: int = 0) -> Tensor:
+    """Two codes of four bits in a byte, the one of the even input in the low half, or in the other if first is 1."""
+    return (codes[..., first::2] | codes[..., 1 - first :: 2] << 4).to(torch.uint8)
+
+
+def nearest(parts: Tensor, table: Tensor) -> Tensor:
+    return (parts[..., None] - table).abs().argmin(-1)
+
+
+def nvfp4(modelopt: bool) -> Format:
+    """Groups of 16 with scales in float8, and one scale of the whole weight."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        table, parts = torch.tensor(E2M1), weight.unflatten(1, (-1, 16))
+        whole = weight.abs().max() / (6 * 448)
+        scales = (parts.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+        if not modelopt:
+            whole = 1 / (1 / whole)
+        steps = scales.float() * whole
+        codes = nearest(parts / steps[..., None], table)
+        tensors = {"weight_scale": scales, "input_scale": torch.ones(())}
+        if modelopt:
+            tensors |= {"weight": paired(codes.flatten(1)), "weight_scale_2": whole}
+        else:
+            tensors |= {"weight_packed": paired(codes.flatten(1)), "weight_global_scale": (1 / whole).view(1)}
+            tensors["input_global_scale"] = torch.ones(1)
+        return tensors, (table[codes] * steps[..., None]).flatten(1)
+
+    if modelopt:
+        settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+        return Format(settings, quantize, 16)
+    weights = {"type": "float", "num_bits": 4, "group_size": 16, "strategy": "tensor_group"}
+    return Format(compressed("nvfp4-pack-quantized", weights), quantize, 16)
+
+
+def mxfp4() -> Format:
+    """Groups of 32 with exponents as scales, in compressed-tensors' form."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        table, parts = torch.tensor(E2M1), weight.unflatten(1, (-1, 32))
+        exponents = parts.abs().amax(-1).clamp(min=1e-9).log2().floor() - 2
+        codes = nearest(parts / 2 ** exponents[..., None], table)
+        tensors = {"weight_packed": paired(codes.flatten(1)), "weight_scale": (exponents + 127).to(torch.uint8)}
+        return tensors, (table[codes] * 2 ** exponents[..., None]).flatten(1)
+
+    weights = {"type": "float", "num_bits": 4, "group_size": 32, "strategy": "group"}
+    return Format(compressed("mxfp4-pack-quantized", weights), quantize, 32)
+
+
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+FP4 = [0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
+
+
+def bitsandbytes(kind: str, nested: bool) -> Format:
+    """Blocks of 64 of the flattened weight; in `nested`, their scales are codes of 8 bits in blocks of 256."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        table = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-v for v in FP4)])
+        flat = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+        absmax = flat.abs().amax(-1)
+        state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+        tensors = {"weight.quant_map": table, "weight.absmax": absmax}
+        if nested:
+            offset, values = absmax.mean().item(), torch.linspace(-1, 1, 256)
+            rest = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % 256)).view(-1, 256)
+            outer = rest.abs().amax(-1)
+            found = nearest(rest / outer[:, None], values)
+            absmax = (values[found] * outer[:, None]).flatten()[: len(absmax)] + offset
+            tensors |= {"weight.absmax": found.flatten()[: len(absmax)].to(torch.uint8)}
+            tensors |= {"weight.nested_absmax": outer, "weight.nested_quant_map": values}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        codes = nearest(flat / absmax[:, None], table)
+        text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        size = -(-weight.numel() // 2)
+        tensors |= {"weight": paired(codes.flatten(), 1)[:size, None], f"weight.quant_state.bitsandbytes__{kind}": text}
+        return tensors, (table[codes] * absmax[:, None]).flatten()[: weight.numel()].view(weight.shape)
+
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return Format({**settings, "bnb_4bit_use_double_quant": nested, "llm_int8_skip_modules": ["lm_head"]}, quantize, 64)
+
+
+def llm_int8() -> Format:
+    """bitsandbytes' eight bits: a row's largest magnitude is the code 127."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        largest = weight.abs().amax(-1)
+        codes = (weight / largest[:, None] * 127).round().to(torch.int8)
+        tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, codes.float() * (largest / 127)[:, None]
+
+    return Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, quantize)
+
+
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 FORMATS = {
     "gptq": gptq(4, 32),
     "gptq-symmetric": gptq(4, 16, symmetric=True),
@@ -184,6 +285,14 @@ FORMATS = {
     "float8-channel": float8("channel"),
     "float8-block": float8("32x16"),
     "fp8": float8("tensor", FP8),
+    "modelopt-fp8": float8("tensor", MODELOPT),
+    "nvfp4": nvfp4(modelopt=False),
+    "modelopt-nvfp4": nvfp4(modelopt=True),
+    "mxfp4": mxfp4(),
+    "nf4": bitsandbytes("nf4", nested=False),
+    "nf4-nested": bitsandbytes("nf4", nested=True),
+    "fp4": bitsandbytes("fp4", nested=False),
+    "llm-int8": llm_int8(),
     "fp8-block": float8("24x32", {**FP8, "weight_block_size": [24, 32]}, "weight_scale_inv"),
 }
 

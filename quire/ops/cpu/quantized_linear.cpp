@@ -6,6 +6,9 @@
 //
 // A word holds the codes of four inputs in 8 bits each, or of eight in 4 bits, two to a byte. For the latter the codes of
 // x stand in the order in which the halves of the bytes are met: the even ones of eight, then the odd ones.
+//
+// Codes of 4 bits that stand for values of a table are not multiplied in integers: their values are looked up, sixteen in
+// an instruction, and multiplied with the activations as they are.
 #include <cmath>
 
 #include "panels.h"
@@ -162,12 +165,119 @@ struct Quantized {
   }
 };
 
+// The values of the codes in the lowest four bits of each lane.
+struct Table {
+  f32x16 values;
+
+  f32x16 operator[](u32x16 codes) const {
+#if defined(__AVX512F__)
+    return as<f32x16>(_mm512_permutexvar_ps(as<__m512i>(codes), as<__m512>(values)));
+#elif defined(__AVX2__)
+    __m256 table[2], result[2];
+    __m256i halves[2];
+    memcpy(table, &values, 64), memcpy(halves, &codes, 64);
+    for (int i = 0; i < 2; i++) {
+      const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(halves[i], 28));  // the sign is the fourth bit
+      result[i] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], halves[i]),
+                                   _mm256_permutevar8x32_ps(table[1], halves[i]), is_upper);
+    }
+    f32x16 looked_up;
+    memcpy(&looked_up, result, 64);
+    return looked_up;
+#else
+    f32x16 looked_up;
+    for (int i = 0; i < LANES; i++) looked_up[i] = values[codes[i] & 15];
+    return looked_up;
+#endif
+  }
+};
+
+// result[m, n] = sum over groups g of  scale[n, g] * sum table[code] * x
+struct Tabled {
+  static constexpr int INPUTS = 8;  // of a word of codes
+
+  const uint32_t* weights;
+  const float* scales;  // panels of [groups, outputs]
+  const float* x;       // [rows, whole words]; zeros behind the last input, where codes mean nothing
+  Table table;
+  const bf16* bias;  // [out] or null
+  bf16* result;      // [rows, out]
+  int64_t out, row_words, group_words, groups;
+
+  int64_t step() const { return group_words; }
+
+  void expect(int64_t panel, int lines) const {
+    for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(scales + panel * PANEL * groups + i * LANES, 0, 2);
+  }
+
+  template <int R, int C>
+  void visit(int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int line, float* sums, bool is_first,
+             Ahead& ahead) const {
+    const int stride = lines * LANES;
+    const int64_t x_stride = row_words * INPUTS;
+    Ahead::Pace pace = ahead.pace(words);
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride + line * LANES;
+    const float* inputs = x + row * x_stride + word * INPUTS;
+    for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
+      const int64_t end = std::min(begin + group_words, words), at = panel * PANEL * groups + g * stride + line * LANES;
+      f32x16 sum[R][C] = {};
+      for (int64_t i = begin; i < end; i++) {
+        u32x16 codes[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) codes[c] = load_words(w + i * stride + c * LANES);
+        ahead.fetch(pace);
+        for (int j = 0; j < INPUTS; j++)
+#pragma GCC unroll 4
+          for (int c = 0; c < C; c++) {
+            const f32x16 values = table[codes[c]];
+            codes[c] >>= 4;
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) sum[r][c] = fma(values, splat(inputs[r * x_stride + i * INPUTS + j]), sum[r][c]);
+          }
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          float* to = sums + r * PANEL + c * LANES;
+          const f32x16 before = is_first && begin == 0 ? f32x16{} : load(to);
+          store(to, fma(sum[r][c], load(scales + at + c * LANES), before));
+        }
+    }
+  }
+
+  void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
+    write_sums(sums, panel, first, rows, bias, result, out);
+  }
+};
+
+void multiply_tabled(const bf16* x, int64_t x_stride, int64_t rows, Tabled format, int64_t in, int threads) {
+  thread_local std::vector<float> widened;  // kept between calls
+  const int64_t width = format.row_words * Tabled::INPUTS;
+  widened.assign(rows * width, 0);
+  float* to = widened.data();
+  for_each(rows, rows * in > 32768 ? threads : 1, [=](int64_t row) {
+    for_lanes(in, [&](int64_t i, int n) { store_up_to(to + row * width + i, load_up_to(x + row * x_stride + i, n), n); });
+  });
+  format.x = to;
+  multiply(format, {rows, format.out, format.row_words}, threads);
+}
+
 }  // namespace
 
-// x: [rows, in] -> result: [rows, out]. codes, scales, offsets: from quire_panels; group: of inputs, of whole words.
+// x: [rows, in] -> result: [rows, out]. codes, scales, offsets: from quire_panels; table: 16 values or null; group: of
+// inputs, of whole words.
 extern "C" void quire_quantized_linear(int bits, const void* x, int64_t x_stride, int64_t rows, const void* codes,
-                                       const float* scales, const float* offsets, int64_t out, int64_t in,
-                                       int64_t group, const void* bias, void* result, int threads) {
+                                       const float* scales, const float* offsets, const float* table, int64_t out,
+                                       int64_t in, int64_t group, const void* bias, void* result, int threads) {
+  if (table) {
+    const int64_t words = (in + 7) / 8, group_words = std::min((group + 7) / 8, words);
+    multiply_tabled((const bf16*)x, x_stride, rows,
+                    {(const uint32_t*)codes, scales, nullptr, {load(table)}, (const bf16*)bias, (bf16*)result, out,
+                     words, group_words, (in + group - 1) / group},
+                    in, threads);
+    return;
+  }
   thread_local Activations activations;  // kept between calls
   activations.quantize((const bf16*)x, x_stride, rows, in, group, bits, threads);
   auto run = [&](auto width) {

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits, computed in integers (quantized_linear.cpp)."""
+"""Products with weights of 8 and 4 bits (quantized_linear.cpp), in integers if their codes are integers."""
 
 from dataclasses import dataclass, replace
 
@@ -47,7 +47,7 @@ def quantized_linear_dense(x: Tensor, weight: QuantizedMatrix, bias: Tensor | No
 
 @quantized_linear.implementation("cpu", supports=_in_bfloat16)
 def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, bias: Tensor | None) -> Tensor:
-    """Rounds activations to 8 bits, with a scale for each row and group."""
+    """Rounds activations to 8 bits, with a scale for each row and group; not for weights with a table of values."""
     if isinstance(weight, QuantizedMatrix):  # a form that has no product in integers
         return quantized_linear_dense(x, weight, bias)  # type: ignore[no-any-return]
     form = weight.form
@@ -58,10 +58,11 @@ def quantized_linear_cpu(x: Tensor, weight: QuantizedMatrix | QuantizedPanels, b
     if last != 1:
         x, stride = x.contiguous(), form.in_features
     out = x.new_empty(rows, weight.out_features)
-    kernel("quire_quantized_linear", "ipllppplllppi")(
+    kernel("quire_quantized_linear", "ipllpppplllppi")(
         weight.bits, x.data_ptr(), stride, rows, weight.codes.data.data_ptr(), weight.scales.data.data_ptr(),
-        None if weight.offsets is None else weight.offsets.data.data_ptr(), weight.out_features, form.in_features,
-        form.group, None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+        None if weight.offsets is None else weight.offsets.data.data_ptr(),
+        None if form.table is None else form.table.data_ptr(), weight.out_features, form.in_features, form.group,
+        None if bias is None else bias.data_ptr(), out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

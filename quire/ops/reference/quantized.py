@@ -24,6 +24,8 @@ class QuantizedMatrix:
     scales, offsets: [out, groups], groups = ceil(in / group); floats, or integers that are multiplied by factors
     factors: [out, groups / n, 1 or 2], for the scales and the offsets of n neighbouring groups (GGUF's super-blocks)
     order: [in], int64; column j above is input order[j] (GPTQ's act-order); None if column j is input j
+    table: [16], float32: the weight that each code of four bits means before scaling, in place of code - centre; for
+        codes that are no integers, such as four-bit floats. It excludes offsets.
     num_inputs: if some inputs have several columns, of which all but one are zeros: the number of inputs, where
         in_features counts columns
     """
@@ -36,6 +38,7 @@ class QuantizedMatrix:
     factors: Tensor | None = None
     order: Tensor | None = None
     num_inputs: int | None = None
+    table: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -62,8 +65,8 @@ class QuantizedMatrix:
     def dequantize(self) -> Tensor:
         """[out, in], float32, the inputs in their own order"""
         codes = self.single_codes()
-        weight = codes.float()
-        if self.offsets is None and codes.dtype is torch.uint8:
+        weight = codes.float() if self.table is None else self.table[codes.int()]
+        if self.table is None and self.offsets is None and codes.dtype is torch.uint8:
             weight -= 1 << (self.bits - 1)
         weight = torch.nn.functional.pad(weight, (0, -self.in_features % self.group))
         weight = weight.view(len(weight), -1, self.group)
@@ -113,8 +116,11 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
 
 def _alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     forms = [(m.group, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
-    same_order = a.order is b.order or (a.order is not None and b.order is not None and torch.equal(a.order, b.order))
-    return forms[0] == forms[1] and same_order
+    return forms[0] == forms[1] and _same(a.order, b.order) and _same(a.table, b.table)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
 # Scales that are tried for a group, as multiples of the scale that clips no weight. With four bits, clipping the
