@@ -313,8 +313,10 @@ def _runs(inputs: int, run: int, device: torch.device) -> Tensor:
 
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    if matrix.table is not None:  # the kernels have no form for it yet
-        return matrix
+    if matrix.table is not None:
+        matrix = _integers(matrix)
+        if matrix.table is not None:
+            return matrix
     if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
         offsets = None if matrix.offsets is None else _by_group(matrix.offsets)
         return replace(matrix, scales=_by_group(matrix.scales), offsets=offsets)
@@ -339,6 +341,19 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
         codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
         order=order, num_inputs=matrix.num_inputs, run=run, x_order=matrix.order,
     )  # fmt: skip
+
+
+def _integers(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The same weights with codes of 8 bits, if the values of the table are small multiples of the smallest one, as
+    those of four-bit floats are. The kernels have no form for tables."""
+    assert matrix.table is not None
+    step = matrix.table[matrix.table != 0].abs().min()
+    values = matrix.table / step
+    if not torch.equal(values, values.round().clamp(-127, 127)):
+        return matrix
+    codes = values.to(torch.int8)[matrix.single_codes().int()]
+    scales = matrix.effective_scales() * step
+    return replace(matrix, codes=codes, scales=scales, factors=None, table=None)
 
 
 def _by_group(values: Tensor) -> Tensor:
@@ -385,12 +400,11 @@ def grouped_quantized_linear_triton(
 
 def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: Tensor | None, fixed: bool) -> Tensor:
     """bounds: offsets of the experts' rows, None if one weight serves all rows."""
-    if weight.table is not None:
+    packed = weight if isinstance(weight, PackedMatrix) else _pack(weight)
+    if not isinstance(packed, PackedMatrix):
         if bounds is None:
             return quantized_linear.reference(x, weight, bias)  # type: ignore[no-any-return]
         return grouped_quantized_linear.reference(x, weight, bias, bounds)  # type: ignore[no-any-return]
-    packed = weight if isinstance(weight, PackedMatrix) else _pack(weight)
-    assert isinstance(packed, PackedMatrix)
     x = x if packed.x_order is None else x[:, packed.x_order]
     if x.dtype is torch.float32:
         return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)
