@@ -16,6 +16,7 @@ from quire.options.kv_compression import KVCompressionOptions
 from quire.options.kv_events import KVEventOptions
 from quire.options.kv_transfer import KVTransferOptions
 from quire.options.lora import LoRAConfig
+from quire.options.multimodal import MultiModalConfig
 from quire.options.profile import ProfileConfig
 from quire.options.speculative import SpeculativeOptions
 from quire.options.vllm import FOREIGN, UNSUPPORTED_VALUES, VALUES, translate, unknown
@@ -362,6 +363,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    multimodal: MultiModalConfig = field(default_factory=MultiModalConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.layers.specs import MLPSpec, NormSpec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows, rotary_by_window
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, MediaSpec, decoder_spec, layer_windows, rotary_by_window
 
 _GEMMA3 = {  # defaults of fields that the config does not have
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -59,7 +59,14 @@ def gemma3(config: HfConfig) -> DecoderSpec:
 
 
 def gemma3_multimodal(config: HfConfig) -> DecoderSpec:
-    """The text model of a multimodal Gemma 3. The weights of its vision tower are ignored."""
+    """A Gemma 3 that sees, if its config says with which vision model. Else it is the text model, and weights of a
+    vision tower are ignored."""
     shared = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     spec = gemma3({**shared, **config["text_config"]})
-    return replace(spec, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))
+    media, vision = None, config.get("vision_config")
+    if vision:
+        media, count = MediaSpec("gemma3", config, two_way=True), config.get("mm_tokens_per_image", 256)
+        if any(window is not None and window < count for window in spec.windows):
+            raise ValueError(f"sliding_window={min(filter(None, spec.windows))} is less than the {count} tokens of a "
+                             "picture, which see each other")  # fmt: skip
+    return replace(spec, media=media, ignored=(*spec.ignored, r"^(model\.)?(vision_tower|multi_modal_projector)\."))

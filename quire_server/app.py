@@ -34,6 +34,7 @@ from quire_server.adapters import router as adapter_router
 from quire_server.bodies import BodyLimit
 from quire_server.errors import add_error_handlers
 from quire_server.generation import Server
+from quire_server.media import MediaLoader
 from quire_server.middleware import ApiKeys, RootPath, add_middleware
 from quire_server.observability import PROBES, HttpMetrics, Observability
 from quire_server.process_metrics import ProcessMetrics, server_processes
@@ -64,7 +65,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         raise ConfigError("weights_folder needs enable_admin_api, which lets clients replace the weights")
     adapters = Adapters(llm, config, model_names)
     log = RequestLog(config)
-    app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log)
+    app.state.server = Server(llm, config, model_names, _tool_parser(config, llm), app, adapters, log, MediaLoader(llm))
     app.state.draining = False
     app.state.responses = responses_api.Responses(config)
     processes = ProcessMetrics(partial(server_processes, llm.client), llm.config.parallel.ranks > 1)

@@ -16,14 +16,15 @@ from starlette.types import Receive, Scope, Send
 
 from quire.config import ServerConfig
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.processor import ProcessedRequest, PromptFields
+from quire.engine.processor import ProcessedRequest, Prompt, PromptFields
 from quire.messages.outputs import CompletionOutput, RequestOutput, SpecDecodeMetrics
 from quire.messages.sampling_params import SamplingParams
 from quire.metrics.logging import logger
 from quire_server.adapters import Adapters
 from quire_server.bodies import HeldBody
 from quire_server.errors import ApiError, api_error, bad_value, path_in
-from quire_server.messages import Message
+from quire_server.media import ChatMedia, MediaLoader
+from quire_server.messages import Message, has_media, json_of
 from quire_server.protocol import MAX_SEQUENCES, Body, Generation, PromptBody, Rendering
 from quire_server.request_log import RequestLog, Summary
 from quire_server.responses import Usage
@@ -48,6 +49,7 @@ class Server:
     app: FastAPI
     adapters: Adapters
     log: RequestLog
+    media: MediaLoader
     calls: set["PromptCall"] = field(default_factory=set)  # those that run
     created: int = field(default_factory=lambda: int(time.time()))
     _reported: set[str] = field(default_factory=set)
@@ -97,8 +99,11 @@ class Server:
         free = 0 if queued else self.llm.config.scheduler.max_num_seqs * len(client.ready) - running
         return None if coming < free else queued + coming - free
 
-    async def render(self, messages: Sequence[Message], body: Rendering, held: HeldBody) -> str:
-        """The prompt of a conversation. Raises ApiError."""
+    async def render(
+        self, messages: Sequence[Message], body: Rendering, held: HeldBody, media: ChatMedia | None = None
+    ) -> str:
+        """The prompt of a conversation. media: what `load_media` made of the messages; without it, they must not have
+        any. Raises ApiError."""
         template = body.chat_template
         if template is not None and not self.config.trust_request_chat_template:
             message = "chat_template: this server does not take templates from requests"
@@ -107,8 +112,10 @@ class Server:
             raise ApiError(400, "chat_template should be a Jinja template", param="chat_template")
         try:
             if template is None:
-                return str(await held.run(self._render, messages, body))
-            return await asyncio.to_thread(self._render, messages, body)  # a request's own template may run for long
+                return str(await held.run(self._render, messages, body, media))
+            return await asyncio.to_thread(
+                self._render, messages, body, media
+            )  # a request's own template may run for long
         except (ValueError, TypeError) as error:
             refusal = bad_value(error, type(body).model_fields, "messages")
             refusal.quotes |= error.__cause__ is not None and not self._is_of_template(error.__cause__)
@@ -121,8 +128,14 @@ class Server:
         templates = (frontend.given_chat_template, *frontend.tokenizer.chat_templates.values())
         return any(str(error) in template for template in templates if template is not None)
 
-    def _render(self, messages: Sequence[Message], body: Rendering) -> str:
-        chat = [message.model_dump(exclude_none=True) for message in messages]
+    async def load_media(self, messages: Sequence[Message]) -> ChatMedia | None:
+        """The media of a conversation, None if it has none. Raises ApiError."""
+        return await self.media.load(json_of(messages)) if has_media(messages) else None
+
+    def _render(self, messages: Sequence[Message], body: Rendering, media: ChatMedia | None) -> str:
+        if media is None and has_media(messages):
+            raise ValueError("messages: pictures and other media are not taken here")
+        chat: Any = json_of(messages) if media is None else media.messages
         variables: dict[str, Any] = {name: getattr(body, name) for name in ("documents", "reasoning_effort")}
         variables["tools"] = body.tool_objects or None
         if body.reasoning_effort is not None:  # for templates that only have a switch, as in vLLM
@@ -243,7 +256,7 @@ class Call(PromptCall):
 
     async def process(
         self,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Prompt],
         default_max_tokens: int | None,
         add_special_tokens: bool,
         name: str,
@@ -269,7 +282,8 @@ class Call(PromptCall):
                 if start:
                     await asyncio.sleep(0)  # let other requests run
                 slice = {self._request_id(i, len(prompts)): prompts[i] for i in range(len(prompts))[start:][:SLICE]}
-                requests = await held.run(self._process, slice, params, add_special_tokens)
+                run = asyncio.to_thread if any(isinstance(prompt, dict) for prompt in slice.values()) else held.run
+                requests = await run(self._process, slice, params, add_special_tokens)
                 for request in requests:
                     self._check_length(len(request.prompt_token_ids), asked)
                 self._requests += requests
@@ -283,12 +297,18 @@ class Call(PromptCall):
         return self._requests
 
     def _process(
-        self, prompts: Mapping[str, str | list[int]], params: SamplingParams, add_special_tokens: bool
+        self, prompts: Mapping[str, Prompt], params: SamplingParams, add_special_tokens: bool
     ) -> list[ProcessedRequest]:
         """prompts: by request id."""
         body, requests = self.body, []
         for request_id, prompt in prompts.items():
-            fields: PromptFields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+            fields: PromptFields = {}
+            if isinstance(prompt, dict):
+                fields = prompt
+            elif isinstance(prompt, str):
+                fields = {"prompt": prompt}
+            else:
+                fields = {"prompt_token_ids": prompt}
             if body.cache_salt is not None:
                 fields["cache_salt"] = body.cache_salt
             process = self.server.llm.processor.process

@@ -1,5 +1,6 @@
 """The messages of a chat request. A role is any that the chat template knows."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -7,16 +8,33 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from quire.text.chat_template import TEXT_PARTS
 from quire_server.fields import Objects, fail
 
+# The types of content parts that are pictures or other media, and the names of the fields that say where it is.
+MEDIA_PARTS = ("image_url", "video_url", "audio_url", "input_audio")
 _PART_SCHEMA: dict[str, Any] = {
     "oneOf": [
         {"properties": {"type": {"const": kind}, field: {"type": "string"}}, "required": [field]}
         for kind, field in TEXT_PARTS.items()
     ]
+    + [{"properties": {"type": {"const": kind}}, "required": [kind]} for kind in MEDIA_PARTS]
 }
 
 
+class MediaUrl(BaseModel):
+    model_config = ConfigDict(extra="allow")  # detail
+
+    url: str = Field(description="data:, http:// or https://; file:// below --allowed-local-media-path.")
+
+
+class InputAudio(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    data: str
+    format: str | None = None
+
+
 class ContentPart(BaseModel):
-    """A part of a content that is text: in `refusal` or `thinking` if its type says so, else in `text`."""
+    """A part of a content: text, which is in `refusal` or `thinking` if its type says so, else in `text`; or a picture
+    or another item, for models that take some."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_PART_SCHEMA)
 
@@ -24,24 +42,30 @@ class ContentPart(BaseModel):
     text: str | None = Field(None, validate_default=True)
     refusal: str | None = Field(None, validate_default=True)
     thinking: str | None = Field(None, validate_default=True)
+    image_url: MediaUrl | str | None = Field(None, validate_default=True)
+    video_url: MediaUrl | str | None = Field(None, validate_default=True)
+    audio_url: MediaUrl | str | None = Field(None, validate_default=True)
+    input_audio: InputAudio | None = Field(None, validate_default=True)
+    uuid: str | None = Field(None, description="A name of the item; equal names share what was computed.")
 
     @field_validator("type")
     @classmethod
-    def _is_text(cls, value: str) -> str:
-        if value not in TEXT_PARTS:
-            raise fail("part", f"Only parts that hold text are supported: {', '.join(TEXT_PARTS)}")
+    def _is_known(cls, value: str) -> str:
+        if value not in TEXT_PARTS and value not in MEDIA_PARTS:
+            raise fail("part", f"Only these parts are supported: {', '.join([*TEXT_PARTS, *MEDIA_PARTS])}")
         return value
 
-    @field_validator("text", "refusal", "thinking")
+    @field_validator("text", "refusal", "thinking", *MEDIA_PARTS)
     @classmethod
-    def _is_there(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.field_name == TEXT_PARTS.get(info.data.get("type", "")):
+    def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
+        kind = info.data.get("type", "")
+        if value is None and info.field_name == (kind if kind in MEDIA_PARTS else TEXT_PARTS.get(kind)):
             raise fail("missing", "Field required")
         return value
 
 
 def text_of(part: str | ContentPart) -> str:
-    return part if isinstance(part, str) else str(getattr(part, TEXT_PARTS[part.type]))
+    return part if isinstance(part, str) else str(getattr(part, TEXT_PARTS.get(part.type, "text")) or "")
 
 
 class Message(BaseModel):
@@ -59,3 +83,16 @@ class Message(BaseModel):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+def json_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def has_media(messages: Sequence[Message]) -> bool:
+    return any(
+        isinstance(part, ContentPart) and part.type in MEDIA_PARTS
+        for message in messages
+        if isinstance(message.content, list)
+        for part in message.content
+    )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from quire.engine.processor import Prompt, PromptFields
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.messages.structured_outputs import StructuredOutputsParams
 from quire_server.fields import (
@@ -36,6 +37,8 @@ from quire_server.messages import Messages
 MAX_N = 1024  # completions of a prompt
 MAX_SEQUENCES = 16_384  # completions of all prompts of a request
 
+_EMBEDS = """Embeddings [tokens, hidden] in place of tokens: base64 of a file of torch.save or safetensors. These
+come before the prompts of `prompt`. Only with --enable-prompt-embeds."""
 UNSUPPORTED: dict[str, str] = TABLES["completions"]["refused"]
 UNSUPPORTED_IN_CHAT = UNSUPPORTED | TABLES["chat"]["refused"]
 WITHOUT_EFFECT = frozenset(TABLES["without_effect"].split())
@@ -199,19 +202,31 @@ class Generation(PromptBody):
 
 
 class CompletionRequest(Generation):
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_no_text(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("prompt_embeds") and body.get("prompt") is None:
+            body["prompt"] = ""
+        return body
+
     prompt: Prompts
+    prompt_embeds: str | Strings | None = Field(None, description=_EMBEDS)
     max_tokens: Count | None = Field(None, description="16 if left out; 0 needs echo.")
     echo: bool | None = Field(None, description="Begin with the prompt; its logprobs as well, if asked for.")
     logprobs: Logprobs | None = Field(None, description="Logprobs of so many of the likeliest tokens at each place.")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only equal to n.")
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
+        embeds = [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+        found: list[Prompt] = [PromptFields(prompt_embeds=text) for text in embeds]
+        if embeds and not self.prompt:
+            return found
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        return [*found, *([self.prompt] if one else self.prompt)]
 
     def drop_prompt(self) -> None:
-        self.prompt = ""
+        self.prompt, self.prompt_embeds = "", None
 
     def given(self) -> dict[str, Any]:
         values = super().given()
@@ -225,6 +240,8 @@ class CompletionRequest(Generation):
             return "best_of", "is not supported, unless it equals n"
         if self.logprob_token_ids is not None and (self.logprobs is None or self.max_tokens == 0):
             return "logprob_token_ids", "needs logprobs, and a max_tokens above 0"
+        if self.prompt_embeds and self.echo:
+            return "echo", "cannot be used with prompt_embeds, which have no text"
         if self.max_tokens == 0 and not self.echo:
             return "max_tokens", "should be at least 1, unless echo is true"
         if self.stream and self.echo and self.logprobs is not None and (self.n or 1) > 1:
@@ -242,6 +259,7 @@ class Rendering(Body):
     tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
     documents: Objects | None = Field(None, description="Variable of the template.")
     reasoning_effort: str | None = Field(None, description="The same.")
+    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
     @property
     def tool_objects(self) -> list[dict[str, Any]]:

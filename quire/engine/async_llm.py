@@ -15,7 +15,7 @@ from quire.engine.core_client import CoreClient, CoreState
 from quire.engine.frontend import Frontend
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import pooling_request_output
-from quire.engine.processor import ProcessedRequest, Prompt
+from quire.engine.processor import MEDIA_FIELDS, ProcessedRequest, Prompt
 from quire.messages.changes import (
     WEIGHT_GROUP,
     Command,
@@ -410,7 +410,8 @@ class AsyncLLM:
         self.processor.check_length(prompt, params)  # before the thread: a refused prompt need not wait for one
         arguments = (request_id, prompt, params, priority, add_special_tokens, adapter)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_PROMPT:
+        has_media = isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt)
+        if has_media or (isinstance(text, str) and len(text) > LONG_PROMPT):
             return await asyncio.to_thread(self.processor.process, *arguments)
         return self.processor.process(*arguments)
 

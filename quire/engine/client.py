@@ -26,8 +26,10 @@ from quire.lora.gate import AdapterGate
 from quire.messages.engine import MeetingPlace
 from quire.metrics.logging import logger
 from quire.models.description import describe
+from quire.models.spec import DecoderSpec
 from quire.parallel.mesh import Communicator
 from quire.scheduler.compression import Compression
+from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
@@ -77,6 +79,28 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
     if longest < limits.max_model_len:
         logger.info("max_model_len is %d: the model's %d tokens do not fit memory", longest, limits.max_model_len)
     return replace(limits, max_model_len=max(longest, 1))
+
+
+def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) -> EncoderCache | None:
+    """The encoder cache of an engine that takes pictures or embeddings. Raises ConfigError."""
+    if spec.media is None and not config.multimodal.enable_prompt_embeds:
+        return None
+    parallel = config.parallel
+    two_way, levels = (spec.media.two_way, spec.media.levels) if spec.media is not None else (False, 0)
+    for name, given, reason in (
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "ranks divide tokens"),
+        ("enable_sequence_parallel", parallel.enable_sequence_parallel, "ranks divide tokens"),
+        ("enable_dbo", parallel.enable_dbo, "steps are divided"),
+        ("kv_compression", config.cache.compression is not None, "keys of pictures are not scored"),
+        ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0), "later stages lack the pictures"),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and two_way,
+         "tokens of a picture see each other"),
+        ("enable_prompt_embeds", config.multimodal.enable_prompt_embeds and spec.position_offset is not None,
+         "the model adds positions to embeddings"),
+    ):  # fmt: skip
+        if given:
+            raise ConfigError(f"{name} cannot be used with pictures or embeddings as inputs here, since {reason}")
+    return EncoderCache(config.multimodal.limits(limits.max_num_batched_tokens, limits.longest_chunk))
 
 
 def take_devices(rank: int, config: EngineConfig) -> None:
@@ -144,6 +168,7 @@ def make_core(
             described, grammars=GrammarGate(load_grammars),
             vocab_size=spec.vocab_size, speculation=speculation, adapters=adapters,
             tiers=tiers, mover=executor, compression=compression,
+            encoders=_encoders(config, spec, limits),
         )  # fmt: skip
         if config.profile.enable_layerwise_nvtx_tracing:
             import_module("quire_profile.ranges").mark_core(scheduler)

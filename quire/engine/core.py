@@ -352,6 +352,7 @@ class EngineCore:
         self.executor.change(command)
         if command.use:
             self.reset_prefix_cache()
+            self.scheduler.encoders.clear()
             self.scheduler.kv.root = hash_root(self._fingerprint(self._new_weights))
             for request in self.scheduler.requests.values():
                 request.block_hashes.clear()

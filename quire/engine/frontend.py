@@ -1,6 +1,7 @@
 """The text side of an engine: tokenizer, chat template, validation of requests. The core computes the rest."""
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from quire.lora.files import find_adapter
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter, LoRARequest
 from quire.models.description import describe
+from quire.models.spec import DecoderSpec
 from quire.options.declaration import imported
 from quire.text.chat_template import RESERVED, render
 from quire_parsing.reasoning import REASONING
@@ -20,6 +22,7 @@ from quire_parsing.recognition import recognized
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
+    from quire_multimodal.processor import MediaProcessor
 
 Message = Mapping[str, Any]
 
@@ -51,6 +54,7 @@ class Frontend:
             scheduling_policy=config.scheduler.scheduling_policy,
             reasoning=None if self.reasoning is None else REASONING[self.reasoning],
             compresses=config.cache.compression is not None, transfer=config.cache.transfer,
+            media=self._media(description.spec),
         )  # fmt: skip
         self.pooling: PoolingProcessor | None = None
         if description.pooling is not None:
@@ -66,6 +70,17 @@ class Frontend:
                 self.processor.default_sampling_params()
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"override_generation_config cannot be used: {error_text(error)}") from error
+
+    def _media(self, spec: DecoderSpec) -> "MediaProcessor | None":
+        """What puts pictures into prompts, if the model takes some. Raises ConfigError."""
+        options, scheduler = self.config.multimodal, self.config.scheduler
+        if spec.media is None and not options.enable_prompt_embeds:
+            return None
+        tokens = scheduler.tokens_of_a_step(gpu=False)  # the least that it can be
+        limits = options.limits(tokens, min(scheduler.long_prefill_token_threshold or tokens, tokens))
+        make = import_module("quire_multimodal.processor").MediaProcessor
+        processor: MediaProcessor = make(spec.media, self.directory, self.tokenizer, limits, options, spec.hidden_size)
+        return processor
 
     def adapter(self, request: LoRARequest | None) -> Adapter | None:
         """The adapter that a request names. Raises ValueError if it does not exist, or if the engine takes none."""

@@ -19,7 +19,7 @@ from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
-from quire.engine.processor import ProcessedRequest, Prompt
+from quire.engine.processor import ProcessedRequest, Prompt, PromptFields
 from quire.messages.changes import (
     WEIGHT_GROUP,
     JoinGroup,
@@ -115,7 +115,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts together. The outputs have the order of the prompts.
 
-        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt").
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
+        "multi_modal_data": {"image": [...]}), or with "prompt_embeds".
         sampling_params: one for all prompts, or one for each; None takes the model's defaults. lora_request: the
         adapter of all prompts, or one (or None) for each, with enable_lora=True. priority: one for each prompt, the
         lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
@@ -143,9 +144,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, rendered with the model's chat template.
 
-        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`.
+        lora_request and priority (one for each conversation) and tokenization_kwargs: as for `generate`. Pictures are
+        parts of a content: {"type": "image_url", "image_url": {"url": ...}}, or {"type": "image_pil", "image_pil":
+        image}. mm_processor_kwargs: settings of their preprocessing.
         """
-        _refuse(mm_processor_kwargs=mm_processor_kwargs)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if reserved := sorted((RESERVED - {"documents"}).intersection(chat_template_kwargs or ())):
             raise ValueError(f"chat_template_kwargs cannot set {reserved[0]!r}")
@@ -154,9 +156,26 @@ class LLM:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
         rendering |= chat_template_kwargs or {}
-        prompts: list[Prompt] = [self.frontend.render_chat(c, **rendering) for c in conversations]  # type: ignore
+        prompts: list[Prompt] = [self._chat_prompt(c, rendering, mm_processor_kwargs) for c in conversations]  # type: ignore
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._complete(self._process(prompts, sampling_params, priority, tokenization, lora_request), use_tqdm)
+
+    def _chat_prompt(
+        self, messages: Sequence[Message], rendering: dict[str, Any], kwargs: Mapping[str, Any] | None
+    ) -> Prompt:
+        media = self.processor.media
+        if media is None:
+            return self.frontend.render_chat(messages, **rendering)
+        messages, parts = media.split(messages)
+        data: dict[str, list[Any]] = {}
+        uuids: dict[str, list[str | None]] = {}
+        for part in parts:
+            data.setdefault(part.modality, []).append(media.load(part))
+            uuids.setdefault(part.modality, []).append(part.uuid)
+        text = self.frontend.render_chat(messages, **rendering)
+        return PromptFields(
+            prompt=text, multi_modal_data=data, multi_modal_uuids=uuids, mm_processor_kwargs=dict(kwargs or {})
+        )
 
     def encode(
         self,
@@ -227,6 +246,8 @@ class LLM:
             raise ValueError(f"beam_width={params.beam_width} needs the logprobs of {2 * params.beam_width} tokens; "
                              f"max_logprobs is {self.processor.max_logprobs}")  # fmt: skip
         requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
+        if any(request.core_requests[0].media for request in requests):
+            raise ValueError("beam_search takes no multi_modal_data and no prompt_embeds")
         starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
         generate = partial(self.generate, use_tqdm=False)
         outputs = beam_search(starts, params, generate, self.max_model_len, frozenset(self.processor.eos_token_ids))

@@ -12,6 +12,7 @@ from quire.engine.transfer_params import offer, read_transfer
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.errors import error_text
 from quire.messages.lora import Adapter
+from quire.messages.media import MediaItem
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.structured_outputs import ThinkingLimits
 from quire.options.kv_transfer import KVTransferOptions
@@ -20,6 +21,7 @@ from quire_parsing.reasoning import ReasoningFormat
 
 if TYPE_CHECKING:
     from quire.sampling.logits_processors import LogitsProcessor
+    from quire_multimodal.processor import MediaProcessor
 
 # Sampling parameters that a generation_config.json may recommend.
 _RECOMMENDED = """repetition_penalty presence_penalty frequency_penalty temperature top_p top_k min_p""".split()
@@ -31,9 +33,14 @@ class PromptFields(TypedDict, total=False):
     prompt: str
     prompt_token_ids: list[int]
     cache_salt: str
+    multi_modal_data: dict[str, Any]  # by modality (image, video): PIL images or numpy arrays, one or several
+    multi_modal_uuids: dict[str, Any]
+    mm_processor_kwargs: dict[str, Any]
+    prompt_embeds: Any  # instead of tokens: a tensor or an array [tokens, hidden]
 
 
 Prompt = str | list[int] | PromptFields
+MEDIA_FIELDS = frozenset(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"))
 PROMPT_END = 32  # tokens of a prompt that tell whether the answer begins with thinking
 CUT_MARGIN = 4096  # tokens between the place where a long text is cut and the tokens that truncation keeps
 
@@ -78,16 +85,18 @@ class Processor:
         reasoning: ReasoningFormat | None = None,
         compresses: bool = False,
         transfer: KVTransferOptions | None = None,
+        media: "MediaProcessor | None" = None,
     ) -> None:
         """vocab_size: the model's. generation_config: the checkpoint's; {} gives neutral defaults. max_logprobs: -1 for
         no limit. in_process: the model runs in this process, so parameters may hold functions and other objects that
         cannot be sent. reasoning: the format of the model's thinking, None if it is unknown. compresses: whether the
-        engine has kv_compression. transfer: how it gives prompts to other engines or takes them."""
+        engine has kv_compression. transfer: how it gives prompts to other engines or takes them. media: of a model that
+        takes pictures or embeddings."""
         self.tokenizer, self.max_model_len, self.vocab_size = tokenizer, max_model_len, vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
         self.scheduling_policy, self.reasoning, self.compresses = scheduling_policy, reasoning, compresses
-        self.transfer = transfer
+        self.transfer, self.media = transfer, media
         self.generation_config = generation_config
         self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
@@ -121,6 +130,9 @@ class Processor:
         self._check_params(params)
         self.check_length(prompt, params)
         keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
+        media, rotary = list[MediaItem](), b""
+        if isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
+            prompt, media, rotary = self._with_media(prompt, add_special_tokens, keep)
         text, token_ids, cache_salt = self.tokenize(prompt, add_special_tokens, keep, from_left)
         self.check_tokens(token_ids, self.vocab_size)
         self._check_room(len(token_ids))
@@ -147,6 +159,8 @@ class Processor:
                 thinking=thinking,
                 adapter=adapter,
                 transfer=transfer,
+                media=media,
+                rotary_positions=rotary,
             )
             for index in range(params.n)
         ]
@@ -305,6 +319,31 @@ class Processor:
                 return text, self._encode(text, add_special_tokens, keep, from_left), salt
             raise ValueError("a prompt given as a dict needs 'prompt' (a string) or 'prompt_token_ids'")
         return None, self._checked(prompt, keep, from_left), None
+
+    def _with_media(
+        self, prompt: PromptFields, add_special_tokens: bool, keep: int | None
+    ) -> tuple[PromptFields, list[MediaItem], bytes]:
+        """A prompt with tokens in place of its media, the media, and its rotary positions, if it has its own."""
+        fields: dict[str, Any] = {name: prompt.get(name) for name in MEDIA_FIELDS}
+        kept: Any = {name: value for name, value in prompt.items() if name not in MEDIA_FIELDS}
+        if not fields["multi_modal_data"] and fields["prompt_embeds"] is None:
+            return kept, [], b""
+        if self.media is None:
+            if fields["prompt_embeds"] is not None:
+                raise ValueError("prompt_embeds needs an engine with enable_prompt_embeds")
+            raise ValueError("multi_modal_data: this model takes text only")
+        if keep is not None:
+            raise ValueError("truncate_prompt_tokens cannot be used with multi_modal_data or prompt_embeds")
+        if fields["prompt_embeds"] is not None:
+            expanded = self.media.embeddings(fields["prompt_embeds"])
+        else:
+            text = kept.get("prompt") if kept.get("prompt_token_ids") is None else kept["prompt_token_ids"]
+            if not isinstance(text, str | list):
+                raise ValueError("a prompt with multi_modal_data needs 'prompt' or 'prompt_token_ids'")
+            uuids, kwargs = fields["multi_modal_uuids"] or {}, fields["mm_processor_kwargs"]
+            expanded = self.media.expand(text, fields["multi_modal_data"], uuids, kwargs, add_special_tokens)
+        kept["prompt_token_ids"] = expanded.token_ids
+        return kept, expanded.media, expanded.rotary_positions
 
     def _encode(self, text: str, add_special_tokens: bool, keep: int | None, from_left: bool) -> list[int]:
         bound = self.tokenizer.length_bound if keep is not None and len(text) > self.max_model_len else None

@@ -93,9 +93,12 @@ class Attention(CachedAttention):
         if (temperature := self.temperature) is not None:
             lengths = (state.inputs.positions + temperature.offset) // temperature.length
             q = (q * (1 + temperature.scale * torch.log1p(lengths.float()))[:, None, None]).to(q.dtype)
-        out, _ = self.backend.attend(
+        out, lse = self.backend.attend(
             q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
+        if (media := state.inputs.media) is not None and media.spans:
+            ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
+            out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
         return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

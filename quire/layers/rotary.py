@@ -106,11 +106,11 @@ class RotaryEmbedding:
         axes = torch.arange(len(sections)).repeat_interleave(sections)
         if spec.scaling.get("mrope_interleaved"):
             axes = torch.where(pairs < 3 * sections[pairs % 3], pairs % 3, 0)
-        self.pairs, self.axes = pairs.to(device), axes.to(device)
+        self.axes = axes.to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [tokens], or [3, tokens] for multi-section -> cos, sin: [tokens, rotary_dim / 2], float32"""
         if positions.ndim == 1:  # index_select, since x[positions] wakes torch's threads even for few tokens
             return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        pair_positions = positions[self.axes].T  # [tokens, rotary_dim / 2]
-        return self.cos[pair_positions, self.pairs], self.sin[pair_positions, self.pairs]
+        pair_positions = positions.index_select(0, self.axes).T.contiguous()  # [tokens, rotary_dim / 2]
+        return self.cos.gather(0, pair_positions), self.sin.gather(0, pair_positions)

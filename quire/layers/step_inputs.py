@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.attention.base import StepLayout
 from quire.attention.by_head import HeadLayout
+from quire.layers.step_media import StepMedia
 
 Array = npt.NDArray[Any]
 
@@ -77,6 +78,7 @@ class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
     longest_prompt, shares, by_head: see StepLayout. host_positions: the positions that the host knows, see FlatBatch.
+    media: of a step with pictures.
     """
 
     size: StepSize
@@ -84,6 +86,7 @@ class StepInputs:
     shares: Sequence[int] = ()
     host_positions: Array | None = None
     by_head: HeadLayout | None = None
+    media: StepMedia | None = None
     input_ids: Tensor = per_token(reader="embedding")
     positions: Tensor = per_token()
     slot_mapping: Tensor = declared("groups", "tokens", padding=-1, reader="attention")
@@ -95,6 +98,11 @@ class StepInputs:
     @cache
     def declarations(cls) -> dict[str, Declaration]:
         return {f.name: f.metadata["declaration"] for f in fields(cls) if "declaration" in f.metadata}
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """[tokens], or [axes, tokens] in a model whose tokens have several; see RotaryEmbedding."""
+        return self.positions
 
     def copy_for_layers(self, other: Self) -> None:
         """Overwrite the inputs that layers read with those of another step of the same size."""
@@ -133,10 +141,28 @@ class AdaptedInputs(StepInputs):
     adapters: Tensor = per_token(padding=-1)
 
 
+@dataclass(kw_only=True)
+class SectionedInputs(StepInputs):
+    """The inputs of a model whose tokens have several rotary positions. rotary_offsets: how far these are from the
+    token's position, which only the device may know."""
+
+    rotary_offsets: Tensor = declared("axes", "tokens")
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        return self.positions + self.rotary_offsets
+
+
+@dataclass(kw_only=True)
+class AdaptedSectionedInputs(AdaptedInputs, SectionedInputs):
+    pass
+
+
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:
     """The length of each dimension that declarations name."""
     tokens, requests = size.tokens, size.requests
-    return {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
+    counts = {"tokens": tokens, "requests": requests, "bounds": requests + 1, "groups": groups, "blocks": blocks}
+    return {**counts, "axes": 3}
 
 
 def dummy_arrays(

@@ -9,6 +9,7 @@ import msgspec
 
 from quire.messages.changes import Command, Look, TrainerOrder
 from quire.messages.lora import Adapter
+from quire.messages.media import MediaItem
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import Logprobs, Pooled
@@ -32,7 +33,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     becomes n of these). arrival_time: in seconds; orders the queue. max_tokens: resolved, so that prompt and output fit
     into max_model_len; 0 for a pooling request. eos_token_id: None to ignore end-of-sequence. output_token_ids: tokens
     that the request generated in a core that was lost; generation continues behind them. thinking: where the thinking
-    of the answer ends; None if the request needs no such limits.
+    of the answer ends; None if the request needs no such limits. media: in the order of the prompt. rotary_positions:
+    see NewRequest.
     """
 
     request_id: str
@@ -51,6 +53,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     thinking: ThinkingLimits | None = None
     adapter: Adapter | None = None
     transfer: TransferParams | None = None
+    media: list[MediaItem] = []
+    rotary_positions: bytes = b""
 
     @property
     def reads_prefix_cache(self) -> bool:

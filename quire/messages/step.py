@@ -6,6 +6,7 @@ be replayed from its recorded SchedulerOutputs.
 
 import msgspec
 
+from quire.messages.media import MediaItem, MediaPlace
 from quire.messages.pooling_params import PoolingParams
 from quire.messages.sampling_params import SamplingParams
 
@@ -22,7 +23,7 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """A whole request that enters the batch, for the first time or again after a preemption.
 
     num_computed_tokens: the first tokens of token_ids whose keys and values are in the cache already (a prefix-cache
-    hit).
+    hit). rotary_positions: int32 [axes, prompt tokens], if they are not those of the tokens; see RotaryEmbedding.
     """
 
     request_id: str
@@ -36,6 +37,8 @@ class NewRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     bad_words: list[list[int]] = []  # token ids of each form of each bad word
     pooling_params: PoolingParams | None = None
     adapter: AdapterPlace | None = None
+    media: list[MediaPlace] = []
+    rotary_positions: bytes = b""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -79,6 +82,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
         not full. The first `again` of the row's tokens have been computed before.
     known_tokens: tokens of rows of this step that were not sampled: those that a grammar forces. No earlier step of
         such a row is in flight.
+    encode, forget: media that are encoded before the step, and keys of those that are dropped from the cache of
+        embeddings before that. forgets_all: all are dropped first.
     """
 
     step_id: int
@@ -92,6 +97,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     draft_tokens: TokenEdits = msgspec.field(default_factory=TokenEdits)
     num_next_drafts: list[int] = msgspec.field(default_factory=list)
     compressions: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    encode: list[MediaItem] = msgspec.field(default_factory=list)
+    forget: list[str] = msgspec.field(default_factory=list)
+    forgets_all: bool = False
 
 
 class StepCosts(msgspec.Struct, array_like=True, frozen=True):

@@ -171,8 +171,11 @@ class LayerStack:
     def _through(
         self, start: int, stop: int, x: Tensor, residual: Tensor | None, state: ForwardState
     ) -> tuple[Tensor, Tensor | None]:
-        for layer in self.layers[start:stop]:
+        media = state.inputs.media
+        for index, layer in enumerate(self.layers[start:stop], self.first_layer + start):
             x, residual = layer(x, residual, state)
+            if media is not None:
+                media.add_level(index, x)
             if state.layer_done is not None:
                 state.layer_done()
         return x, residual
@@ -198,6 +201,7 @@ class Decoder(LayerStack, Model):
         stage = self.stage
         self.vocab_size, self.hidden_size = spec.vocab_size, spec.hidden_size
         self.num_token_ids = spec.vocab_size * max(1, spec.token_types)
+        self.sees = spec.media is not None, spec.has_sections
         names = {key: name for key, name in spec.names.items() if name is not None}
         embedding_size = spec.embedding_size or spec.hidden_size
         if stage.has_embedding:

@@ -1,6 +1,7 @@
 """Builds the model of this rank: spec, layers, weights."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,9 @@ def load_model(
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
         stage, elsewhere = choose_stage(builder, spec, config.parallel, mesh.pp.rank, drafts)
     model = Decoder(builder, spec, max_model_len, stage)
+    if spec.media is not None:
+        towers = import_module(f"quire_multimodal.towers.{spec.media.family}")
+        model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, spec.media)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}

@@ -18,6 +18,14 @@ from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import ResidualStream
 
 
+class Tower(Protocol):
+    """The encoder of a model that sees, with what projects its results."""
+
+    def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """tensors: of one item, as the preprocessing of quire_multimodal makes them -> [embeds, hidden], or for
+        DeepStack [embeds, hidden * (1 + levels)]"""
+
+
 class Model(Protocol):
     """A model on one rank: token ids -> embeddings -> hidden states -> logits.
 
@@ -28,7 +36,8 @@ class Model(Protocol):
     pooler: of a model that pools. adapters: the slots for low-rank adapters, None if the model takes none. experts:
     the ranks to which experts are dealt, if they are. stage: the part of the model that this rank has in a pipeline.
     residual_stream: which tokens are the rank's own, whose norms and residual sums it computes. parts: what the rank
-    has of which tensors of the checkpoint; nothing, if there was none.
+    has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes
+    pictures, and whether tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage.
     """
 
     kernels: Kernels
@@ -45,6 +54,8 @@ class Model(Protocol):
     adapters: AdapterSlots | None = None
     experts: ExpertRanks | None = None
     parts: Parts = {}  # noqa: RUF012
+    sees: tuple[bool, bool] = False, False
+    tower: Tower | None = None
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.

@@ -24,6 +24,21 @@ NAMES: Mapping[str, dict[str, str | None]] = {
 
 
 @dataclass(frozen=True)
+class MediaSpec:
+    """What a model sees besides text.
+
+    family: of the modules quire_multimodal.families.FAMILY (preprocessing) and quire_multimodal.towers.FAMILY (the
+    encoder). config: the checkpoint's whole config. levels: for how many layers the encoder has features of their own,
+    see StepMedia. two_way: whether the tokens of a picture see each other in both directions.
+    """
+
+    family: str
+    config: HfConfig = field(default_factory=dict, compare=False)
+    levels: int = 0
+    two_way: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Everything that distinguishes one decoder-only model, or one encoder, from another.
 
@@ -37,7 +52,7 @@ class DecoderSpec:
     vector that is added to their tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
     before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
     has no logits. chunks: of each layer, the tokens of a chunk of the text, outside of which a query sees nothing
-    (Llama 4); None for no chunks.
+    (Llama 4); None for no chunks. media: of a model that sees.
     """
 
     vocab_size: int
@@ -62,8 +77,14 @@ class DecoderSpec:
     chunks: tuple[int | None, ...] | None = None
     token_types: int = 0
     first_norm: bool = True
+    media: MediaSpec | None = None
     names: Names = field(default_factory=lambda: NAMES["llama"])
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$", r"^medusa_head\.")  # patterns of tensors without a parameter
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether a token has several rotary positions, see RotaryEmbedding."""
+        return self.media is not None and any(r is not None and "mrope_section" in r.scaling for r in self.rotary)
 
     @property
     def is_encoder(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from quire.messages.engine import EngineCoreRequest
 from quire.scheduler.request import Request
 
 # A step of a pipeline computes so many tokens of prompts at least, and a share of those that wait: enough shares for
@@ -54,6 +55,16 @@ class SchedulerLimits:
             if pending >= most * shares:
                 return most
         return min(most, -(-len(running) // self.stages) + max(LEAST_CHUNK, -(-pending // shares)))
+
+    def check(self, source: EngineCoreRequest) -> None:
+        """Raises ValueError for a request that can never run."""
+        if (source.sampling_params is None) == (source.pooling_params is None):
+            raise ValueError(f"request {source.request_id}: give either sampling_params or pooling_params")
+        if not source.prompt_token_ids or len(source.prompt_token_ids) + source.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"request {source.request_id}: a prompt of {len(source.prompt_token_ids)} tokens and max_tokens="
+                f"{source.max_tokens} do not fit max_model_len={self.max_model_len}"
+            )
 
     def validate(self) -> None:
         """Raises ValueError for limits that contradict each other."""

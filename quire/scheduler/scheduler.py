@@ -13,9 +13,11 @@ from quire.kvcache.tiers import Tier
 from quire.kvcache.transfers import Mover, Transfers
 from quire.lora.gate import AdapterGate
 from quire.messages.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.messages.media import EncoderLimits
 from quire.messages.step import ModelRunnerOutput, NewRequest, SchedulerOutput, TokenMasks
 from quire.scheduler.compression import Compression
 from quire.scheduler.constraints import ConstrainedRequests
+from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.gate import Connector, Gate, WaitingRoom
 from quire.scheduler.limits import SchedulerLimits, SchedulerStats
 from quire.scheduler.queue import RequestQueue
@@ -40,11 +42,11 @@ class Scheduler:
         enable_prefix_caching: bool = True, fingerprint: str = "", gates: Sequence[Gate] = (),
         grammars: GrammarGate | None = None, vocab_size: int = 0, speculation: Speculation | None = None,
         adapters: AdapterGate | None = None, compression: Compression | None = None, tiers: Sequence[Tier] = (),
-        mover: Mover | None = None,
+        mover: Mover | None = None, encoders: EncoderCache | None = None,
     ) -> None:  # fmt: skip
         """fingerprint: of the KV blocks, see `hash_root`. gates: a request passes all, and `grammars` and `adapters`.
         vocab_size: the number of logits, for `grammars`. speculation, compression: None for none. tiers: where blocks
-        are kept beyond the pool. mover: copies blocks to them and back."""
+        are kept beyond the pool. mover: copies blocks to them and back. encoders: None for no media."""
         limits.validate()
         self.limits, self._longest_chunk, self._is_pipelined = limits, limits.longest_chunk, limits.stages > 1
         chunk = limits.most_in_flight
@@ -62,7 +64,7 @@ class Scheduler:
         self.gates = [*gates, *(gate for gate in (grammars, adapters) if gate is not None), *self.connectors]
         self._constrained = None if grammars is None else ConstrainedRequests(grammars, vocab_size)
         self._adapters, self.speculation, self._compression = adapters, speculation, compression
-        self._gated = WaitingRoom(self.gates)
+        self._gated, self.encoders = WaitingRoom(self.gates), encoders or EncoderCache(EncoderLimits())
         self._is_exhausted = False  # whether the last step was empty and nothing has changed since
         self.running: list[Request] = []  # sorted in the order of service
         self.stats = SchedulerStats()
@@ -79,20 +81,16 @@ class Scheduler:
     def add(self, source: EngineCoreRequest) -> None:
         if source.request_id in self.requests:
             raise ValueError(f"request id {source.request_id!r} is in use")
-        if (source.sampling_params is None) == (source.pooling_params is None):
-            raise ValueError(f"request {source.request_id}: give either sampling_params or pooling_params")
-        if not source.prompt_token_ids or len(source.prompt_token_ids) + source.max_tokens > self.limits.max_model_len:
-            raise ValueError(
-                f"request {source.request_id}: a prompt of {len(source.prompt_token_ids)} tokens and max_tokens="
-                f"{source.max_tokens} do not fit max_model_len={self.limits.max_model_len}"
-            )
+        self.limits.check(source)
         key = None if source.adapter is None else source.adapter.key
         if key is not None and self._adapters is None:
             raise ValueError(f"request {source.request_id}: its adapter needs an engine with enable_lora")
+        self.encoders.limits.check([item.place for item in source.media])
         self._num_arrived += 1
         priority = source.priority if self.limits.policy == "priority" else 0
         order = (priority, source.arrival_time, self._num_arrived)
-        request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, adapter=key))
+        ranges = [(item.place.start, item.place.end, item.place.key) for item in source.media]
+        request = Request(source, order, extra_keys(self.kv.block_size, source.cache_salt, ranges, key))
         if self._compression is not None:
             self._compression.plan(request)
         self.requests[request.request_id] = request
@@ -160,7 +158,7 @@ class Scheduler:
         self.kv.begin_step()
         if self.speculation is not None:
             self.speculation.propose(self.running)
-        step = SchedulerOutput(self._num_steps, epoch=self.epoch)
+        step = self.encoders.begin_step(SchedulerOutput(self._num_steps, epoch=self.epoch))
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.budget(self.running, self.waiting))
         self._schedule_waiting(step, requests, budget)
@@ -176,7 +174,7 @@ class Scheduler:
             if counts:
                 counts += [0] * (len(step.rows) - len(counts))
         self._is_exhausted = not requests
-        return step
+        return step if requests else self.encoders.withdraw(step)
 
     def needs_masks(self) -> bool:
         """Whether the last step needs token masks. They can be filled when all earlier steps of its requests have
@@ -224,18 +222,21 @@ class Scheduler:
                 self.waiting.pop()
                 self._gated.hold(request)
                 continue
-            if not self._admit(request, step):
+            if not self._admit(request, step, budget):
                 return
             count = self._take(request, budget, step, requests)
             assert count, "the cache had room for all tokens of the request"
             budget -= count
 
-    def _admit(self, request: Request, step: SchedulerOutput) -> bool:
+    def _admit(self, request: Request, step: SchedulerOutput, budget: int) -> bool:
         """Give a waiting request a row and its cached blocks. Returns False, without any change, if the KV cache has no
-        room for all its tokens."""
+        room for all its tokens, or if it begins with a picture that the step cannot encode."""
         known, source, read_cache = len(request.token_ids), request.source, self._reads_cache(request)
         num_cached = self.kv.admit(request, read_cache)
         if num_cached is None:
+            return False
+        if source.media and not self.encoders.limit(request, num_cached, min(known - num_cached, budget), None):
+            self.kv.free(request)
             return False
         self.waiting.pop()
         if self.kv.enable_prefix_caching and not request.num_preemptions:
@@ -254,6 +255,7 @@ class Scheduler:
                 request.request_id, request.row, list(request.token_ids), request.num_prompt_tokens, num_cached,
                 source.sampling_params, source.seed, stop_token_ids, source.bad_words, source.pooling_params,
                 None if source.adapter is None or self._adapters is None else self._adapters.place(source.adapter),
+                [item.place for item in source.media], source.rotary_positions,
             )
         )  # fmt: skip
         self.kv.write_tables(request, step.block_table_edits)
@@ -285,6 +287,8 @@ class Scheduler:
             count = self._longest_chunk
         if request.num_kept_blocks and self._compression is not None:
             computed, count = self._compression.span(request, known, min(budget, self._longest_chunk))
+        if request.source.media:
+            count = self.encoders.limit(request, computed, count, step)
         if not count:
             return 0
         end = computed + count
@@ -305,6 +309,8 @@ class Scheduler:
             request.num_in_flight_samples = in_flight + 1 + num_drafts
         if end >= request.next_hash_at:
             self.kv.hash_full_blocks(request)
+        if request.source.media:
+            self.encoders.computed(request, end)
         if end == request.compress_at:
             step.compressions.append((len(step.rows) - 1, request.num_kept_blocks, again))
             request.num_retired_tokens -= again
@@ -422,6 +428,7 @@ class Scheduler:
         """
         last, requests = self._submitted.pop()
         assert last is step, "only the last step can be withdrawn"
+        self.encoders.withdraw(step)
         for connector in self.connectors:
             connector.withdrawn(step.step_id)
         drafts = step.num_draft_tokens or repeat(0, len(requests))
@@ -464,6 +471,7 @@ class Scheduler:
         it."""
         previous, request.status = request.status, status
         self._is_exhausted = False
+        self.encoders.leave(request)
         if previous is Status.WAITING:
             self.waiting.discard(request)
         elif previous is Status.GATED:

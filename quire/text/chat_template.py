@@ -200,10 +200,10 @@ def _plain_part(part: dict[str, Any]) -> dict[str, Any]:
 
 def _join(parts: list[dict[str, Any]], where: str) -> str:
     for index, part in enumerate(parts):
-        if not isinstance(part.get("text"), str):
+        if not isinstance(part.get("text", part.get("placeholder")), str):
             message = f"{where}[{index}] is of type {part.get('type')}: the model's chat template takes text only"
             raise ChatTemplateError(message)
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(str(part.get("text", part.get("placeholder"))) for part in parts)
 
 
 def _parse_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:

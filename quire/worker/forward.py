@@ -63,7 +63,8 @@ class Forward:
     def embed(self, inputs: StepInputs) -> Tensor:
         """The input of the first layer, [own tokens, hidden]. Recorded steps and CUDA graphs start after it."""
         if self.pipe is None or self.pipe.is_first:
-            return self.model.embed(inputs.input_ids, inputs.positions)
+            x = self.model.embed(inputs.input_ids, inputs.positions)
+            return x if inputs.media is None else inputs.media.fill(x)
         target = self.model.kernels.target
         return self.pipe.receive(inputs.size.tokens, target.dtype, target.device)
 
@@ -74,7 +75,7 @@ class Forward:
         return self.model.forward(x, state, rows, self.taps)
 
     def state(self, inputs: StepInputs) -> ForwardState:
-        rotary = [table(inputs.positions) for table in self.model.rotary]
+        rotary = [table(inputs.rotary_positions) for table in self.model.rotary]
         return ForwardState(inputs, rotary, self.plan(inputs))
 
     def plan(self, inputs: StepInputs, over: Sequence[Any] | None = None) -> list[Any]:

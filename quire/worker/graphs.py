@@ -46,7 +46,8 @@ class RecordedForward(Forward):
         self._recorded: dict[StepSize, _Calls] = {}
 
     def layers(self, x: Tensor, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
-        if not inputs.size.tokens_per_request or not self.usable:
+        reaches_layers = inputs.media is not None and inputs.media.reaches_layers
+        if not inputs.size.tokens_per_request or not self.usable or reaches_layers:
             return super().layers(x, inputs, rows)
         calls = self._recorded.get(inputs.size)
         if calls is None:
@@ -55,7 +56,7 @@ class RecordedForward(Forward):
         state = calls.state
         state.inputs.copy_for_layers(inputs)
         for (cos, sin), table in zip(state.rotary, self.model.rotary, strict=True):
-            new_cos, new_sin = table(inputs.positions)
+            new_cos, new_sin = table(inputs.rotary_positions)
             cos.copy_(new_cos)
             sin.copy_(new_sin)
         self.plan(inputs, state.plans)
@@ -160,7 +161,7 @@ class CapturedForward(Forward):
 
     def run(self, inputs: StepInputs, rows: Tensor | None = None) -> Tensor:
         graph = self._graphs.get(inputs.size)
-        if graph is None:
+        if graph is None or (inputs.media is not None and inputs.media.reaches_layers):
             return super().run(inputs, rows)
         self.adapt(inputs, None)
         graph.x.copy_(self.embed(inputs))

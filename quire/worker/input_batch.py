@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kvcache.specs import KVCacheSpec
 from quire.layers.step_inputs import Array, StepSize
+from quire.layers.step_media import StepMedia
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import NewRequest, SchedulerOutput
 from quire.sampling.batch_state import BatchState
@@ -57,6 +58,7 @@ class FlatBatch:
     adapted: bool = False  # see StepSize
     has_drafts: bool = False  # whether a request may sample at several places
     extra_inputs: dict[str, Array] = field(default_factory=dict)  # further inputs that StepInputs declares, by name
+    media: StepMedia | None = None
 
     @property
     def size(self) -> StepSize:
@@ -83,10 +85,11 @@ class InputBatch:
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, kv_specs: Sequence[KVCacheSpec], vocab_size: int,
-        takes_adapters: bool = False,
+        takes_adapters: bool = False, has_sections: bool = False,
     ) -> None:  # fmt: skip
-        """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters."""
-        rows, self.takes_adapters = max_num_seqs, takes_adapters
+        """kv_specs: one for each KV group. takes_adapters: whether requests may have low-rank adapters. has_sections:
+        see DecoderSpec."""
+        rows, self.takes_adapters, self.has_sections = max_num_seqs, takes_adapters, has_sections
         self.kv_specs = kv_specs
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One column more than max_model_len: the last token of a full row is sampled but never computed.

@@ -14,6 +14,7 @@ from quire.models.model import Model
 from quire.worker.expert_balance import ExpertBalancer
 from quire.worker.forward import Forward
 from quire.worker.input_batch import FlatBatch, InputBatch
+from quire.worker.media import MediaInputs
 from quire.worker.staging import Staging
 from quire.worker.step_clock import StepClock
 
@@ -31,6 +32,7 @@ class Runner(ABC, Generic[Launched]):
     pools: bool = False  # whether requests are pooled instead of generating tokens
     balancer: ExpertBalancer | None = None  # of experts that may move
     clock: StepClock | None = None  # told about each step, if others wait for what it computes
+    media: MediaInputs | None = None  # of a model that takes pictures or embeddings
     in_lockstep: bool = False  # whether other replicas wait for a forward of each step, also of those without rows
 
     def __init__(self, model: Model, batch: InputBatch, staging: Staging, forward: Forward, is_only_rank: bool) -> None:
@@ -56,6 +58,9 @@ class Runner(ABC, Generic[Launched]):
             self.batch.edit_block_tables(step)
             flat = self.batch.flatten(step)
             try:
+                if self.media is not None:
+                    self.media.update(step)
+                    flat = self.media.place(flat)
                 self._launched[step.step_id] = self.launch(flat, step)
             except torch.OutOfMemoryError as error:
                 self._launched[step.step_id] = self.out_of_memory(step, error)
@@ -72,6 +77,8 @@ class Runner(ABC, Generic[Launched]):
         for new in step.new_requests:
             try:
                 self.install(new)
+                if self.media is not None:
+                    self.media.install(new)
             except ValueError as error:
                 refusals[step.rows.index(new.row)] = error_text(error)
         return self._skip(step, refusals) if refusals else None

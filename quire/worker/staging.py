@@ -7,7 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.layers.step_inputs import AdaptedInputs, Array, StepInputs, StepSize, dimensions, dummy_arrays
+from quire.layers.step_inputs import (
+    AdaptedInputs,
+    AdaptedSectionedInputs,
+    Array,
+    SectionedInputs,
+    StepInputs,
+    StepSize,
+    dimensions,
+    dummy_arrays,
+)
 from quire.messages.step import SchedulerOutput
 from quire.ops import Kernels
 from quire.worker.device import Device
@@ -31,7 +40,9 @@ class Staging:
         """most_tokens: the largest number of tokens in a step."""
         self.device, self.batch, self.kernels = device, batch, kernels
         if batch.takes_adapters:
-            self.inputs_class = AdaptedInputs
+            self.inputs_class = AdaptedSectionedInputs if batch.has_sections else AdaptedInputs
+        elif batch.has_sections:
+            self.inputs_class = SectionedInputs
         self.count_kept: Callable[..., Tensor] = kernels.count_kept
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)
@@ -56,7 +67,8 @@ class Staging:
             arrays = {**flat.inputs, **self.batch.gather(flat), **extra}
             tensors: dict[str, Any] = self.device.upload(arrays)
             step_inputs = {name: tensors.pop(name) for name in self.declarations}
-            return self.inputs_class(size=size, host_positions=flat.positions, **step_inputs), tensors
+            inputs = self.inputs_class(size=size, host_positions=flat.positions, media=flat.media, **step_inputs)
+            return inputs, tensors
         lengths, missing = self._dimensions(size), size.requests - len(flat.rows)
         sent = {name: array for name, array in flat.inputs.items() if name not in MADE_ON_DEVICE}
         arrays = {name: self.declarations[name].padded(array, lengths) for name, array in sent.items()}
@@ -65,7 +77,7 @@ class Staging:
         tensors = self.device.upload({**arrays, **state.changes(self.batch, step), **extra})
         state.apply(tensors)
         inputs = self._inputs(size, flat.longest_prompt)
-        inputs.host_positions = flat.positions
+        inputs.host_positions, inputs.media = flat.positions, flat.media
         for name in sent:
             getattr(inputs, name).copy_(tensors[name])
         rows = tensors["rows"]

@@ -43,6 +43,7 @@ from quire.worker.graphs import MOST_DRAFTS, CapturedForward, RecordedForward
 from quire.worker.input_batch import InputBatch
 from quire.worker.kv_memory import KVMemory
 from quire.worker.kv_transfer import Rows
+from quire.worker.media import MediaInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.overlap import OverlappedForward
 from quire.worker.pooling_runner import PoolingRunner
@@ -120,7 +121,10 @@ class Worker:
                     setattr(owner, method, hidden)
             model.forward = torch.compile(model.forward, dynamic=True)  # type: ignore[method-assign]
         with_adapters = model.adapters is not None
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids, with_adapters)
+        sees, has_sections = model.sees
+        batch = InputBatch(
+            max_num_seqs, max_model_len, block_size, model.kv_specs, model.num_token_ids, with_adapters, has_sections
+        )
         most_tokens = max(max_num_seqs, config.scheduler.tokens_of_a_step(gpu=device.type == "cuda"))
         if pools:
             most_tokens = max(most_tokens, max_model_len)
@@ -138,6 +142,8 @@ class Worker:
             self.runner = PoolingRunner(model, model.pooler, batch, staging, forward, is_only_rank)
         else:
             self.runner = self._model_runner(config, model, batch, staging, forward, is_only_rank, most_tokens)
+        if sees or config.multimodal.enable_prompt_embeds:
+            self.runner.media = MediaInputs(model, batch)
         self.runner.in_lockstep = mesh.dp.size > 1
         self.runner.balancer = expert_balancer(model, config.parallel)
         groups = zip(model.kv_specs, self.backends, strict=True)

@@ -68,6 +68,7 @@ FEATURES = [
     "new weights",
     "pinned prefixes",
     "KV compression",
+    "multimodal input",
 ]
 
 

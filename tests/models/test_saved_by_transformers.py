@@ -19,6 +19,7 @@ from support.engines import generate, make_llm, tokens_of
 from support.layouts import STAND_INS
 from support.reference import LENGTHS
 from support.saved_checkpoints import VERSIONS, fold, read_record, save_tokenizer, unfold
+from support.seeing import SEEING
 
 pytestmark = pytest.mark.texts
 
@@ -69,7 +70,7 @@ def test_the_tensors_of_an_older_version_are_those_of_the_model(tmp_path, versio
 def test_every_architecture_of_transformers_is_recorded():
     named = {record["config"]["architectures"][0] for r in RECORDS.values() for record in r["variants"].values()}
     others = {"YiForCausalLM", "InternLM2ForCausalLM", "MiniCPMForCausalLM", "MiMoForCausalLM", "PhiMoEForCausalLM"}
-    others |= {"Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"}
+    others |= {"Llama4ForConditionalGeneration", *SEEING}
     others |= {"Dots1ForCausalLM", "Exaone4ForCausalLM"}  # these versions know other options than the variants have
     assert named | others == set(ARCHITECTURES)
 

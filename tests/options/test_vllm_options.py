@@ -45,7 +45,7 @@ def test_options_that_ask_for_nothing_are_accepted(options):
         "--enable-chunked-prefill --trust-remote-code some/model",
         "--no-enable-lora --tokenizer-mode auto -pp 1 -dp=1",
         "--enable-lora=false --enable_chunked_prefill true",
-        "--swap-space 16 --max-seq-len-to-capture 8192 -O3 --limit-mm-per-prompt.image 0",
+        "--swap-space 16 --max-seq-len-to-capture 8192 -O3 --media-io-kwargs.image 0",
         "--disable-log-requests --disable-cascade-attn --use-v2-block-manager --cudagraph-capture-sizes 1 2 4",
     ],
 )

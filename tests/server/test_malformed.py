@@ -212,9 +212,9 @@ OF_CHAT: list[tuple[Any, ...]] = [
     (
         "messages",
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
     ),
-    ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].input_audio"),
     ("messages", [{**USER, "name": 5}], "messages[0].name"),
     ("messages", [{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
     ("messages", [{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0]"),

@@ -31,7 +31,6 @@ FIELDS = {
 # A value that would change the answer, of each field that Quire refuses.
 REFUSED = {
     "ec_transfer_params": {"a": 1},
-    "prompt_embeds": "AAAA",
     "return_weight_versions": True,
     "suffix": "end",
     "use_beam_search": True,

@@ -36,6 +36,7 @@ from quire.messages.step import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from quire.messages.transfers import Transfer
 from quire.sampling.sampler import Sampler
 from quire.scheduler.compression import Compression
+from quire.scheduler.encoding import EncoderCache
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.scheduler import Scheduler
 from quire.structured.gate import GrammarGate
@@ -47,6 +48,7 @@ from quire.worker.drafters.model import ModelDrafter
 from quire.worker.forward import Forward
 from quire.worker.graphs import CapturedForward
 from quire.worker.input_batch import InputBatch
+from quire.worker.media import MediaInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
 
@@ -334,8 +336,9 @@ class LateExecutor(Executor):
         self._unread: deque[int] = deque()  # submitted steps whose results the host has not asked for
         old, device = real.batch, LateDevice(self.stream)
         batch = InputBatch(
-            len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size, old.takes_adapters
-        )
+            len(old.num_tokens), old.max_model_len, old.block_size, old.kv_specs, old.vocab_size, old.takes_adapters,
+            old.has_sections,
+        )  # fmt: skip
         self.real_model = getattr(real.model, "real", real.model)
         model: Any = LateModel(self.real_model, self.stream)
         backends: Any = [
@@ -362,6 +365,8 @@ class LateExecutor(Executor):
         forward.taps = {} if drafter is None else dict(drafter.taps)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)
         self.runner.drafts_stay = scheduler.limits.depth > 1
+        if real.media is not None:
+            self.runner.media = MediaInputs(self.real_model, batch)
 
     def late_drafter(self, drafter: Drafter, staging: Staging, sampler: Sampler) -> Drafter:
         """A drafter of the same kind over the same weights and the same cache."""
@@ -460,6 +465,7 @@ def watched_scheduler(
         grammars=grammars, vocab_size=llm.core.executor.runner.batch.vocab_size,
         speculation=speculation, adapters=adapters,
         compression=None if cache.compression is None else Compression(cache.compression, cache.block_size),
+        encoders=EncoderCache(llm.core.scheduler.encoders.limits),
     )  # fmt: skip
 
 

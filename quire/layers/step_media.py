@@ -1,0 +1,49 @@
+"""What the pictures of a step contribute to it: embeddings in place of those of token ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepMedia:
+    """tokens: [n], int64, the tokens of the step that take embeddings. embeds: [n, hidden]. levels: what is added to
+    their stream behind each of the first layers, [n, hidden] each (DeepStack, arXiv:2406.04334). spans: (first, behind
+    the last) tokens of the step that see each other in both directions."""
+
+    tokens: Tensor
+    embeds: Tensor
+    levels: Sequence[Tensor] = ()
+    spans: Sequence[tuple[int, int]] = ()
+
+    @property
+    def reaches_layers(self) -> bool:
+        """Whether layers read it. Such steps are not replayed."""
+        return bool(self.levels or self.spans)
+
+    def fill(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden], the embeddings of the step's token ids, which are overwritten."""
+        return x.index_copy_(0, self.tokens, self.embeds)
+
+    def add_level(self, layer: int, x: Tensor) -> None:
+        """x: [tokens, hidden], the result of the layer's last branch."""
+        if layer < len(self.levels):
+            x.index_add_(0, self.tokens, self.levels[layer])
+
+    def look_ahead(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention of the tokens of spans to those behind them in their span, as a part for the op merge_partials.
+
+        q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim] -> out: [tokens, heads, dim], lse: [tokens, heads]
+        """
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        queries_each = q.shape[1] // k.shape[1]
+        for start, stop in self.spans:
+            keys, values = (x[start:stop].repeat_interleave(queries_each, 1).transpose(0, 1).float() for x in (k, v))
+            scores = q[start:stop].transpose(0, 1).float() @ keys.transpose(1, 2) * scale  # [heads, n, n]
+            ahead = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(~ahead, float("-inf"))
+            lse[start:stop] = scores.logsumexp(-1).T
+            out[start : stop - 1] = (scores[:, :-1].softmax(-1) @ values).transpose(0, 1).to(q.dtype)
+        return out, lse

@@ -1,0 +1,73 @@
+"""Pictures and other media in a prompt: where their embeddings go, and what they are computed from."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+
+class Buffer(msgspec.Struct, array_like=True, frozen=True):
+    """An array as bytes, in the order of C. dtype: its name in numpy, or "bfloat16"."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of a prompt that stand for one item: `length` tokens from `start` on.
+
+    key: of the item's content. Equal keys have equal embeddings. spans: (first, count) of tokens that take embeddings
+    in place of those of their ids, counted from `start`; the others are text, such as the ends of rows. whole: the
+    tokens see each other in both directions, so one step computes all of them.
+    """
+
+    key: str
+    start: int
+    length: int
+    spans: list[tuple[int, int]]
+    whole: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def num_embeds(self) -> int:
+        return sum(count for _, count in self.spans)
+
+
+class MediaItem(msgspec.Struct, array_like=True, frozen=True):
+    """One picture, video or other item. modality: "image", "video", or "embeds" for embeddings that the request itself
+    gives. tensors: what the model's encoder reads, by its names."""
+
+    place: MediaPlace
+    modality: str
+    tensors: dict[str, Buffer]
+
+
+@dataclass(frozen=True)
+class EncoderLimits:
+    """Limits of encoders, as numbers of embeddings. By default there are no media.
+
+    budget: of a step. exact: whether an item that is larger than the budget is refused; otherwise it is encoded in a
+    step that encodes nothing else. capacity: of the cache. longest_chunk: the most tokens of a request in a step.
+    """
+
+    budget: int = 0
+    capacity: int = 0
+    longest_chunk: int = 0
+    exact: bool = False
+
+    def check(self, places: Iterable[MediaPlace]) -> None:
+        """Raises ValueError for an item that can never be encoded."""
+        for place in places:
+            size = place.num_embeds
+            if size > self.capacity:
+                raise ValueError(f"an item of {size} embeddings is more than encoder_cache_size ({self.capacity})")
+            if self.exact and size > self.budget:
+                message = f"an item of {size} embeddings is more than max_num_encoder_input_tokens ({self.budget})"
+                raise ValueError(message)
+            if place.whole and place.length > self.longest_chunk:
+                raise ValueError(f"an item of {place.length} tokens must be computed in one step, which has at most "
+                                 f"{self.longest_chunk}; raise max_num_batched_tokens")  # fmt: skip

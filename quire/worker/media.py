@@ -1,0 +1,129 @@
+"""The embeddings of pictures: encodes them, keeps them for the scheduler, and puts them into steps."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.step_inputs import Array
+from quire.layers.step_media import StepMedia
+from quire.messages.media import Buffer, MediaItem, MediaPlace
+from quire.messages.step import NewRequest, SchedulerOutput
+from quire.models.model import Model
+from quire.ops.memory import upload
+from quire.worker.input_batch import FlatBatch, InputBatch
+
+AXES = 3  # time, height, width
+
+
+class MediaInputs:
+    """The media of the running requests.
+
+    What is in the cache is decided by the scheduler (scheduler/encoding.py), which says before each step what to encode
+    and what to forget. Each item is encoded by itself, so its embeddings do not depend on what else is in the step.
+    """
+
+    def __init__(self, model: Model, batch: InputBatch) -> None:
+        target = model.kernels.target
+        self.tower, self.device, self.dtype = model.tower, target.device, target.dtype
+        self.hidden_size, self.has_sections = model.hidden_size, batch.has_sections
+        self._is_first = model.stage.layers.start == 0
+        self._embeds: dict[str, Tensor] = {}  # by key: [embeds, hidden * (1 + levels)]
+        self._places: dict[int, list[MediaPlace]] = {}  # by row, while the prompt is computed
+        self._offsets: dict[int, Array] = {}  # the same: [axes, prompt tokens], of rotary positions
+        self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset behind the prompt
+
+    def install(self, new: NewRequest) -> None:
+        row = new.row
+        self._places.pop(row, None)
+        self._offsets.pop(row, None)
+        self._behind[row] = 0
+        if new.media:
+            self._places[row] = new.media
+        if new.rotary_positions:
+            positions = np.frombuffer(new.rotary_positions, np.int32).reshape(AXES, -1).astype(np.int64)
+            self._offsets[row] = positions - np.arange(positions.shape[1])
+            self._behind[row] = positions.max() + 1 - positions.shape[1]
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Forget and encode what the step says. Raises ValueError for an item that the encoder cannot take."""
+        if step.forgets_all:
+            self._embeds.clear()
+        for key in step.forget:
+            self._embeds.pop(key, None)
+        if self._is_first:
+            for item in step.encode:
+                self._embeds[item.place.key] = self._encode(item)
+
+    def place(self, flat: FlatBatch) -> FlatBatch:
+        """The batch of a step, with the embeddings and the rotary positions of its tokens."""
+        if self.has_sections:
+            flat.extra_inputs["rotary_offsets"] = self._rotary_offsets(flat)
+        if not self._places:
+            return flat
+        parts, indices, spans = list[Tensor](), list[Array](), list[tuple[int, int]]()
+        for request, row in enumerate(flat.rows.tolist()):
+            if row not in self._places:
+                continue
+            first, end = int(flat.query_start_loc[request]), int(flat.seq_lens[request])
+            start = end - (int(flat.query_start_loc[request + 1]) - first)
+            for place in self._places[row]:
+                for begin, count in place.spans:
+                    lowest, highest = (min(max(start - place.start - begin, 0), count),
+                                       min(max(end - place.start - begin, 0), count))  # fmt: skip
+                    if lowest == highest:
+                        continue
+                    skipped = sum(c for b, c in place.spans if b < begin)
+                    if self._is_first:
+                        parts.append(self._embeds[place.key][skipped + lowest : skipped + highest])
+                    in_step = first + place.start + begin - start
+                    indices.append(np.arange(in_step + lowest, in_step + highest))
+                    if place.whole:
+                        spans.append((in_step + lowest, in_step + highest))
+            if end >= self._places[row][-1].end:
+                del self._places[row]
+        if not indices:
+            return flat
+        hidden, tokens = self.hidden_size, upload(np.concatenate(indices), self.device)
+        embeds = torch.cat(parts) if parts else torch.empty(0, hidden)
+        levels = [embeds[:, i : i + hidden] for i in range(hidden, embeds.shape[1], hidden)]
+        return replace(flat, media=StepMedia(tokens, embeds[:, :hidden], levels, spans))
+
+    def _rotary_offsets(self, flat: FlatBatch) -> Array:
+        offsets = np.repeat(self._behind[flat.token_rows][None], AXES, 0)
+        if self._offsets:
+            for request, row in enumerate(flat.rows.tolist()):
+                table = self._offsets.get(row)
+                if table is None:
+                    continue
+                first, end = int(flat.query_start_loc[request]), int(flat.seq_lens[request])
+                start = end - (int(flat.query_start_loc[request + 1]) - first)
+                part = table[:, start:end]
+                offsets[:, first : first + part.shape[1]] = part
+                if end >= table.shape[1]:
+                    del self._offsets[row]
+        return offsets
+
+    def _encode(self, item: MediaItem) -> Tensor:
+        tensors = {name: tensor_of(buffer, self.device) for name, buffer in item.tensors.items()}
+        if item.modality == "embeds":
+            embeds = tensors["embeds"].to(self.dtype)
+        elif self.tower is None:
+            raise ValueError("this model takes no pictures")
+        else:
+            embeds = self.tower(item.modality, tensors)
+        if len(embeds) != item.place.num_embeds or embeds.shape[1] % self.hidden_size:
+            raise ValueError(f"the {item.modality} has embeddings of shape {list(embeds.shape)}, but "
+                             f"[{item.place.num_embeds}, {self.hidden_size}] was expected")  # fmt: skip
+        return embeds
+
+
+def tensor_of(buffer: Buffer, device: torch.device) -> Tensor:
+    """Integers, such as sizes, stay on the host, which must not wait for them."""
+    shape: Any = buffer.shape
+    data = bytearray(buffer.data)  # torch wants memory that it might write to
+    dtype: torch.dtype = getattr(torch, buffer.dtype)
+    tensor = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return tensor.to(device) if dtype.is_floating_point else tensor

@@ -1,0 +1,56 @@
+"""Models that see: a text model of another family, and what its pictures need."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.models.spec import Architecture, DecoderSpec, HfConfig, MediaSpec
+from quire_architectures.gemma import gemma
+from quire_architectures.llama import llama, mistral
+from quire_architectures.qwen import qwen2, qwen3
+
+TEXT_MODELS: dict[str, Architecture] = {
+    "llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma,
+}  # fmt: skip
+UNUSED = r"^(model\.)?vision_tower\."  # layers behind those that are read, and the pooler's head
+
+
+def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
+    """The spec of the text model. Raises ValueError if it is of a family that has no pictures here."""
+    text: dict[str, Any] = {**config["text_config"]}
+    if (
+        tied := config.get("tie_word_embeddings")
+    ) is not None:  # said of the whole model, it counts in transformers, too
+        text["tie_word_embeddings"] = tied
+    kind = text.get("model_type", default)
+    if kind not in TEXT_MODELS:
+        raise ValueError(f"a model that sees with a text model {kind!r} is not supported: {', '.join(TEXT_MODELS)}")
+    return TEXT_MODELS[kind](text)
+
+
+def llava(config: HfConfig) -> DecoderSpec:
+    """LLaVA-1.5, and what is built like it, among which are Pixtral and Mistral Small 3.1."""
+    spec, family = _text(config, "mistral"), "llava"
+    if config["vision_config"].get("model_type") == "pixtral":
+        family = "pixtral"
+    return replace(spec, media=MediaSpec(family, config), ignored=(*spec.ignored, UNUSED))
+
+
+def qwen_vl(config: HfConfig) -> DecoderSpec:
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The first configs have the fields of the text model beside the others."""
+    text = config.get("text_config") or {k: v for k, v in config.items() if k != "vision_config"}
+    vision, is_third = config["vision_config"], config.get("model_type", "").startswith("qwen3")
+    config = {**config, "text_config": {**text, "model_type": "qwen3" if is_third else "qwen2"}}
+    levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_third else 0
+    media = MediaSpec("qwen_vl", config, levels)
+    return replace(_text(config), media=media)
+
+
+def idefics3(config: HfConfig) -> DecoderSpec:
+    """Idefics3 and SmolVLM."""
+    return replace(_text(config), media=MediaSpec("idefics3", config))
+
+
+def internvl(config: HfConfig) -> DecoderSpec:
+    """InternVL 3 in transformers' format, whose names end with -hf."""
+    spec = _text(config, "qwen2")
+    return replace(spec, media=MediaSpec("internvl", config), ignored=(*spec.ignored, UNUSED))

@@ -1,0 +1,1 @@
+"""What is special about the pictures of each family of models, without torch."""

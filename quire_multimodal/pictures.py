@@ -1,0 +1,85 @@
+"""Decodes pictures of unknown origin, in bounded memory: the size that the file declares is checked before its pixels
+are."""
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MOST_PIXELS = 64_000_000  # of one picture: 256 MB while it is decoded
+MOST_FRAMES = 32  # of a video
+
+# Pillow's own limit only warns up to twice its value. Ours is checked first.
+Image.MAX_IMAGE_PIXELS = 2 * MOST_PIXELS
+
+
+class MediaError(ValueError):
+    """A picture or another item cannot be used. The message says why, and quotes nothing of its content."""
+
+
+def decode(data: bytes) -> Image.Image:
+    """The picture in an image file, upright and in RGB; of an animation, the first frame. Raises MediaError."""
+    image = _open(data)
+    return to_rgb(_loaded(image))
+
+
+def decode_frames(data: bytes, most: int = MOST_FRAMES) -> list[Image.Image]:
+    """Evenly spaced frames of an animated image (GIF, WebP, PNG), `most` at most, in RGB. Raises MediaError."""
+    image = _open(data)
+    count = int(getattr(image, "n_frames", 1))
+    if count * image.width * image.height > 16 * MOST_PIXELS:
+        raise MediaError(f"the video has {count} frames of {image.width} x {image.height} pixels, which are too many")
+    chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
+    frames = []
+    for index in chosen:
+        try:
+            image.seek(index)
+        except (OSError, EOFError, ValueError, SyntaxError) as error:
+            raise MediaError("the video is damaged") from error
+        frames.append(_loaded(image).convert("RGB"))
+    return frames
+
+
+def _open(data: bytes) -> Image.Image:
+    try:
+        image = Image.open(BytesIO(data), formats=FORMATS)
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError, TypeError) as error:
+        raise MediaError(f"the data is no image in a known format ({', '.join(FORMATS)})") from error
+    if image.width * image.height > MOST_PIXELS:
+        raise MediaError(f"the image has {image.width} x {image.height} pixels; at most {MOST_PIXELS} are allowed")
+    return image
+
+
+def _loaded(image: Image.Image) -> Image.Image:
+    try:
+        image.load()
+    except Exception as error:  # decoders of damaged files raise anything: OSError, ValueError, struct.error ...
+        raise MediaError("the image is damaged or incomplete") from error
+    return image
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture turned upright as its EXIF data says, in RGB. What is transparent becomes white, as in vLLM."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "RGB":
+        return image
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def picture(value: Any) -> Image.Image:
+    """A picture that a program gives: of PIL, or an array of uint8 [height, width, 3]. Raises MediaError."""
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
+            raise MediaError(f"an image must be an array of uint8 [height, width, 3], got {value.dtype} {value.shape}")
+        value = Image.fromarray(value)
+    if not isinstance(value, Image.Image):
+        raise MediaError(f"an image must be a PIL.Image or a numpy array, got {type(value).__name__}")
+    if value.width * value.height > MOST_PIXELS or not value.width or not value.height:
+        raise MediaError(f"the image has {value.width} x {value.height} pixels; 1 to {MOST_PIXELS} are allowed")
+    return to_rgb(_loaded(value))

@@ -1,0 +1,237 @@
+"""Puts pictures into prompts: placeholders become as many tokens as an item has embeddings."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
+from quire.models.spec import MediaSpec
+from quire.options.multimodal import MultiModalConfig
+from quire.text.tokenizer import Tokenizer
+from quire_multimodal.content import MediaPart, Sources, split_content
+from quire_multimodal.embeds import CHUNK, buffer_of, decode_embeddings
+from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
+from quire_multimodal.pictures import MOST_FRAMES, MediaError, picture
+from quire_multimodal.preprocessing import read_settings
+
+MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt says otherwise, as in vLLM
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A prompt with its media. rotary_positions: see NewRequest."""
+
+    token_ids: list[int]
+    media: list[MediaItem]
+    rotary_positions: bytes = b""
+
+
+class MediaProcessor:
+    """The media of one model's prompts."""
+
+    def __init__(
+        self, spec: MediaSpec | None, directory: Path, tokenizer: Tokenizer, limits: EncoderLimits,
+        options: MultiModalConfig, hidden_size: int,
+    ) -> None:  # fmt: skip
+        """spec: None for a model that takes embeddings only. hidden_size: of these."""
+        self.tokenizer, self.limits, self.most_items = tokenizer, limits, options.limit_mm_per_prompt
+        self.load = Sources(options).load
+        self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
+        self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
+        self._family = None if spec is None else self._load({})
+
+    def _load(self, settings: Mapping[str, Any]) -> Family:
+        assert self._spec is not None
+        module = import_module(f"quire_multimodal.families.{self._spec.family}")
+
+        def token(token_id: int) -> str:
+            return self.tokenizer.id_to_token(token_id) or ""
+
+        family: Family = module.Pictures(self._spec.config, {**self._settings, **settings}, token)
+        return family
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        return {} if self._family is None else self._family.kinds
+
+    @property
+    def placeholders(self) -> dict[str, str]:
+        """By modality: the text that stands for an item in a prompt."""
+        return {name: kind.placeholder for name, kind in self.kinds.items()}
+
+    def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[MediaPart]]:
+        """See split_content."""
+        return split_content(messages, self.placeholders)
+
+    def most(self, modality: str) -> int:
+        """How many items of a modality a prompt may have. Raises MediaError if the model takes none."""
+        if modality not in self.kinds:
+            raise MediaError(f"this model takes no {modality}; it takes {', '.join([*self.kinds, 'text'])}")
+        return int(self.most_items.get(modality, MOST_ITEMS))
+
+    def check_count(self, modality: str, count: int) -> None:
+        """Raises MediaError."""
+        if count > (most := self.most(modality)):
+            raise MediaError(f"the prompt has {count} items of modality {modality}; at most {most} are allowed "
+                             "(limit_mm_per_prompt)")  # fmt: skip
+
+    def expand(
+        self, prompt: str | list[int], data: Mapping[str, Any], uuids: Mapping[str, Any] = {},
+        kwargs: Mapping[str, Any] | None = None, add_special_tokens: bool = True,
+    ) -> Expanded:  # fmt: skip
+        """The tokens of a prompt with its media.
+
+        data: by modality, one item or several: PIL images or arrays; for a video, a list of them, or an array [frames,
+        height, width, 3]. uuids: names of the items, by which others can share their embeddings; None for one that has
+        none. kwargs: settings of the preprocessing. Raises MediaError.
+        """
+        family = self._family
+        if family is None:
+            raise MediaError("this model takes no pictures")
+        if kwargs:
+            try:
+                family = self._load(kwargs)
+            except (TypeError, ValueError, KeyError) as error:
+                raise MediaError("mm_processor_kwargs cannot be used with this model") from error
+        prepared: dict[str, list[Prepared]] = {}
+        for modality, values in data.items():
+            items = _as_items(modality, values)
+            self.check_count(modality, len(items))
+            names = _as_list(uuids.get(modality)) or [None] * len(items)
+            if len(names) != len(items):
+                raise MediaError(f"multi_modal_uuids has {len(names)} names for {len(items)} items of {modality}")
+            prepared[modality] = [_prepare(family, modality, item) for item in items]
+        token_ids = self._tokens(family, prompt, prepared, add_special_tokens)
+        media, placed = [], list[tuple[int, Placed]]()
+        for modality, items in prepared.items():
+            names = _as_list(uuids.get(modality)) or [None] * len(items)
+            for positions, item, name in zip(_positions(family, modality, items, token_ids), items, names, strict=True):
+                key = _key(modality, item, name, kwargs)
+                place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), family.whole)
+                tensors = {n: Buffer(str(a.dtype), list(a.shape), a.tobytes()) for n, a in item.tensors.items()}
+                media.append(MediaItem(place, modality, tensors))
+                placed.append((positions[0], Placed(positions, item)))
+        media.sort(key=lambda item: item.place.start)
+        try:
+            self.limits.check(item.place for item in media)
+        except ValueError as error:
+            raise MediaError(str(error)) from error
+        placed.sort(key=lambda pair: pair[0])
+        rotary = family.rotary_positions(token_ids, [item for _, item in placed])
+        return Expanded(token_ids, media, b"" if rotary is None else rotary.astype(np.int32).tobytes())
+
+    def embeddings(self, value: Any) -> Expanded:
+        """A prompt of embeddings. value: a tensor or an array [tokens, hidden], or the base64 text of one. Raises
+        MediaError."""
+        if not self._embeds_size:
+            raise MediaError("prompt_embeds needs an engine with enable_prompt_embeds")
+        try:
+            found = decode_embeddings(value) if isinstance(value, str) else buffer_of(value)
+        except MediaError as error:
+            raise MediaError(f"prompt_embeds: {error}") from error
+        (count, hidden), media = found.shape, []
+        if hidden != self._embeds_size:
+            raise MediaError(f"prompt_embeds has vectors of {hidden} numbers, and the model's have {self._embeds_size}")
+        width = len(found.data) // count
+        for start in range(0, count, CHUNK):
+            size = min(CHUNK, count - start)
+            data = found.data[start * width : (start + size) * width]
+            key = sha256(f"embeds {found.dtype} {hidden} ".encode() + data).hexdigest()
+            place = MediaPlace(key, start, size, [(0, size)])
+            media.append(MediaItem(place, "embeds", {"embeds": Buffer(found.dtype, [size, hidden], data)}))
+        return Expanded([0] * count, media)
+
+    def _tokens(
+        self, family: Family, prompt: str | list[int], prepared: Mapping[str, Sequence[Prepared]], special: bool
+    ) -> list[int]:
+        """The tokens of the prompt, each placeholder replaced by the text of its item."""
+        if isinstance(prompt, str):
+            for modality, items in prepared.items():
+                placeholder = family.kinds[modality].placeholder
+                pieces = prompt.split(placeholder)
+                _check_number(modality, len(pieces) - 1, len(items))
+                texts = [item.text for item in items]
+                prompt = "".join(piece + text for piece, text in zip(pieces, [*texts, ""], strict=True))
+            return self.tokenizer.encode(prompt, special)
+        token_ids = list(prompt)
+        for modality, items in prepared.items():
+            placeholder_ids = self.tokenizer.encode(family.kinds[modality].placeholder, False)
+            width, expanded, start, count = len(placeholder_ids), list[int](), 0, 0
+            while start < len(token_ids):
+                if token_ids[start : start + width] == placeholder_ids:
+                    if count < len(items):
+                        expanded += self.tokenizer.encode(items[count].text, False)
+                    count, start = count + 1, start + width
+                else:
+                    expanded.append(token_ids[start])
+                    start += 1
+            _check_number(modality, count, len(items))
+            token_ids = expanded
+        return token_ids
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _as_items(modality: str, values: Any) -> list[Any]:
+    if modality != "video":
+        return _as_list(values)
+    several = isinstance(values, list | tuple) and bool(values)
+    if several and (isinstance(values[0], list | Frames) or getattr(values[0], "ndim", 0) == 4):
+        return list(values)
+    return [values]
+
+
+def _prepare(family: Family, modality: str, value: Any) -> Prepared:
+    if modality == "image":
+        return family.image(picture(value))
+    frames = value if isinstance(value, Frames) else Frames([picture(frame) for frame in value])
+    if not 0 < len(frames.images) <= MOST_FRAMES * 8:
+        raise MediaError(f"a video has 1 to {MOST_FRAMES * 8} frames, got {len(frames.images)}")
+    return family.video(frames)
+
+
+def _check_number(modality: str, found: int, given: int) -> None:
+    if found != given:
+        raise MediaError(f"the prompt has {found} placeholders for {given} items of modality {modality}")
+
+
+def _positions(family: Family, modality: str, items: Sequence[Prepared], token_ids: list[int]) -> list[list[int]]:
+    """For each item, the positions of its embeddings."""
+    token_id = family.kinds[modality].token_id
+    found = [position for position, token in enumerate(token_ids) if token == token_id]
+    needed = sum(item.num_embeds for item in items)
+    if len(found) != needed:
+        raise MediaError(f"the prompt has {len(found)} tokens for the {needed} embeddings of its items of modality "
+                         f"{modality}; it must not contain the token itself")  # fmt: skip
+    parts, start = [], 0
+    for item in items:
+        parts.append(found[start : start + item.num_embeds])
+        start += item.num_embeds
+    return parts
+
+
+def _spans(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions as (first, count) of consecutive ones, counted from the first."""
+    runs = [list(run) for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0])]
+    return [(run[0][1] - positions[0], len(run)) for run in runs]
+
+
+def _key(modality: str, item: Prepared, name: str | None, kwargs: Mapping[str, Any] | None) -> str:
+    """What the embeddings of the item depend on, as a hash. An item with a name is taken for what it says."""
+    shapes = sorted((n, str(a.dtype), a.shape) for n, a in item.tensors.items())
+    digest = sha256(json.dumps([modality, shapes, name], sort_keys=True).encode())
+    if name is None:
+        for _, tensor in sorted(item.tensors.items()):
+            digest.update(tensor.tobytes())
+    else:
+        digest.update(json.dumps(kwargs or {}, sort_keys=True, default=str).encode())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The encoders of models that see."""

@@ -1,0 +1,79 @@
+"""The layers of encoders. Every rank has them whole: an encoder is small beside the model that reads its results."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.layers.build import Builder
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_fast": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class Linear:
+    def __init__(
+        self, builder: Builder, name: str, in_features: int, out_features: int, bias: bool = True,
+        kernel: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """kernel: further dimensions of the checkpoint's weight, that of a convolution over patches which do not
+        overlap. in_features counts all of a patch."""
+        rest = 1
+        for size in kernel:
+            rest *= size
+        weight = builder.whole(f"{name}.weight", out_features, in_features // rest, *kernel)
+        self.weight = weight.view(out_features, in_features)
+        self.bias = builder.whole(f"{name}.bias", out_features) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]"""
+        return F.linear(x, self.weight, self.bias)
+
+
+class LayerNorm:
+    def __init__(self, builder: Builder, name: str, size: int, eps: float) -> None:
+        self.weight, self.bias = builder.whole(f"{name}.weight", size), builder.whole(f"{name}.bias", size)
+        self.size, self.eps = size, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
+
+
+class RMSNorm:
+    def __init__(self, builder: Builder, name: str, size: int, eps: float, offset: float = 0.0) -> None:
+        """offset: added to the checkpoint's weight."""
+        self.weight, self.eps, self.offset = builder.whole(f"{name}.weight", size), eps, offset
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (normed * (self.weight.float() + self.offset)).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, heads: int, scale: float | None = None) -> Tensor:
+    """Attention of all tokens to all tokens of each sequence. q, k, v: [sequences, tokens, heads * dim]"""
+    q, k, v = (x.view(*x.shape[:2], heads, -1).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [patches, heads, dim]; cos, sin: [patches, 1, dim], float32"""
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (x.float() * cos + turned * sin).to(x.dtype)
+
+
+def patches(pixels: Tensor, size: int) -> Tensor:
+    """[pictures, 3, height, width] -> [pictures, rows, columns, 3 * size * size], in the order of a convolution."""
+    count, channels, height, width = pixels.shape
+    cut = pixels.view(count, channels, height // size, size, width // size, size)
+    return cut.permute(0, 2, 4, 1, 3, 5).reshape(count, height // size, width // size, channels * size * size)

@@ -1,0 +1,123 @@
+"""Every family that sees against transformers: the same greedy tokens however the work is cut up.
+
+The prompts have one picture, two, the same picture twice, and none. Chunks of 24 tokens end within pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.engine.llm import LLM
+from quire.messages.sampling_params import SamplingParams
+from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
+from support.late_device import run_late
+from support.seeing import MODELS, NUM_TOKENS, prepared
+
+COMBINES = [
+    "multimodal input × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism, "
+    "pipeline parallelism"
+]
+
+MakeLLM = Callable[..., LLM]
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SMALLEST_CHUNK = {"gemma3": 48}  # whose pictures must be in one chunk
+
+
+def prompts(expected: list[Any]) -> list[dict[str, Any]]:
+    return [{"prompt": text, **({"multi_modal_data": {"image": p}} if p else {})} for p, text, _ in expected]
+
+
+def check(llm: LLM, expected: list[Any]) -> Any:
+    outputs = generate(llm, prompts(expected), PARAMS)
+    for (_, _, continuation), output in zip(expected, outputs, strict=True):
+        assert output.prompt_token_ids == continuation.prompt
+        continuation.check(output.outputs[0].token_ids)
+    return outputs
+
+
+def alone(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    llm = make()
+    for item in expected:
+        check(llm, [item])
+
+
+def in_a_batch(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    check(make(), expected)
+
+
+def in_chunks(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    check(make(max_num_batched_tokens=chunk, max_num_seqs=8), expected)
+
+
+def with_a_small_encoder_budget(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    check(make(max_num_batched_tokens=2 * chunk, max_num_seqs=8, encoder_cache_size=40), expected)
+
+
+def with_a_warm_cache(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    llm = make()
+    check(llm, expected)
+    for (_, _, continuation), output in zip(expected, check(llm, expected), strict=True):
+        assert output.num_cached_tokens == (len(continuation.prompt) - 1) // 16 * 16
+
+
+def preempted(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    needed, longest = 198, max(len(c.prompt) for _, _, c in expected) + NUM_TOKENS + 8
+    for _ in range(2):  # the second time, few more than one request of full length needs
+        llm = make(num_gpu_blocks_override=needed + 3, max_model_len=longest)
+        needed = llm.core.scheduler.kv.max_blocks(longest)
+    check(llm, expected * 3)
+    assert_preempted(llm)
+
+
+def two_steps_deep(make: MakeLLM, expected: list[Any], chunk: int) -> None:
+    llm = make(max_num_batched_tokens=2 * chunk, max_num_seqs=8)
+    run_late(llm)
+    check(llm, expected)
+
+
+WAYS = [alone, in_a_batch, in_chunks, with_a_small_encoder_budget, with_a_warm_cache, preempted, two_steps_deep]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_transformers(folder, name, way):
+    path, expected = prepared(name, folder)
+    way(
+        lambda **options: make_llm(path, "cpu", **{"max_num_seqs": 8, **options}),
+        expected,
+        SMALLEST_CHUNK.get(name, 24),
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_reference_kernels_say_the_same(folder, name):
+    path, expected = prepared(name, folder)
+    check(
+        make_llm(path, "reference", max_num_batched_tokens=SMALLEST_CHUNK.get(name, 24), max_num_seqs=8), expected[:2]
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_say_the_same(folder, name):
+    path, expected = prepared(name, folder)
+    check(make_llm(path, "cpu", tensor_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
+
+
+def test_two_stages_say_the_same(folder):
+    path, expected = prepared("llava", folder)
+    check(make_llm(path, "cpu", pipeline_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
+
+
+def test_token_ids_with_one_placeholder_for_each_picture_are_expanded(folder):
+    path, expected = prepared("llava", folder)
+    llm = make_llm(path)
+    assert MAX_MODEL_LEN > NUM_TOKENS
+    for pictures, text, continuation in expected[:2]:
+        ids = llm.frontend.tokenizer.encode(text)
+        [output] = generate(llm, [{"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}], PARAMS)
+        assert output.prompt_token_ids == continuation.prompt
+        continuation.check(output.outputs[0].token_ids)
+    assert tokens_of([output])

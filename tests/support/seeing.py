@@ -1,0 +1,430 @@
+"""Tiny models that see, with random weights, and what transformers says about pictures with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from support.checkpoints import EOS, byte_level_tokenizer
+from support.reference import Continuation
+
+NUM_TOKENS = 24
+TIE = 1e-4
+TEXT = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.3,
+    "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
+}  # fmt: skip
+# The first ids behind those of the byte-level tokenizer.
+FIRST = 300
+
+
+def tokenizer(tokens: tuple[str, ...]) -> Any:
+    """tokens: special ones, which get the ids from FIRST on."""
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer.from_str(byte_level_tokenizer().to_str())
+    assert made.get_vocab_size() == FIRST
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<unk>")
+
+
+def picture(number: int, width: int = 60, height: int = 45) -> Image.Image:
+    """A smooth picture with some noise, different for each number."""
+    draw = np.random.default_rng(number)
+    small = Image.fromarray(draw.integers(0, 256, (4, 5, 3), dtype=np.uint8)).resize((width, height), 3)
+    noise = draw.integers(-20, 20, (height, width, 3))
+    return Image.fromarray((np.asarray(small).astype(int) + noise).clip(0, 255).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class Model:
+    """make: the model of transformers. processor: of pictures and text. tokens: the special ones. mark: what stands for
+    a picture in a prompt."""
+
+    make: Callable[[], Any]
+    processor: Callable[[Any], Any]
+    tokens: tuple[str, ...]
+    mark: str
+
+    def prompts(self) -> list[tuple[str, list[Image.Image]]]:
+        mark = self.mark
+        return [
+            (f"Look: {mark} What do you see?", [picture(1)]),
+            (f"{mark} and {mark}: which is it?", [picture(2, 30, 50), picture(3, 64, 64)]),
+            ("A text without any pictures, which is a little longer than the others are.", []),
+            (f"The same again: {mark} then {mark}.", [picture(1), picture(1)]),
+            (f"A long text comes first here, and then a picture, wide as it is: {mark}", [picture(4, 100, 28)]),
+        ]
+
+
+def write(directory: Path, model: Model) -> Path:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(7)
+    network = model.make().eval().float()
+    network.save_pretrained(directory)
+    model.processor(tokenizer(model.tokens)).save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return directory
+
+
+@torch.inference_mode()
+def continuations(directory: Path, model: Model) -> list[tuple[list[Image.Image], str, Continuation]]:
+    """For each prompt: its pictures, its text, and what transformers says, with the tokens as its processor makes
+    them."""
+    network = type(model.make()).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    processor = model.processor(tokenizer(model.tokens))
+    found = []
+    for text, pictures in model.prompts():
+        inputs = processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+        made = network.generate(
+            **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        prompt = inputs["input_ids"][0].tolist()
+        best = torch.stack(made.logits)[:, 0].topk(2, dim=-1).values
+        ties = (best[:, 0] - best[:, 1] < TIE).tolist()
+        certain = ties.index(True) if any(ties) else NUM_TOKENS
+        found.append((pictures, text, Continuation(prompt, made.sequences[0, len(prompt) :].tolist(), certain)))
+    return found
+
+
+def llava_model() -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14,
+        projection_dim=32, initializer_range=0.3,
+    )  # fmt: skip
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT), image_token_index=FIRST)
+    )
+
+
+def llava_processor(tokenizer: Any) -> Any:
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    return LlavaProcessor(
+        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        image_token="<image>",
+    )  # fmt: skip
+
+
+def qwen2_vl_model() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {
+        "depth": 3, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 64, "patch_size": 14,
+        "initializer_range": 0.3,
+    }  # fmt: skip
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=qwen_text(), vision_config=vision, **QWEN_TOKENS))
+
+
+def qwen2_5_vl_model() -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
+        "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.3,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(text_config=qwen_text(), vision_config=vision, **QWEN_TOKENS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl_model() -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 16,
+        "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2], "initializer_range": 0.3,
+    }  # fmt: skip
+    text = qwen_text()
+    text["rope_parameters"]["mrope_interleaved"] = True
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **QWEN_TOKENS))
+
+
+def qwen_text() -> dict[str, Any]:
+    return {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
+
+
+QWEN_TOKENS = {
+    "image_token_id": FIRST, "video_token_id": FIRST + 1, "vision_start_token_id": FIRST + 2,
+    "vision_end_token_id": FIRST + 3, "bos_token_id": 1, "eos_token_id": EOS,
+}  # fmt: skip
+QWEN_SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def qwen_processor(patch: int, mean: float | None = None) -> Callable[[Any], Any]:
+    def make(tokenizer: Any) -> Any:
+        """A processor without that of videos, which needs torchvision."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        means = {} if mean is None else {"image_mean": [mean] * 3, "image_std": [mean] * 3}
+        pixels = Qwen2VLImageProcessorPil(
+            patch_size=patch, size={"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 30}, **means
+        )
+        return QwenProcessor(pixels, tokenizer)
+
+    return make
+
+
+class QwenProcessor:
+    """What transformers' processor does with pictures; the class itself cannot be made without torchvision."""
+
+    def __init__(self, pixels: Any, tokenizer: Any) -> None:
+        self.pixels, self.tokenizer = pixels, tokenizer
+
+    def save_pretrained(self, directory: Path) -> None:
+        self.pixels.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+        [prompt] = text
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
+            pieces = prompt.split("<|image_pad|>")
+            counts = [int(grid.prod()) // 4 for grid in inputs["image_grid_thw"]]
+            prompt = "".join(p + "<|image_pad|>" * c for p, c in zip(pieces, [*counts, 0], strict=True))
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return {
+            **inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": (ids == FIRST).int(),
+        }  # fmt: skip
+
+
+GEMMA_SPECIAL = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+
+
+def gemma3_model() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {
+        **TEXT, "sliding_window": 20, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 112,
+        "patch_size": 14, "vision_use_head": False,
+    }  # fmt: skip
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text,
+            vision_config=vision,
+            mm_tokens_per_image=16,
+            image_token_index=FIRST,
+            boi_token_index=FIRST + 1,
+            eoi_token_index=FIRST + 2,
+        )
+    )
+    projection = model.model.multi_modal_projector.mm_input_projection_weight  # zeros by default
+    torch.nn.init.normal_(projection, std=0.5)
+    return model
+
+
+def gemma3_processor(tokenizer: Any) -> Any:
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    names = dict(zip(("image_token", "boi_token", "eoi_token"), GEMMA_SPECIAL, strict=True))
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    pixels = Gemma3ImageProcessorPil(size={"height": 112, "width": 112})
+    return Gemma3Processor(pixels, tokenizer, image_seq_length=16)
+
+
+IDEFICS_SPECIAL = (
+    "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
+)  # fmt: skip
+
+
+def idefics3_model() -> Any:
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 56,
+        "patch_size": 14,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "llama"}
+    return Idefics3ForConditionalGeneration(
+        Idefics3Config(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=FIRST,
+            scale_factor=2,
+            tie_word_embeddings=False,
+            pad_token_id=0,
+        )
+    )
+
+
+def idefics3_processor(tokenizer: Any) -> Any:
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    pixels = Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    return Idefics3Processor(pixels, tokenizer, image_seq_len=4)
+
+
+PIXTRAL_SPECIAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PIXTRAL_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 112,
+    "patch_size": 14, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def pixtral_model() -> Any:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**TEXT, sliding_window=None)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=PixtralVisionConfig(**PIXTRAL_VISION),
+            text_config=text,
+            image_token_index=FIRST,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        )
+    )
+
+
+def mistral3_model() -> Any:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**TEXT, sliding_window=None)
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            vision_config=PixtralVisionConfig(**PIXTRAL_VISION),
+            text_config=text,
+            image_token_index=FIRST,
+            spatial_merge_size=2,
+        )
+    )
+
+
+def pixtral_processor(merge: int, longest: int) -> Callable[[Any], Any]:
+    def make(tokenizer: Any) -> Any:
+        from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+        unit = 14 * merge
+        pixels = PixtralImageProcessorPil(size={"longest_edge": longest}, patch_size={"height": unit, "width": unit})
+        return PixtralStandIn(pixels, tokenizer, unit)
+
+    return make
+
+
+class PixtralStandIn:
+    """What transformers' processor does with pictures; the class itself cannot be made without torchvision."""
+
+    def __init__(self, pixels: Any, tokenizer: Any, unit: int) -> None:
+        self.pixels, self.tokenizer, self.unit = pixels, tokenizer, unit
+
+    def save_pretrained(self, directory: Path) -> None:
+        self.pixels.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+        [prompt] = text
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
+            texts = []
+            for height, width in inputs["image_sizes"].tolist():
+                row = "[IMG]" * (width // self.unit) + "[IMG_BREAK]"
+                texts.append((row * (height // self.unit)).removesuffix("[IMG_BREAK]") + "[IMG_END]")
+            pieces = prompt.split("[IMG]")
+            prompt = "".join(piece + made for piece, made in zip(pieces, [*texts, ""], strict=True))
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+INTERN_SPECIAL = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+
+
+def internvl_model() -> Any:
+    from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig
+
+    vision = InternVLVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=[56, 56],
+        patch_size=[14, 14], layer_scale_init_value=0.7, initializer_range=0.3, attention_bias=True, use_qk_norm=True,
+    )  # fmt: skip
+    text = {**TEXT, "model_type": "qwen2"}
+    return InternVLForConditionalGeneration(
+        InternVLConfig(
+            vision_config=vision, text_config=text, image_token_id=FIRST, image_seq_length=4, tie_word_embeddings=False
+        )
+    )
+
+
+def internvl_processor(tokenizer: Any) -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    pixels = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
+    return InternStandIn(pixels, tokenizer, 4)
+
+
+class InternStandIn(PixtralStandIn):
+    """The same for InternVL. unit: embeddings of a tile."""
+
+    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+        [prompt] = text
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
+            counts = [int(count) * self.unit for count in inputs.pop("num_patches")]
+            texts = [f"<img>{'<IMG_CONTEXT>' * count}</img>" for count in counts]
+            pieces = prompt.split("<IMG_CONTEXT>")
+            prompt = "".join(piece + made for piece, made in zip(pieces, [*texts, ""], strict=True))
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+MODELS: dict[str, Model] = {
+    "llava": Model(llava_model, llava_processor, ("<image>",), "<image>"),
+    "pixtral": Model(pixtral_model, pixtral_processor(1, 56), PIXTRAL_SPECIAL, "[IMG]"),
+    "mistral3": Model(mistral3_model, pixtral_processor(2, 112), PIXTRAL_SPECIAL, "[IMG]"),
+    "internvl": Model(internvl_model, internvl_processor, INTERN_SPECIAL, "<IMG_CONTEXT>"),
+    "idefics3": Model(idefics3_model, idefics3_processor, IDEFICS_SPECIAL, "<image>"),
+    "gemma3": Model(gemma3_model, gemma3_processor, GEMMA_SPECIAL, "<start_of_image>"),
+    "qwen2_vl": Model(qwen2_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
+    "qwen2_5_vl": Model(qwen2_5_vl_model, qwen_processor(14), QWEN_SPECIAL, QWEN_MARK),
+    "qwen3_vl": Model(qwen3_vl_model, qwen_processor(16, 0.5), QWEN_SPECIAL, QWEN_MARK),
+}
+
+
+SEEING = {
+    "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+}  # fmt: skip
+
+
+@cache
+def _memory() -> dict[str, Any]:
+    return {}
+
+
+def prepared(name: str, folder: Path) -> tuple[Path, list[tuple[list[Image.Image], str, Continuation]]]:
+    """The checkpoint of a model, and its continuations, made once a process."""
+    if name not in (memory := _memory()):
+        path = write(folder / name, MODELS[name])
+        memory[name] = path, continuations(path, MODELS[name])
+    found: tuple[Path, list[tuple[list[Image.Image], str, Continuation]]] = memory[name]
+    return found
