@@ -13,10 +13,12 @@ from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import MOST_BYTES, fetch
 from quire_multimodal.pictures import MediaError, decode, decode_frames, picture
 
-# By the type of a part, which is also the name of the field that says where it is: the modality.
+# By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {
-    "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio", "image_pil": "image",
+    "image_url": "image", "input_image": "image", "image_pil": "image", "video_url": "video", "audio_url": "audio",
+    "input_audio": "audio",
 }  # fmt: skip
+_FIELDS = {"input_image": "image_url"}  # as the Responses API calls it
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def split_content(
 
 
 def _media_part(where: str, kind: str, part: Mapping[str, Any]) -> MediaPart:
-    value, uuid = part.get(kind), part.get("uuid")
+    value, uuid = part.get(_FIELDS.get(kind, kind)), part.get("uuid")
     if isinstance(value, Mapping):
         uuid = value.get("uuid", uuid)
         if kind == "input_audio":

@@ -1,6 +1,7 @@
 """POST /v1/messages, POST /v1/messages/count_tokens: Anthropic's API. Bodies become chat requests."""
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -52,16 +53,41 @@ class ToolUseBlock(BaseModel):
     input: dict[str, Any]
 
 
+class Base64Source(BaseModel):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+    @property
+    def where(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(BaseModel):
+    type: Literal["url"]
+    url: str
+
+    @property
+    def where(self) -> str:
+        return self.url
+
+
+class ImageBlock(BaseModel):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
 Text = str | Annotated[list[TextBlock], Field(fail_fast=True)]
+Seen = TextBlock | ImageBlock
 
 
 class ToolResultBlock(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text | None = None
+    content: str | Annotated[list[Annotated[Seen, Field(discriminator="type")]], Field(fail_fast=True)] | None = None
 
 
-Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[Seen | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
 class InputMessage(BaseModel):
@@ -84,15 +110,21 @@ class InputMessage(BaseModel):
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif isinstance(block, ThinkingBlock):
                 thoughts += [block.thinking] if block.thinking else []
-            elif isinstance(block, TextBlock):
-                parts.append(block.model_dump())
+            else:
+                parts.append(_part(block))
         if parts or calls or thoughts or not self.content:
             message = {"role": self.role, "content": parts, "tool_calls": calls or None}
             yield {**message, "reasoning": "\n".join(thoughts) or None}
 
 
-def _text(text: Text | None) -> str | list[dict[str, str]]:
-    return [block.model_dump() for block in text] if isinstance(text, list) else text or ""
+def _part(block: Seen) -> dict[str, Any]:
+    if isinstance(block, ImageBlock):
+        return {"type": "image_url", "image_url": {"url": block.source.where}}
+    return block.model_dump()
+
+
+def _text(text: str | Sequence[Seen] | None) -> str | list[dict[str, Any]]:
+    return text or "" if text is None or isinstance(text, str) else [_part(block) for block in text]
 
 
 class Tool(BaseModel):
@@ -212,12 +244,16 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     server.accept(body)
     chat = await held.run(body.chat)
     server.accept(chat)
-    prompt = await server.render(chat.messages, chat, held)
+    media = await server.load_media(chat.messages)
+    prompt = await server.render(chat.messages, chat, held, media)
     try:
         server.llm.processor.check_length(prompt)
+        if media is None:
+            token_ids = await held.run(server.llm.get_tokenizer().encode, prompt, False)
+        else:
+            token_ids = await asyncio.to_thread(media.token_ids, server.llm.processor, prompt)
     except ValueError as error:
         raise bad_value(error, (), "messages") from error
-    token_ids = await held.run(server.llm.get_tokenizer().encode, prompt, False)
     return json_response({"input_tokens": len(token_ids)})
 
 

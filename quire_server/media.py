@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.async_llm import AsyncLLM
-from quire.engine.processor import PromptFields
+from quire.engine.processor import Processor, PromptFields
 from quire.messages.errors import error_text
 from quire_server.errors import ApiError
 from quire_server.messages import MEDIA_PARTS
@@ -28,6 +28,11 @@ class ChatMedia:
             prompt=text, multi_modal_data=dict(self.data), multi_modal_uuids=dict(self.uuids),
             mm_processor_kwargs=kwargs or {},
         )  # fmt: skip
+
+    def token_ids(self, processor: Processor, text: str) -> list[int]:
+        """The tokens of a rendered conversation with its media. Raises ValueError."""
+        assert processor.media is not None
+        return processor.media.expand(text, self.data, self.uuids, add_special_tokens=False).token_ids
 
 
 class MediaLoader:

@@ -8,14 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from quire.text.chat_template import TEXT_PARTS
 from quire_server.fields import Objects, fail
 
-# The types of content parts that are pictures or other media, and the names of the fields that say where it is.
-MEDIA_PARTS = ("image_url", "video_url", "audio_url", "input_audio")
+# The types of content parts that are pictures or other media: the field that says where it is.
+MEDIA_PARTS = {
+    "image_url": "image_url", "input_image": "image_url", "video_url": "video_url", "audio_url": "audio_url",
+    "input_audio": "input_audio",
+}  # fmt: skip
 _PART_SCHEMA: dict[str, Any] = {
     "oneOf": [
         {"properties": {"type": {"const": kind}, field: {"type": "string"}}, "required": [field]}
         for kind, field in TEXT_PARTS.items()
     ]
-    + [{"properties": {"type": {"const": kind}}, "required": [kind]} for kind in MEDIA_PARTS]
+    + [{"properties": {"type": {"const": kind}}, "required": [field]} for kind, field in MEDIA_PARTS.items()]
 }
 
 
@@ -55,11 +58,11 @@ class ContentPart(BaseModel):
             raise fail("part", f"Only these parts are supported: {', '.join([*TEXT_PARTS, *MEDIA_PARTS])}")
         return value
 
-    @field_validator("text", "refusal", "thinking", *MEDIA_PARTS)
+    @field_validator("text", "refusal", "thinking", *set(MEDIA_PARTS.values()))
     @classmethod
     def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
         kind = info.data.get("type", "")
-        if value is None and info.field_name == (kind if kind in MEDIA_PARTS else TEXT_PARTS.get(kind)):
+        if value is None and info.field_name == (TEXT_PARTS | MEDIA_PARTS).get(kind):
             raise fail("missing", "Field required")
         return value
 

@@ -4,6 +4,7 @@ Bodies become chat requests.
 """
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -21,7 +22,7 @@ from quire.messages.outputs import CompletionOutput
 from quire_parsing.events import Content, Reasoning
 from quire_server.answering import Answering, FunctionCall
 from quire_server.errors import ApiError, json_response
-from quire_server.fields import TABLES, Logprobs, Objects
+from quire_server.fields import TABLES, Logprobs, Objects, Strings
 from quire_server.generation import Call, EventStream, Server
 from quire_server.protocol import Body, ChatRequest
 from quire_server.routing import StrictRoute, answers, stream_answers, validated
@@ -92,14 +93,32 @@ class Generation(NamedModel):
         return validated(ChatRequest, {**fields, "model": self.model, "messages": messages, **extra})
 
 
+Images = Annotated[Strings, Field(description="Pictures in base64, for models that see.")]
+_PICTURE = re.compile(r"(messages\[\d+\])\.content\[\d+\]\.image_url")  # in translated requests
+
+
+def _with_images(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    if not images:
+        return text
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image;base64,{image}"}} for image in images]
+    return [*parts, {"type": "text", "text": text}]
+
+
 class GenerateRequest(Generation):
     prompt: str | None = None
+    images: Images | None = None
     system: str | None = None
     raw: bool | None = Field(None, description="Continue the prompt as it is, without the chat template.")
 
+    def unsupported(self) -> tuple[str, str] | None:
+        if self.raw and self.images:
+            return "images", "cannot be used with raw, since the chat template says where pictures are"
+        return super().unsupported()
+
     def chat(self) -> ChatRequest:
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        return self.translated([*messages, {"role": "user", "content": self.prompt}])
+        content = _with_images(self.prompt or "", self.images)
+        return self.translated([*messages, {"role": "user", "content": content}])
 
 
 class Function(BaseModel):
@@ -116,7 +135,7 @@ class OllamaMessage(BaseModel):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not supported.")
+    images: Images | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     tool_name: str | None = None
@@ -139,7 +158,8 @@ class OllamaChatRequest(Generation):
                 arguments = msgspec.json.encode(call.function.arguments).decode()
                 function = {"name": call.function.name, "arguments": arguments}
                 calls.append({"id": waiting[-1], "type": "function", "function": function})
-            fields = {"role": message.role, "content": message.content or "", "reasoning": message.thinking}
+            content = _with_images(message.content or "", message.images)
+            fields = {"role": message.role, "content": content, "reasoning": message.thinking}
             if message.role == "tool":
                 answered = message.tool_call_id or (waiting.popleft() if waiting else None)
                 fields |= {"tool_call_id": answered, "name": message.tool_name}
@@ -164,7 +184,7 @@ async def answer_prompt(body: GenerateRequest, request: Request) -> Response:
     chat = await request.state.body.run(body.chat)
     del body  # it may be large
     if not raw:
-        return await reply.send(await Answering.begin(request, chat, "gen"))
+        return await reply.send(await _begin(request, chat, "gen", "images"))
     call = Call(server, request, chat, "gen")
     await call.process([prompt], server.llm.processor.generation_config.get("max_new_tokens"), True, "prompt")
     return await reply.send(Answering(call, chat))
@@ -177,7 +197,17 @@ async def answer_chat(body: OllamaChatRequest, request: Request) -> Response:
         return json_response(reply.part(done=True, done_reason="load"))
     chat = await request.state.body.run(body.chat)
     del body
-    return await reply.send(await Answering.begin(request, chat, "chat"))
+    return await reply.send(await _begin(request, chat, "chat", r"\1.images"))
+
+
+async def _begin(request: Request, chat: ChatRequest, prefix: str, images: str) -> Answering:
+    """images: the name of the field that has the pictures, which errors name."""
+    try:
+        return await Answering.begin(request, chat, prefix)
+    except ApiError as error:
+        error.param = error.param and _PICTURE.sub(images, error.param)
+        error.detail = _PICTURE.sub(images, error.detail)
+        raise
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from quire_parsing.events import Content, Event, Reasoning, ToolCall
 from quire_server.answering import Answer
 from quire_server.errors import ApiError
 from quire_server.fields import TABLES, FunctionName, Positive, TemplateArguments
-from quire_server.messages import ContentPart, Message
+from quire_server.messages import MEDIA_PARTS, ContentPart, Message
 from quire_server.protocol import ChatRequest, Generation
 from quire_server.routing import validated
 
@@ -138,6 +138,7 @@ class ResponsesRequest(Generation):
         None, description="auto drops the beginning of a long input."
     )
     chat_template_kwargs: TemplateArguments | None = None
+    mm_processor_kwargs: dict[str, Any] | None = Field(None, description="Settings of the preprocessing of pictures.")
 
     def unsupported(self) -> tuple[str, str] | None:
         for name in ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "response_format"):
@@ -184,6 +185,7 @@ class ResponsesRequest(Generation):
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "mm_processor_kwargs": self.mm_processor_kwargs,
             "logprobs": bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ()),
             "top_logprobs": self.top_logprobs,
             "response_format": format,
@@ -233,20 +235,33 @@ def _messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str,
         elif item["type"] == "reasoning":
             messages.append({"role": role, "reasoning": _text(item.get("content", []))})
         elif item["type"] == "function_call_output":
-            messages.append({"role": role, "tool_call_id": item["call_id"], "content": _text(item["output"])})
+            messages.append({"role": role, "tool_call_id": item["call_id"], "content": _content(item["output"])})
         elif role == "assistant" and last.keys() == {"role", "reasoning"}:
             last["content"] = _text(item["content"])
         elif role == "system" == last["role"]:
             last["content"] += "\n\n" + _text(item["content"])
         else:
             extra = {name: item[name] for name in item if name not in ("id", "type", "status", "phase")}
-            messages.append({**extra, "role": role, "content": _text(item["content"])})
+            messages.append({**extra, "role": role, "content": _content(item["content"])})
     return messages
 
 
-def _text(content: str | Sequence[Mapping[str, str]]) -> str:
+def _content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """A text, or parts where some are pictures or other media."""
+    if isinstance(content, str) or not any(part.get("type") in MEDIA_PARTS for part in content):
+        return _text(content)
+    return [
+        dict(part) if part.get("type") in MEDIA_PARTS else {"type": "text", "text": _text([part])} for part in content
+    ]
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
+    for part in content:
+        if part.get("type") in MEDIA_PARTS:
+            message = f"messages: {part['type']} is taken in messages of users and in outputs of functions only"
+            raise ApiError(400, message, param="messages")
     return "\n".join(part[TEXT_PARTS.get(part.get("type", ""), "text")] for part in content)
 
 

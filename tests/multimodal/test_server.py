@@ -81,6 +81,54 @@ def test_a_stream_and_several_answers_with_pictures(client):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
 
 
+def test_the_other_apis_see_the_same_picture(client, service):
+    url = data_url(encoded(picture(4)))
+    data = url.partition(",")[2]
+    expected = ask(client, image_part(url), "What is it?")
+    wanted = {"temperature": 0, "ignore_eos": True}
+    text = {"type": "input_text", "text": "What is it?"}
+    response = client.responses.create(
+        model="demo", input=[{"role": "user", "content": [{"type": "input_image", "image_url": url}, text]}],
+        max_output_tokens=12, temperature=0, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert response.output_text == expected
+    more = client.responses.create(
+        model="demo", input="Again.", previous_response_id=response.id, max_output_tokens=12, temperature=0
+    )
+    assert more.usage.input_tokens > response.usage.input_tokens + 12
+
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
+    answer = service.post("/v1/messages", {**body, "max_tokens": 12, **wanted})
+    assert answer.json["content"][0]["text"] == expected
+    assert service.post("/v1/messages/count_tokens", body).json == {"input_tokens": response.usage.input_tokens}
+
+    body = {"stream": False, "options": {"num_predict": 12, "temperature": 0, "ignore_eos": True}}
+    message = {"role": "user", "content": "What is it?", "images": [data]}
+    answer = service.post("/api/chat", {"messages": [message], **body})
+    assert answer.json["message"]["content"] == expected
+    answer = service.post("/api/generate", {"prompt": "What is it?", "images": [data], **body})
+    assert answer.json["response"] == expected
+
+
+def test_the_other_apis_name_a_picture_that_cannot_be_used(service):
+    user, wrong = {"role": "user"}, {"type": "input_image", "image_url": "x"}
+    for path, body, param in (
+        ("/api/chat", {"messages": [{**user, "content": "a", "images": ["@@"]}]}, "messages[0].images"),
+        ("/api/generate", {"prompt": "a", "images": ["@@"]}, "images"),
+        ("/api/generate", {"prompt": "a", "images": [""], "raw": True}, "images"),
+        ("/v1/responses", {"input": [{**user, "content": [wrong]}]}, "input"),
+        ("/v1/responses", {"input": [{"role": "system", "content": [wrong]}]}, "input"),
+        ("/v1/responses", {"input": [{**user, "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ("/v1/messages", {"messages": [{**user, "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}],
+                          "max_tokens": 5}, "messages[0].content[0]"),
+    ):  # fmt: skip
+        answer = service.post(path, body)
+        assert answer.status == 400, answer.body
+        assert param in str(answer.json["error"]), answer.json
+
+
 def test_pictures_count_as_tokens_and_equal_ones_are_cached(client):
     part = image_part(data_url(encoded(picture(9))))
     content = [
