@@ -129,11 +129,11 @@ CORES = {
 @pytest.mark.parametrize(
     ("core", "options"),
     [
-        ("depth 1", {}),
+        pytest.param("depth 1", {}, marks=pytest.mark.slow),
         pytest.param("late, depth 1", {}, marks=pytest.mark.slow),
         pytest.param("late, depth 2", {}, marks=pytest.mark.slow),
         ("late, depth 2, with graphs", {}),
-        ("depth 1", TIGHT),
+        pytest.param("depth 1", TIGHT, marks=pytest.mark.slow),
         pytest.param("late, depth 1", TIGHT, marks=pytest.mark.slow),
         ("late, depth 2", TIGHT),
         pytest.param("late, depth 2, with graphs", TIGHT, marks=pytest.mark.slow),

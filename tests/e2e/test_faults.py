@@ -35,7 +35,7 @@ def expected(server: Server) -> list[tuple[str, str]]:
     return made
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_streams_go_on_when_the_core_is_killed_or_stopped(server, expected, number):
     assert asyncio.run(all_streams(server.url, lambda: server.core.send_signal(number))) == expected
     server.wait_until_idle()
@@ -57,7 +57,7 @@ def test_streams_go_on_when_a_stage_of_a_pipeline_is_killed_or_stopped(expected,
 
 # tests/engine/test_async_llm.py tries all of them without a server.
 @pytest.mark.parametrize(
-    "fault", ["exception", "stop", *(pytest.param(f, marks=pytest.mark.slow) for f in ("memory", "kill"))]
+    "fault", ["exception", *(pytest.param(f, marks=pytest.mark.slow) for f in ("stop", "memory", "kill"))]
 )
 def test_streams_go_on_after_a_fault_inside_a_step(server, expected, tmp_path: Path, fault):
     extra = {"vllm_xargs": {"fault": fault, "at": 40, "once": str(tmp_path / "done")}}

@@ -71,6 +71,7 @@ def measured(cell: str, text: list[int]) -> tuple[float, torch.Tensor]:
     return math.exp(loss), logits.argmax(-1)
 
 
+@pytest.mark.slow
 @cells
 def test_the_bundled_model_predicts_held_out_text_as_well(cell, text, perplexity_and_choices):
     """Measured: a perplexity within 0.02 %, and 99.8 % of the choices."""

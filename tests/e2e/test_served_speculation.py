@@ -62,7 +62,9 @@ def test_streams_say_the_same_with_speculation_and_after_a_lost_core():
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param({"method": "draft_model", "model": str(bundled_model())}, id="draft-model"),
+        pytest.param(
+            {"method": "draft_model", "model": str(bundled_model())}, id="draft-model", marks=pytest.mark.slow
+        ),
         pytest.param({"model": "quire-demo/eagle3"}, id="eagle3", marks=pytest.mark.slow),
         pytest.param({"model": "quire-demo/medusa"}, id="medusa", marks=pytest.mark.slow),
     ],

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 
 from quire import LLM, SamplingParams
 from support.minilm import minilm
@@ -21,6 +22,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
+@pytest.mark.slow
 def test_both_answer_as_they_do_alone():
     dice = random.Random(0)
     words = "a search for the moon and the stars of a small town by the sea in winter".split()

@@ -101,7 +101,7 @@ def test_two_cores_share_the_requests_and_say_what_one_says(expected):
     run(check())
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_streams_go_on_at_another_core_when_theirs_is_lost(expected, signal_number):
     async def check() -> None:
         async with engine() as llm:

@@ -37,6 +37,7 @@ def launched(path: Path | None, card: str = "sm_90", **options: object) -> set[s
             for name in json.loads(run_on_stand_in(code, card).splitlines()[-1])}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, *(pytest.param(n, marks=pytest.mark.slow) for n in ("int8", "int4"))])
 def test_an_engine_multiplies_no_matrices_by_cublas(quantization: str | None) -> None:
     names = launched(None, quantization=quantization)

@@ -138,6 +138,7 @@ def the_recorded_file(path: Path, case: dict[str, Any]) -> bool:
     return hashlib.sha256(path.read_bytes()).hexdigest() == case["sha256"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [c for c in RECORDED["cases"] if not c["variant"]], ids=lambda case: case["type"])
 def test_the_greedy_tokens_are_those_of_llama_cpp(tmp_path, case):
     path = write_gguf(bundled_model(), tmp_path / "model.gguf", case["type"], "llama-bpe")

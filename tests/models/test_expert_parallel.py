@@ -124,6 +124,7 @@ def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
     shared(checkpoints, references, variant, **sizes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
 def test_halves_of_a_step_that_take_turns_change_nothing(checkpoints, references, variant, kernels, monkeypatch):

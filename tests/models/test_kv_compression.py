@@ -152,6 +152,7 @@ def test_requests_with_and_without_compression_share_steps(
     assert (expected[-1] == whole[-1]) == (case is ONCE), "the short prompt is compressed when it has grown"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["chunked", "preempted", "two steps in flight", "preempted in flight", "reference"])
 def test_tokens_do_not_depend_on_how_the_work_is_cut_up(
     checkpoints: Checkpoints, case: Case, expected: list[list[int]], way: str
@@ -224,6 +225,7 @@ def test_a_long_text_holds_few_blocks(checkpoints: Checkpoints):
     assert_nothing_is_left(llm.core)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_aborted_requests_leave_nothing_behind(
     checkpoints: Checkpoints, case: Case, expected: list[list[int]], depth: int

@@ -223,6 +223,7 @@ def test_every_family_is_split():
     assert {ALL_VARIANTS[variant][0] for variant, _ in SPLITS} == {ALL_VARIANTS[variant][0] for variant in FIRST}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("variant", "size"), SPLITS)
 def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, size):
     executor = RankedExecutor(checkpoints.path(variant), size)
