@@ -133,7 +133,8 @@ WAYS = [
 
 
 FEW_WAYS = [in_chunks_of_24, with_a_warm_cache, two_steps_deep_in_chunks_preempted]
-# Each family goes the hardest way. Of its other ways one in two runs each time, of those of other variants one in three.
+# Each family goes the hardest way. Of its other ways one in two runs each time, and of those of other variants one in
+# three.
 PLAN = [
     *((variant, FEW_WAYS[-1]) for variant in FIRST),
     *(
