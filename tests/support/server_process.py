@@ -31,7 +31,7 @@ class Server:
     def __init__(
         self,
         *arguments: str,
-        start_timeout: float = 60.0,
+        start_timeout: float = 180.0,
         files: tuple[int, int] | None = None,
         wrapper: Sequence[str] = (),
         **environment: str,
@@ -83,7 +83,7 @@ class Server:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(self.url + path, timeout=20) as response:
+            with urllib.request.urlopen(self.url + path, timeout=60) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -93,7 +93,7 @@ class Server:
         assert found, name
         return float(found[1])
 
-    def wait_until_idle(self, seconds: float = 20.0) -> None:
+    def wait_until_idle(self, seconds: float = 60.0) -> None:
         """Wait until no sequence runs or waits and no block is held."""
         names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
         deadline = time.monotonic() + seconds
@@ -101,7 +101,7 @@ class Server:
             assert time.monotonic() < deadline, dict(zip(names, values, strict=True))
             time.sleep(0.05)
 
-    def stop(self, seconds: float = 40.0) -> int:
+    def stop(self, seconds: float = 90.0) -> int:
         """Send SIGTERM and wait. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
