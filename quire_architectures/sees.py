@@ -28,10 +28,12 @@ def _text(config: HfConfig, default: str = "llama") -> DecoderSpec:
 
 
 def llava(config: HfConfig) -> DecoderSpec:
-    """LLaVA-1.5, and what is built like it, among which are Pixtral and Mistral Small 3.1."""
+    """LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision, and what is built like them: Pixtral and Mistral Small 3.1."""
     spec, family = _text(config, "mistral"), "llava"
     if config["vision_config"].get("model_type") == "pixtral":
         family = "pixtral"
+    elif config.get("model_type") in ("llava_next", "llava_onevision"):
+        family = "llava_next"
     return replace(spec, media=MediaSpec(family, config), ignored=(*spec.ignored, UNUSED))
 
 

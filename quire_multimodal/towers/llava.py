@@ -26,9 +26,13 @@ class Tower:
         self.linear_2 = Linear(builder, "multi_modal_projector.linear_2", hidden, hidden, bias)
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        x = torch.cat(self.vision(tensors["pixel_values"][None]), -1)[0]
+        return self.project(tensors["pixel_values"][None])[0]
+
+    def project(self, pixels: Tensor) -> Tensor:
+        """[pictures, 3, side, side] -> [pictures, embeddings, hidden]"""
+        x = torch.cat(self.vision(pixels), -1)
         if not self.keeps_class:
-            x = x[1:]  # also of SigLIP, whose first token is a patch, as in transformers
+            x = x[:, 1:]  # also of SigLIP, whose first token is a patch, as in transformers
         return self.linear_2(self.activation(self.linear_1(x)))
 
 

@@ -14,7 +14,7 @@ from quire.engine.llm import LLM
 from quire.messages.sampling_params import SamplingParams
 from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
-from support.seeing import MODELS, NUM_TOKENS, prepared
+from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
 
 COMBINES = [
     "multimodal input × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism, "
@@ -53,7 +53,8 @@ def in_chunks(make: MakeLLM, expected: list[Any], chunk: int) -> None:
 
 
 def with_a_small_encoder_budget(make: MakeLLM, expected: list[Any], chunk: int) -> None:
-    check(make(max_num_batched_tokens=2 * chunk, max_num_seqs=8, encoder_cache_size=40), expected)
+    of_a_prompt = max(continuation.prompt.count(FIRST) for _, _, continuation in expected)
+    check(make(max_num_batched_tokens=2 * chunk, max_num_seqs=8, encoder_cache_size=max(of_a_prompt, 40)), expected)
 
 
 def with_a_warm_cache(make: MakeLLM, expected: list[Any], chunk: int) -> None:

@@ -11,10 +11,12 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from quire_multimodal.families import gemma3, idefics3, internvl, llava, pixtral, qwen_vl
+from quire_multimodal.families import gemma3, idefics3, internvl, llava, llava_next, pixtral, qwen_vl
 from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import is_public
 from quire_multimodal.pictures import MediaError, decode, decode_frames, picture, to_rgb
@@ -91,6 +93,29 @@ def test_the_tiles_of_idefics_have_transformers_values(tmp_path, size, splits):
     assert np.array_equal(made.tensors["pixel_values"], expected["pixel_values"][0])
     rows, columns = expected["rows"][0][0], expected["cols"][0][0]
     assert made.text.count("<row_") == rows * columns
+
+
+TILED = [[56, 56], [56, 112], [112, 56], [112, 112], [56, 168], [168, 168]]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["llava_next", "llava_onevision"])
+def test_the_tiles_of_llava_have_transformers_values(tmp_path, size, kind):
+    processor, vision = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}), "siglip_vision_model"
+    if kind == "llava_next":
+        crop = {"crop_size": {"height": 56, "width": 56}}
+        processor, vision = LlavaNextImageProcessorPil(size={"shortest_edge": 56}, **crop), "clip_vision_model"
+    config = {
+        "model_type": kind, "image_grid_pinpoints": TILED, "image_token_index": 5, "video_token_index": 6,
+        "vision_config": {"image_size": 56, "patch_size": 14, "model_type": vision},
+        "vision_feature_select_strategy": "default" if kind == "llava_next" else "full",
+    }  # fmt: skip
+    pictures = llava_next.Pictures(config, settings(processor, tmp_path), str)
+    expected = processor(drawn(7, *size), return_tensors="np", image_grid_pinpoints=TILED)
+    made = pictures.image(drawn(7, *size))
+    assert np.array_equal(made.tensors["pixel_values"], expected["pixel_values"][0])
+    assert made.tensors["size"].tolist() == expected["image_sizes"][0].tolist()
+    assert made.text == "5" * made.num_embeds
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -44,6 +44,23 @@ def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     assert torch.equal(torch.tensor(made[:, :end].copy()).long(), positions[:, 0, :end])
 
 
+def test_the_videos_of_onevision_equal_transformers(folder):
+    path, _ = prepared("llava_onevision", folder)
+    network = type(MODELS["llava_onevision"].make()).from_pretrained(path, dtype=torch.float32).eval()
+    llm = make_llm(path, max_num_seqs=8)
+    frames = [picture(i, 80, 56) for i in range(3)]
+    prompt = {"prompt": "See <video> here.", "multi_modal_data": {"video": [frames]}}
+    [item] = llm.processor.process("v", prompt, SamplingParams()).core_requests[0].media
+    tensors = {n: tensor_of(buffer, torch.device("cpu")) for n, buffer in item.tensors.items()}
+    with torch.inference_mode():
+        ours = runner_of(llm).model.tower("video", tensors)
+        [expected] = network.model.get_video_features(tensors["pixel_values"][None]).pooler_output
+    assert ours.shape == (3 * 4 + 1, 64)
+    assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    assert len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
 def test_a_video_is_answered_and_shares_its_embeddings(folder):
     path, _ = prepared("qwen2_5_vl", folder)
     llm = make_llm(path, max_num_seqs=8, max_num_batched_tokens=24)

@@ -123,6 +123,63 @@ def llava_processor(tokenizer: Any) -> Any:
     )  # fmt: skip
 
 
+SIZES = [[56, 56], [56, 112], [112, 56], [112, 112], [56, 168], [168, 168]]
+
+
+def llava_next_model() -> Any:
+    from transformers import CLIPVisionConfig, LlavaNextConfig, LlavaNextForConditionalGeneration, MistralConfig
+
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14,
+        projection_dim=32, initializer_range=0.3,
+    )  # fmt: skip
+    text = MistralConfig(**TEXT, sliding_window=None)
+    return LlavaNextForConditionalGeneration(
+        LlavaNextConfig(vision_config=vision, text_config=text, image_token_index=FIRST, image_grid_pinpoints=SIZES)
+    )
+
+
+def llava_next_processor(tokenizer: Any) -> Any:
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    pixels = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}, image_grid_pinpoints=SIZES
+    )
+    return LlavaNextProcessor(
+        pixels, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        image_token="<image>",
+    )  # fmt: skip
+
+
+def onevision_model() -> Any:
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        Qwen2Config,
+        SiglipVisionConfig,
+    )
+
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, image_size=56, patch_size=14,
+        vision_use_head=False,
+    )  # fmt: skip
+    return LlavaOnevisionForConditionalGeneration(
+        LlavaOnevisionConfig(
+            vision_config=vision, text_config=Qwen2Config(**TEXT), image_token_index=FIRST,
+            video_token_index=FIRST + 1, image_grid_pinpoints=SIZES, vision_aspect_ratio="anyres_max_3",
+            vision_feature_layer=-1, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+def onevision_processor(tokenizer: Any) -> Any:
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    pixels = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=SIZES)
+    return OnevisionStandIn(pixels, tokenizer, 16)
+
+
 def qwen2_vl_model() -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -354,6 +411,29 @@ class PixtralStandIn:
         return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+class OnevisionStandIn(PixtralStandIn):
+    """The same for LLaVA-OneVision. unit: embeddings of a tile. transformers' own method counts the others."""
+
+    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+        from transformers import LlavaOnevisionProcessor
+
+        [prompt] = text
+        inputs: dict[str, Any] = {}
+        if images:
+            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
+            bare = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+            bare.image_processor, bare.num_image_tokens, bare.vision_aspect_ratio = (
+                self.pixels,
+                self.unit,
+                "anyres_max_3",
+            )
+            counts = [bare._get_number_of_features(*size, 56, 56) for size in inputs["image_sizes"].tolist()]
+            pieces = prompt.split("<image>")
+            prompt = "".join(p + "<image>" * c for p, c in zip(pieces, [*counts, 0], strict=True))
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 INTERN_SPECIAL = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
 
 
@@ -397,6 +477,8 @@ class InternStandIn(PixtralStandIn):
 
 MODELS: dict[str, Model] = {
     "llava": Model(llava_model, llava_processor, ("<image>",), "<image>"),
+    "llava_next": Model(llava_next_model, llava_next_processor, ("<image>",), "<image>"),
+    "llava_onevision": Model(onevision_model, onevision_processor, ("<image>", "<video>"), "<image>"),
     "pixtral": Model(pixtral_model, pixtral_processor(1, 56), PIXTRAL_SPECIAL, "[IMG]"),
     "mistral3": Model(mistral3_model, pixtral_processor(2, 112), PIXTRAL_SPECIAL, "[IMG]"),
     "internvl": Model(internvl_model, internvl_processor, INTERN_SPECIAL, "<IMG_CONTEXT>"),
@@ -411,6 +493,7 @@ MODELS: dict[str, Model] = {
 SEEING = {
     "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
     "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
 }  # fmt: skip
