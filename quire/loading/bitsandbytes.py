@@ -9,6 +9,7 @@ from torch import Tensor
 from quire.layers.build import WeightSlot
 from quire.loading.errors import WeightError
 from quire.loading.weights import Checkpoint
+from quire.messages.errors import error_text
 from quire.quantization.tables import BITSANDBYTES_BLOCK
 
 _STATE = ".weight.quant_state.bitsandbytes__"
@@ -59,7 +60,7 @@ class BitsAndBytesCheckpoint(Checkpoint):
             if len(state["shape"]) != 2 or state["blocksize"] % BITSANDBYTES_BLOCK:
                 raise ValueError(f"shape {state['shape']}, blocks of {state['blocksize']}")
         except (ValueError, KeyError, TypeError) as error:
-            raise WeightError(f"{self.states[layer]} is not supported: {error}") from error
+            raise WeightError(f"{self.states[layer]} is not supported: {error_text(error)}") from error
         return dict(state)
 
     def _codes(self, layer: str, shape: tuple[int, ...]) -> Tensor:
