@@ -80,6 +80,7 @@ class CacheConfig:
     """KV cache."""
 
     block_size: int = 16
+    mamba_block_size: int | None = None
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "int8", "fp8"] = "auto"
     enable_prefix_caching: bool = True
     kv_cache_memory_bytes: int | None = option(None, size=True)
@@ -102,7 +103,7 @@ class CacheConfig:
         if self.transfer is not None and not self.enable_prefix_caching:  # or it raises ConfigError
             raise ConfigError("kv_transfer_config needs enable_prefix_caching: what comes from other engines is found "
                               "as cached prefixes; leave no_enable_prefix_caching out")  # fmt: skip
-        at_least(self, 1, "block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
+        at_least(self, 1, "block_size", "mamba_block_size", "kv_cache_memory_bytes", "kv_offloading_disk_size")
         if self.compression is not None and self.kv_cache_dtype in ("int8", "fp8"):  # or it raises ConfigError
             raise ConfigError(f"kv_compression and kv_cache_dtype={self.kv_cache_dtype!r} exclude each other, since "
                               "cells of one byte cannot be moved; leave one of the two out")  # fmt: skip

@@ -139,6 +139,8 @@ def _footprint(model: str | None, options: dict[str, Any]) -> "Footprint":
         raise ValueError(f"{place}: {facts.problem or f'it is {facts.purpose}, and not a whole model'}")
     if not facts.footprint.generates:
         raise ValueError(f"{place}: it makes {facts.purpose}, and plans are for models that generate text")
+    if facts.footprint.spec.has_states:
+        raise ValueError(f"{place}: it has recurrent layers, and plans know the times of attention only")
     return facts.footprint
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.layers.attention_spec import AttentionSpec
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec
 from quire_plan.devices import Device
 from quire_plan.exchanges import Axes, Sent, boundary, ends, expected_exchange, layer
@@ -169,9 +169,16 @@ def _dtype(footprint: Footprint) -> str:
     return "fp8" if 0.9 < footprint.linear < 1.2 else "bf16"
 
 
+def _attention(part: Footprint, index: int) -> AttentionSpec | LatentAttentionSpec:
+    """Plans are not made for models with recurrent layers."""
+    mixer = part.spec.mixers[index]
+    assert isinstance(mixer, AttentionSpec | LatentAttentionSpec)
+    return mixer
+
+
 def _score_operations(part: Footprint, index: int) -> float:
     """Operations for a pair of a query and a key in a layer: a product for the score, and one with the value."""
-    mixer = part.spec.mixers[index]
+    mixer = _attention(part, index)
     shape = mixer.cache_shape(part.share.group)
     if isinstance(mixer, AttentionSpec):
         return 2.0 * shape.num_heads * 2 * mixer.head_dim
@@ -181,7 +188,8 @@ def _score_operations(part: Footprint, index: int) -> float:
 def _moved(part: Footprint, index: int) -> float:
     """Elements that a layer reads or writes for a token besides weights and cache: the residual and two norms, queries,
     keys and values, results of attention, and those of the MLP before and after its activation."""
-    spec, mixer, mlp = part.spec, part.spec.mixers[index], part.spec.mlps[index]
+    spec, mixer, mlp = part.spec, _attention(part, index), part.spec.mlps[index]
+    assert mlp is not None
     shape = mixer.cache_shape(part.share.group)
     heads = shape.num_heads * (mixer.head_dim if isinstance(mixer, AttentionSpec) else shape.head_dim)
     inner = mlp.intermediate_size if isinstance(mlp, MLPSpec) else mlp.top_k * mlp.intermediate_size

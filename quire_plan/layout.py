@@ -45,7 +45,7 @@ class Layout:
 def layouts(ranks: int, spec: DecoderSpec) -> list[Layout]:
     """All layouts of so many ranks that the model allows, those with the fewest ranks for a replica first."""
     has_experts = any(isinstance(mlp, MoESpec) for mlp in spec.mlps)
-    heads = min(mixer.num_heads for mixer in spec.mixers)
+    heads = min(part.num_heads for _, part in spec.cached)
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     found = [
         Layout(tp, pp, ranks // (tp * pp), ep)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from quire.kvcache.specs import AttentionKVSpec, group_entries
+from quire.kvcache.specs import ModelKVSpec, group_entries
 from quire.layers.specs import MLPSpec
 from quire_plan.devices import Device
 from quire_plan.layout import Layout, Stages
@@ -48,11 +48,11 @@ class Memory:
         return replace(self, blocks=blocks, tokens=self.tokens * blocks // max(self.blocks, 1))
 
 
-def kv_groups(footprint: Footprint, max_model_len: int) -> list[AttentionKVSpec]:
+def kv_groups(footprint: Footprint, max_model_len: int) -> list[ModelKVSpec]:
     """The groups of the KV cache, as a worker with this share of the model makes them."""
     spec = footprint.spec
-    shapes = [mixer.cache_shape(footprint.share.group) for mixer in spec.mixers]
-    kept = [mixer.kv_spec(i, spec.windows[i]) for i, mixer in enumerate(spec.mixers)]
+    shapes = [part.cache_shape(footprint.share.group) for _, part in spec.cached]
+    kept = [part.kv_spec(layer, spec.windows[layer]) for layer, part in spec.cached]
     return group_entries(kept, max_model_len, shapes)
 
 
@@ -83,7 +83,7 @@ def _of_part(part: Footprint, device: Device, options: EngineOptions, quantizati
     return Memory(largest, weights, step, block_bytes, blocks, blocks * longest // max(held, 1))
 
 
-def _block_bytes(part: Footprint, groups: Sequence[AttentionKVSpec], options: EngineOptions) -> int:
+def _block_bytes(part: Footprint, groups: Sequence[ModelKVSpec], options: EngineOptions) -> int:
     scale = 1.0 if options.kv_element_bytes is None else options.kv_element_bytes / part.element_bytes
     entries = (sum(part.entry(layer) for layer in spec.layers if layer in part.layers) for spec in groups)
     return int(max(entries) * options.block_size * scale)
@@ -96,6 +96,7 @@ def _step_bytes(part: Footprint, options: EngineOptions) -> float:
         (2 if mlp.gated else 1) * mlp.intermediate_size if isinstance(mlp, MLPSpec)
         else 3 * mlp.top_k * mlp.intermediate_size
         for mlp in spec.mlps
+        if mlp is not None
     )  # fmt: skip
     activations = tokens * 2 * (4 * spec.hidden_size + 1.5 * widest / part.share.tp)
     logits = options.max_num_seqs * spec.vocab_size * 4 * 2 if part.share.has_head else 0

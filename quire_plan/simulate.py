@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.router import Router
-from quire.kvcache.specs import AttentionKVSpec
+from quire.kvcache.specs import ModelKVSpec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import ModelRunnerOutput
@@ -32,7 +32,7 @@ class Replica:
 
     limits: SchedulerLimits
     num_blocks: int
-    groups: Sequence[AttentionKVSpec]
+    groups: Sequence[ModelKVSpec]
     block_size: int
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from quire.kvcache.specs import StateShape
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.models.spec import DecoderSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec
+from quire.models.spec import CachedSpec, DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,12 @@ def parameters_of(spec: DecoderSpec, share: Share = WHOLE) -> Parameters:
 
 def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     """The parameters of all experts of a layer, of those that a token uses, and all others."""
-    mixer, mlp = spec.mixers[index], spec.mlps[index]
+    mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
     rest = _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-    rest += _attention(mixer, share) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer, share)
-    if isinstance(mlp, MLPSpec):
-        return 0, 0, rest + _mlp(mlp, spec.hidden_size, share)
+    rest += sum(_mixer(part, share) for part in spec.cached_in(index))
+    if not isinstance(mlp, MoESpec):
+        return 0, 0, rest + (0 if mlp is None else _mlp(mlp, spec.hidden_size, share))
     rest += _router(mlp, spec.hidden_size, share)
     if share.expert_ranks == 1:
         expert = _mlp(MLPSpec(mlp.intermediate_size, bias=mlp.bias), spec.hidden_size, share)
@@ -121,10 +123,29 @@ def _linear(inputs: int, outputs: int, bias: bool) -> int:
     return (inputs + bias) * outputs
 
 
+def _mixer(mixer: CachedSpec, share: Share) -> int:
+    if isinstance(mixer, Mamba2Spec | DeltaSpec):
+        return _recurrent(mixer, share)
+    return _attention(mixer, share) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer, share)
+
+
+def _recurrent(mixer: Mamba2Spec | DeltaSpec, share: Share) -> int:
+    hidden, shape = mixer.hidden_size, mixer.cache_shape(share.group)
+    heads, channels, values = shape.heads, shape.channels, shape.heads * shape.value_dim
+    if isinstance(mixer, Mamba2Spec):
+        total = _linear(hidden, values + channels + heads, mixer.bias) + values * hidden + hidden * mixer.bias
+        return total + channels * (mixer.conv_width + mixer.conv_bias) + 3 * heads + values * mixer.has_norm
+    total = channels * mixer.conv_width + heads * (1 + mixer.decays) + mixer.value_dim + values * hidden
+    if mixer.projections == "kimi":
+        return total + hidden * (channels + heads) + 2 * (hidden + values) * mixer.value_dim
+    return total + hidden * (channels + values + 2 * heads)
+
+
 def _attention(mixer: AttentionSpec, share: Share) -> int:
     mine = HeadShare.of(mixer, share.group)
     dim, heads, kv_heads = mixer.head_dim, len(mine.heads), len(mine.kv_heads)
-    total = _linear(mixer.input_size or mixer.hidden_size, (heads + 2 * kv_heads) * dim, mixer.qkv_bias)
+    outputs = heads * (2 if mixer.output_gate else 1) + 2 * kv_heads
+    total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
     total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
     if mixer.qk_norm is not None:
         total += _norm(mixer.qk_norm, dim * (2 if mixer.qk_norm_over == "head" else heads + kv_heads))
@@ -210,13 +231,26 @@ class Footprint:
 
     def entry(self, layer: int) -> int:
         """Bytes that a layer caches of a token."""
-        shape = self.spec.mixers[layer].cache_shape(self.share.group)
-        vectors = 2 if shape.value_dim is None else 1  # keys and values, or one latent
-        return vectors * shape.num_kv_heads * shape.head_dim * self.element_bytes
+        total = 0
+        for part in self.spec.cached_in(layer):
+            shape = part.cache_shape(self.share.group)
+            if not isinstance(shape, StateShape):
+                vectors = 2 if shape.value_dim is None else 1  # keys and values, or one latent
+                total += vectors * shape.num_kv_heads * shape.head_dim * self.element_bytes
+        return total
+
+    def state(self, layer: int) -> int:
+        """Bytes of the state that a layer caches of a request, however long it is."""
+        shapes = (part.cache_shape(self.share.group) for part in self.spec.cached_in(layer))
+        return sum(FULL * shape.page_numbers(drafts=0) for shape in shapes if isinstance(shape, StateShape))
 
     def cache(self, num_tokens: int) -> int:
-        """Bytes of the KV cache of one request of so many tokens. A layer with a window keeps no more than that."""
+        """Bytes of the KV cache of one request of so many tokens. A layer with a window keeps no more than that, and a
+        recurrent layer one state."""
         if self.spec.is_encoder:
             return 0
         windows = ((layer, self.spec.windows[layer]) for layer in self.layers)
-        return sum(self.entry(i) * (num_tokens if window is None else min(window, num_tokens)) for i, window in windows)
+        return sum(
+            self.entry(i) * (num_tokens if window is None else min(window, num_tokens)) + self.state(i)
+            for i, window in windows
+        )

@@ -70,7 +70,7 @@ class RankLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rank_layout(
-    mixers: "Sequence[MixerSpec]", tp: "Communicator", kv_specs: "Sequence[KVCacheSpec]",
+    mixers: "Sequence[MixerSpec | None]", tp: "Communicator", kv_specs: "Sequence[KVCacheSpec]",
     backends: "Sequence[AttentionBackend]", block_bytes: int,
 ) -> RankLayout:  # fmt: skip
     """The layout of a rank. mixers: of all layers of the model. kv_specs, backends: of the rank's KV groups."""

@@ -10,4 +10,5 @@ import quire_triton.lora
 import quire_triton.masks
 import quire_triton.partials
 import quire_triton.sampling
+import quire_triton.states
 import quire_triton.sums  # noqa: F401

@@ -314,7 +314,7 @@ def _runs(inputs: int, run: int, device: torch.device) -> Tensor:
 
 def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
     if matrix.table is not None:
-        matrix = _integers(matrix)
+        matrix = matrix.with_integers()  # the kernels have no form for tables
         if matrix.table is not None:
             return matrix
     if isinstance(matrix, PackedMatrix):  # of several matrices that were packed before they were concatenated
@@ -341,19 +341,6 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix:
         codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
         order=order, num_inputs=matrix.num_inputs, run=run, x_order=matrix.order,
     )  # fmt: skip
-
-
-def _integers(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The same weights with codes of 8 bits, if the values of the table are small multiples of the smallest one, as
-    those of four-bit floats are. The kernels have no form for tables."""
-    assert matrix.table is not None
-    step = matrix.table[matrix.table != 0].abs().min()
-    values = matrix.table / step
-    if not torch.equal(values, values.round().clamp(-127, 127)):
-        return matrix
-    codes = values.to(torch.int8)[matrix.single_codes().int()]
-    scales = matrix.effective_scales() * step
-    return replace(matrix, codes=codes, scales=scales, factors=None, table=None)
 
 
 def _by_group(values: Tensor) -> Tensor:

@@ -112,6 +112,28 @@ SHAPES: dict[str, Config] = {
         "rms_norm_eps": 1e-6, "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": True,
     },
+    "granite-4-h-tiny": {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "vocab_size": 100_352,
+        "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_hidden_layers": 40,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 64, "num_experts_per_tok": 6,
+        "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4,
+        "mamba_expand": 2, "max_position_embeddings": 131_072, "layer_types": ["mamba", "attention"],
+    },
+    "qwen3-next-80b": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151_936,
+        "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "max_position_embeddings": 262_144,
+        "rope_theta": 1e7, "layer_types": ["linear_attention", "full_attention"],
+    },
+    "kimi-linear-48b": {
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 163_840,
+        "hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 27,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 256, "num_experts_per_token": 8,
+        "num_shared_experts": 1, "routed_scaling_factor": 2.446, "model_max_length": 1_048_576,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -121,6 +143,7 @@ SHAPES: dict[str, Config] = {
 
 _LAYERS = {  # one of each kind; others need 1
     "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "modernbert": 3, "embedding-gemma": 6,
+    "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
 }  # fmt: skip
 
 

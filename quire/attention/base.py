@@ -84,11 +84,8 @@ class StepLayout:
     by_head: "HeadLayout | None" = None  # of steps that have to do with compressed prompts
 
 
-class AttentionBackend(ABC):
-    """Causal attention over a paged cache. One backend does everything, so its parts agree on the layout.
-
-    Each layer's keys and values of a step are stored before any of its queries attends, so that requests of the
-    same step may share blocks.
+class CacheBackend(ABC):
+    """Owns the layout of what a kind of layers keeps in the cache.
 
     A block is one run of bytes that holds several entries, one for each layer of a KV group. A layer's cache is a view
     of its entry in all blocks: [blocks, *block_shape], elements of cache_dtype, with stride(0) from block to block.
@@ -99,19 +96,16 @@ class AttentionBackend(ABC):
     block_shape: tuple[int, ...]
     capturable = False  # whether a CUDA graph that contains it is valid for all steps of the same size
 
-    def __init__(self, shape: AttentionShape) -> None:
-        self.shape = shape
-
-    @classmethod
+    @property
     @abstractmethod
-    def unsupported(cls, shape: AttentionShape) -> str | None:
-        """Why this backend cannot serve the shape, or None if it can."""
+    def tokens_per_block(self) -> int:
+        """The tokens that the ranks together keep in a block: by this number, StepLayout counts slots and the scheduler
+        counts blocks."""
 
     @property
-    def tokens_per_block(self) -> int:
-        """The tokens whose keys and values the ranks together keep in a block: by this number, StepLayout counts slots
-        and the scheduler counts blocks."""
-        return self.shape.block_size
+    @abstractmethod
+    def layout(self) -> str:
+        """What besides the model's type says what the bytes of an entry mean."""
 
     def entry_bytes(self) -> int:
         """Bytes of an entry, the part of one layer in one block, padded so that all entries are aligned."""
@@ -125,11 +119,35 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, layout: StepLayout, previous: Any = None) -> Any:
-        """What `store` and `attend` need to know about a step. It is computed once, for all layers of the group.
+        """What the layers need to know about a step. It is computed once, for all layers of the group.
 
         previous: the plan of another step with as many tokens and requests. It is overwritten and returned, so calls
         that were recorded with it can be replayed for this step.
         """
+
+
+class AttentionBackend(CacheBackend):
+    """Causal attention over a paged cache. One backend does everything, so its parts agree on the layout.
+
+    Each layer's keys and values of a step are stored before any of its queries attends, so that requests of the
+    same step may share blocks.
+    """
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls, shape: AttentionShape) -> str | None:
+        """Why this backend cannot serve the shape, or None if it can."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.shape.block_size
+
+    @property
+    def layout(self) -> str:
+        return f"{self.shape.cell or self.shape.dtype}"
 
     @abstractmethod
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:

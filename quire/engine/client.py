@@ -128,12 +128,14 @@ def make_core(
     limits.validate()  # before the model is loaded
     check_backend(config.sampling.structured_outputs_config)
     spec, group = describe(directory, config.model).spec, Communicator(0, config.parallel.tensor_parallel_size)
+    if spec.has_states:
+        _check_states(config)
     compression = None
     if (compressing := config.cache.compression) is not None:
         check_compression(spec, max_model_len)
         compression = Compression(compressing, config.cache.block_size)
         compression.check(limits)
-    check_context([] if spec.is_encoder else [mixer.cache_shape(group) for mixer in spec.mixers], config.parallel)
+    check_context([] if spec.is_encoder else [part.cache_shape(group) for _, part in spec.cached], config.parallel)
     limit_threads(len(config.layout.here))
     executor = make_executor(config, directory, max_model_len, place)
     kv = executor.kv_cache
@@ -196,6 +198,15 @@ def make_core(
         f"{int(room * max_model_len):,}", room, f"{max_model_len:,}", 100 * scheduler.kv.kept_share(max_model_len),
     )  # fmt: skip
     return EngineCore(scheduler, executor, lockstep, kv_events, fingerprint, config.cache.pinned_prefix_share)
+
+
+def _check_states(config: EngineConfig) -> None:
+    """Raises ConfigError for options that do not work with recurrent layers."""
+    if config.cache.transfer is not None:
+        raise ConfigError("kv_transfer_config reads keys and values of other engines, but no states of recurrent "
+                          "layers; leave it out")  # fmt: skip
+    if config.parallel.enable_dbo:
+        raise ConfigError("enable_dbo computes a step in halves, which recurrent layers do not allow; leave it out")
 
 
 def _kv_events(config: EngineConfig, kv: KVCacheSize, rank: int) -> "KVEvents | None":

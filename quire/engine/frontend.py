@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config import ConfigError, EngineConfig, ModelConfig
 from quire.engine.pooling import PoolingProcessor
-from quire.engine.processor import Processor
+from quire.engine.processor import Processor, Prompt, PromptFields
 from quire.loading.hub import tokenizer_directory
 from quire.loading.metadata import load_generation_config, load_tokenizer
 from quire.lora.files import find_adapter
@@ -124,6 +124,24 @@ class Frontend:
         variables = {**self.tokenizer.special_tokens, **options.default_chat_template_kwargs, **arguments}
         content_format = content_format or options.chat_template_content_format
         return render(template, messages, **{**variables, "content_format": content_format})
+
+    def chat_prompt(
+        self, messages: Sequence[Message], rendering: dict[str, Any], mm_processor_kwargs: Mapping[str, Any] | None
+    ) -> Prompt:
+        """The prompt of a conversation with its media. rendering: the arguments of `render_chat`. Raises ValueError."""
+        media = self.processor.media
+        if media is None:
+            return self.render_chat(messages, **rendering)
+        messages, parts = media.split(messages)
+        data: dict[str, list[Any]] = {}
+        uuids: dict[str, list[str | None]] = {}
+        for part in parts:
+            data.setdefault(part.modality, []).append(media.load(part))
+            uuids.setdefault(part.modality, []).append(part.uuid)
+        return PromptFields(
+            prompt=self.render_chat(messages, **rendering), multi_modal_data=data, multi_modal_uuids=uuids,
+            mm_processor_kwargs=dict(mm_processor_kwargs or {}),
+        )  # fmt: skip
 
 
 def chosen_parser(option: str, name: str | None, recognized: str | None, known: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import zmq
 
 from quire.config import ConfigError
 from quire.kvcache.block_pool import HashedTokens
-from quire.kvcache.specs import ChunkedSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec
+from quire.kvcache.specs import ChunkedSpec, KVCacheSpec, LatentSpec, SlidingWindowSpec, StateSpec
 from quire.messages.errors import error_text
 from quire.messages.kv_events import (
     END_OF_REPLAY,
@@ -90,6 +90,8 @@ def _kind(spec: KVCacheSpec) -> str:
         return "sliding_window"
     if isinstance(spec, ChunkedSpec):
         return "chunked_local_attention"
+    if isinstance(spec, StateSpec):
+        return "mamba"
     return "mla_attention" if isinstance(spec, LatentSpec) else "full_attention"
 
 

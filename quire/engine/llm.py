@@ -19,7 +19,7 @@ from quire.engine.frontend import Frontend, Message
 from quire.engine.llm_engine import LLMEngine
 from quire.engine.output_processor import DeltaReader, OutputProcessor
 from quire.engine.pooling import Pair, PoolingProcessor, pairs_of, pooling_request_output, similarity, tensor_output
-from quire.engine.processor import ProcessedRequest, Prompt, PromptFields
+from quire.engine.processor import ProcessedRequest, Prompt
 from quire.messages.changes import (
     WEIGHT_GROUP,
     JoinGroup,
@@ -156,26 +156,9 @@ class LLM:
             "add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message,
         }  # fmt: skip
         rendering |= chat_template_kwargs or {}
-        prompts: list[Prompt] = [self._chat_prompt(c, rendering, mm_processor_kwargs) for c in conversations]  # type: ignore
+        prompts = [self.frontend.chat_prompt(c, rendering, mm_processor_kwargs) for c in conversations]  # type: ignore
         tokenization = {"add_special_tokens": False, **(tokenization_kwargs or {})}
         return self._complete(self._process(prompts, sampling_params, priority, tokenization, lora_request), use_tqdm)
-
-    def _chat_prompt(
-        self, messages: Sequence[Message], rendering: dict[str, Any], kwargs: Mapping[str, Any] | None
-    ) -> Prompt:
-        media = self.processor.media
-        if media is None:
-            return self.frontend.render_chat(messages, **rendering)
-        messages, parts = media.split(messages)
-        data: dict[str, list[Any]] = {}
-        uuids: dict[str, list[str | None]] = {}
-        for part in parts:
-            data.setdefault(part.modality, []).append(media.load(part))
-            uuids.setdefault(part.modality, []).append(part.uuid)
-        text = self.frontend.render_chat(messages, **rendering)
-        return PromptFields(
-            prompt=text, multi_modal_data=data, multi_modal_uuids=uuids, mm_processor_kwargs=dict(kwargs or {})
-        )
 
     def encode(
         self,

@@ -59,7 +59,7 @@ class KVCacheManager:
         self._full_blocks = [spec.full_blocks for spec in specs]
         # The groups that give blocks back while a long request runs.
         self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
-        self._filled: list[tuple[Block, int, Holder, int]] = []  # arguments of `remember`: see begin_step
+        self._filled: list[tuple[Block, int, Holder, int]] = []  # arguments of `remember`: see end_step
         self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
 
     def max_blocks(self, num_tokens: int) -> int:
@@ -77,7 +77,7 @@ class KVCacheManager:
         tokens of steps in flight that windows have left behind.
         """
         most_entries = max(len(spec.entries) for spec in self.specs)
-        kept = sum(len(spec.entries) * spec.tokens_kept(num_tokens) for spec in self.specs)
+        kept = sum(len(spec.entries) * spec.tokens_kept(num_tokens, self.block_size) for spec in self.specs)
         return kept / (self.max_blocks(num_tokens) * self.block_size * most_entries)
 
     # ---- a request enters
@@ -226,8 +226,8 @@ class KVCacheManager:
     def _remember_later(self, block: Block, group: int, request: Holder, index: int) -> None:
         self._filled.append((block, group, request, index))
 
-    def begin_step(self) -> None:
-        """Make the blocks findable that the previous step fills, where only later steps may share them."""
+    def end_step(self) -> None:
+        """A step is complete: make the blocks findable that it fills, where only later steps may share them."""
         for filled in self._filled:
             self.pool.remember(*filled)
         self._filled.clear()
@@ -235,7 +235,6 @@ class KVCacheManager:
     def withdraw_hashes(self, request: Holder, num_computed_tokens: int) -> None:
         """Forget the hashes of the request's blocks that are not full with `num_computed_tokens`: the step that was to
         fill them never ran."""
-        self._filled.clear()  # it has only blocks of the newest step, which is withdrawn before all others
         for table in request.block_tables:
             for block in table[num_computed_tokens // self.block_size : request.num_hashed_blocks]:
                 if block is not self.pool.null_block:
@@ -254,5 +253,4 @@ class KVCacheManager:
         found that was stored outside of the pool before."""
         if external:
             self.root = hash_root(self.root.hex())
-        self._filled.clear()
         self.pool.forget_all()

@@ -25,7 +25,8 @@ Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashe
 
 
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention."""
+    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention; "state" is
+    the state of a recurrent layer."""
 
     layer: int
     role: str = "kv"
@@ -47,8 +48,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers of the entries with the role "kv"."""
-        return tuple(entry.layer for entry in self.entries if entry.role == "kv")
+        return tuple(dict.fromkeys(entry.layer for entry in self.entries))
 
     def of_layers(self, layers: Container[int]) -> Self:
         """The same group with the entries of these layers only: what one stage of a pipeline keeps."""
@@ -62,7 +62,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
         """The first token whose entry a query at position `num_computed_tokens`, or a later one, reads."""
         raise NotImplementedError
 
-    def tokens_kept(self, num_tokens: int) -> int:
+    def tokens_kept(self, num_tokens: int, block_size: int = 1) -> int:
         """The number of tokens whose entries must be in memory while the last of `num_tokens` tokens is computed."""
         return num_tokens - self.first_needed_token(num_tokens - 1)
 
@@ -147,10 +147,57 @@ class ChunkedSpec(KVCacheSpec, frozen=True, tag=True):
         return min(-(-num_tokens // block_size), -(-(self.chunk + chunk) // block_size) + 1)
 
 
-AttentionKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec
+class StateSpec(KVCacheSpec, frozen=True, tag=True):
+    """Recurrent layers, whose state has a fixed size: it takes a whole block.
+
+    A step reads the state in the block of the token before its first one, and stores one in each block that it has
+    tokens of: the state behind the last of these tokens. So the block of the newest token is written again and again,
+    until it is full. Then it is a checkpoint, behind which other requests may start.
+    """
+
+    sharable_at_once: ClassVar[bool] = False  # a step reads states before it stores any
+
+    def first_needed_token(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - 1)
+
+    def tokens_kept(self, num_tokens: int, block_size: int = 1) -> int:
+        return block_size
+
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        return min(-(-num_tokens // block_size), -(-(1 + chunk) // block_size) + 1)
 
 
-def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int | None = None) -> AttentionKVSpec:
+class StateShape(msgspec.Struct, frozen=True):
+    """The sizes of a recurrent layer's state on one rank: one matrix for each head, and the last inputs of a
+    convolution. decays: how many factors by which a head's state decays with a token: 1 or key_dim."""
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    conv_width: int
+    decays: int = 1
+
+    @property
+    def state_numbers(self) -> int:
+        return self.heads * self.key_dim * self.value_dim
+
+    @property
+    def token_numbers(self) -> int:
+        """What the scan needs of a token: its keys, values, decays and scales."""
+        return self.key_heads * self.key_dim + self.heads * (self.value_dim + self.decays + 1)
+
+    def page_numbers(self, drafts: int) -> int:
+        """The numbers of a page, see Pages."""
+        rows = self.conv_width - 1 + drafts
+        return rows * self.channels + self.state_numbers + drafts * self.token_numbers + 1
+
+
+ModelKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec | StateSpec
+
+
+def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int | None = None) -> ModelKVSpec:
     """The spec of attention layers. window: how many tokens a query reads, including its own; None for all. chunk: the
     tokens of a chunk of the text, of which a query reads no others."""
     entries = tuple(map(CacheEntry, layers))
@@ -169,7 +216,7 @@ class KVCacheSize(msgspec.Struct, frozen=True, array_like=True):
 
     num_blocks: int
     rank_bytes: tuple[int, ...]
-    specs: tuple[AttentionKVSpec, ...]
+    specs: tuple[ModelKVSpec, ...]
     layout: str
     block_size: int
 

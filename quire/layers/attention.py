@@ -33,7 +33,7 @@ class Attention(CachedAttention):
         self.scale = (dim**-0.5 if spec.scale is None else spec.scale) * place.scale
         self.kernels = builder.kernels
         hidden, transposed = spec.hidden_size, spec.transposed
-        self.hidden_size = hidden
+        self.hidden_size, self.output_gate = hidden, spec.output_gate
         inputs, parts = spec.input_size or hidden, share.parts(spec, names)
         self.qkv = ColumnParallelLinear(builder, inputs, parts, spec.qkv_bias, transposed)
         inner = (share.heads.start * dim, share.heads.stop * dim)
@@ -79,7 +79,7 @@ class Attention(CachedAttention):
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         tokens, heads, place = x.shape[0], self.num_heads, self.place
-        q, k, v = self.project(x)
+        q, k, v, gate = self.project(x)
         plan = state.plans[place.kv_group]
         if self.preparing is not None:
             self.preparing.prepare(self.cache, q, k, v, plan, self._preparation(state))
@@ -99,16 +99,20 @@ class Attention(CachedAttention):
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
-        return self.out(pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted))
+        out = pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted)
+        if self.output_gate:
+            out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
+        return self.out(out)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [tokens, inputs] -> queries, keys and values, each [tokens, heads or kv_heads, head_dim]"""
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x: [tokens, inputs] -> queries, keys, values and gates, each [tokens, heads or kv_heads, head_dim]"""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self.head_dim)
-        v = qkv[:, heads + kv_heads :]
+        qkv, queries = self.qkv(x).view(x.shape[0], -1, self.head_dim), heads * (2 if self.output_gate else 1)
+        keys = queries + kv_heads
+        v = qkv[:, keys:]
         if self.qkv_clip is not None:
             v = v.clamp(-self.qkv_clip, self.qkv_clip)
-        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], v
+        return qkv[:, :heads], qkv[:, queries:keys], v, qkv[:, heads:queries]
 
     def rotate(self, q: Tensor, k: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Queries and keys with their norms, and with their positions."""
@@ -139,7 +143,7 @@ class EncoderAttention(Attention):
     """
 
     def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
-        q, k, v = self.project(x)
+        q, k, v, _ = self.project(x)
         q, k = self.rotate(q, k, state)
         starts = state.inputs.query_start_loc
         out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window)

@@ -1,9 +1,9 @@
 """Attention as data: the model's attention, the share of it on one rank, and what differs from layer to layer."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from quire.kvcache.specs import AttentionKVSpec, CacheEntry, LatentSpec, attention_spec
+from quire.kvcache.specs import CacheEntry, LatentSpec, ModelKVSpec, attention_spec
 from quire.layers.specs import NormSpec, OutputPart
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class AttentionSpec:
     qkv_clip: elements of queries, keys and values are clamped to at most this size, behind the norm (OLMo).
     temperature: of queries, by their positions. sinks: each head has a learned logit that takes part in the softmax.
     alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
-    and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those behind them,
+    and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate,
+    which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see those behind them,
     and cache nothing.
     """
 
@@ -71,6 +72,7 @@ class AttentionSpec:
     alibi: bool = False
     transposed: bool = False
     input_size: int | None = None
+    output_gate: bool = False
     is_causal: bool = True
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
@@ -79,8 +81,18 @@ class AttentionSpec:
         is_even = not rest and self.num_heads % group.size == 0
         return CacheShape(len(share.heads), len(share.kv_heads), dim, None, self.alibi, ranks if is_even else 1)
 
-    def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
+    def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
         return attention_spec([layer], window)
+
+
+class Heads(Protocol):
+    """What a layer divides among ranks."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class HeadShare:
     holders: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, group: "Communicator") -> Self:
+    def of(cls, spec: Heads, group: "Communicator") -> Self:
         """The share of the group's rank: KV heads with all their query heads, or a part of one KV head's."""
         queries = spec.num_heads // spec.num_kv_heads  # of a KV head
         whole, rest = divmod(group.size, spec.num_kv_heads)
@@ -113,13 +125,17 @@ class HeadShare:
         return cls(heads, kv_heads, no_part, -(-queries // -(-queries // ranks)))
 
     def parts(self, spec: AttentionSpec, names: dict[str, str]) -> list[OutputPart]:
-        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order."""
+        """The parts of the checkpoint's tensors with this rank's query, key and value heads, in that order. Behind the
+        queries are the gates of their results, if there are some."""
         dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
         q, k = self.heads, self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
             return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
 
+        if spec.output_gate:
+            queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
+            return [*queries, *gates, *(part(key, kv_heads, k.start, len(k)) for key in ("k", "v"))]
         if spec.qkv_layout == "separate":
             return [
                 part(key, total, r.start, len(r))
@@ -163,7 +179,7 @@ class LatentAttentionSpec:
             len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank, holders=holders
         )  # fmt: skip
 
-    def kv_spec(self, layer: int, window: int | None) -> AttentionKVSpec:
+    def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
         return LatentSpec((CacheEntry(layer),))
 
 
@@ -182,9 +198,11 @@ class LayerPlace:
 
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
+    state_group: the KV group of its state.
     """
 
     kv_group: int
     window: int | None = None
     rotary: int | None = 0
     scale: float = 1.0
+    state_group: int = 0

@@ -108,8 +108,7 @@ def separate_experts(builder: Builder, shapes: list[LinearShape]) -> Experts:
 def fused_experts(
     builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str], local: Sequence[int], inner: tuple[int, int]
 ) -> tuple[Experts, Experts]:
-    """(gate_up, down) of a checkpoint with one tensor [experts, in, out] for all experts; gate and up
-    alternate, or follow each other.
+    """(gate_up, down) of a checkpoint with one tensor for all experts, see MoESpec.layout.
 
     local: the experts of this rank. inner: the share [start, stop) of their inner elements that it has.
     """
@@ -122,14 +121,20 @@ def fused_experts(
     down = GroupedExperts(builder, len(local), hidden, share, spec.bias)
     for here, picked in _runs(local):
         for which in (0, 1):
-            outputs, columns = slice(which * share, (which + 1) * share), slice(2 * start + which, 2 * stop, 2)
-            if spec.layout == "fused_halves":
-                columns = slice(which * size + start, which * size + stop)
+            outputs, half = slice(which * share, (which + 1) * share), slice(which * size + start, which * size + stop)
             target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
+            if spec.layout == "stacked":
+                builder.part(f"{names['experts_gate_up']}.weight", target, (count, 2 * size, hidden), picked, half)
+                continue
+            columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
             builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
             if gate_up.bias is not None:
                 name = f"{names['experts_gate_up']}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
+        if spec.layout == "stacked":
+            name, inputs = f"{names['experts_down']}.weight", slice(start, stop)
+            builder.part(name, down.weight[here], (count, hidden, size), picked, everything, inputs)
+            continue
         shape = (count, size, hidden)
         builder.part(names["experts_down"], down.weight[here], shape, picked, slice(start, stop), transposed=True)
         if down.bias is not None:
@@ -148,7 +153,7 @@ def _packed_experts(
     inner: tuple[int, int],
 ) -> tuple[Experts, Experts]:  # fmt: skip
     """The same for quantized tensors [experts, out, in]."""
-    if not hasattr(method, "experts"):
+    if not hasattr(method, "experts") or spec.layout == "stacked":
         raise ValueError(f"{names['experts_gate_up']}: experts in one tensor cannot be quantized in this format")
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     halves = [slice(2 * start + which, 2 * stop, 2) for which in (0, 1)]

@@ -66,16 +66,15 @@ class LatentAttention(CachedAttention):
         stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        assert self.place.rotary is not None
         spec, tokens = self.spec, x.shape[0]
         q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         q = self.q(q).view(tokens, self.num_heads, -1)
         compressed = self.kv_a(x)
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])
-        q_rope, k_rope = self.rotary_embedding(
-            q[..., spec.nope_dim :], compressed[:, None, spec.kv_rank :], *state.rotary[self.place.rotary],
-            spec.interleaved_rotary,
-        )  # fmt: skip
+        q_rope, k_rope = q[..., spec.nope_dim :], compressed[:, None, spec.kv_rank :]
+        if self.place.rotary is not None:
+            tables = state.rotary[self.place.rotary]
+            q_rope, k_rope = self.rotary_embedding(q_rope, k_rope, *tables, spec.interleaved_rotary)
         absorbed = self._adapted(
             0, x, q[..., : spec.nope_dim], self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
         )

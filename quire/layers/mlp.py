@@ -64,6 +64,7 @@ class MLP:
     def __init__(self, builder: Builder, spec: MLPSpec, hidden: int, names: dict[str, str]) -> None:
         size = spec.intermediate_size
         start, stop = inner_share(builder, size, names["down"])
+        (self.gate_scale, self.down_scale), self.inner = spec.multipliers, stop - start
         if not spec.gated:
             parts = [OutputPart(names["up"], size, start, stop)]
         elif fused := names.get("gate_up") or names.get("up_gate"):
@@ -82,4 +83,8 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
-        return self.down(self.activation(self.up(x)))
+        up = self.up(x)
+        if self.gate_scale != 1:
+            up[:, : self.inner] *= self.gate_scale
+        down = self.down(self.activation(up))
+        return down if self.down_scale == 1 else down * self.down_scale

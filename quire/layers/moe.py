@@ -27,7 +27,8 @@ class MoE:
     """A mixture of experts.
 
     names: of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert, or of
-    experts_gate_up and experts_down for all; of shared_gate, shared_up, shared_down and shared_expert_gate.
+    experts_gate_up and experts_down for all; of shared_gate and shared_up, or shared_gate_up; of shared_down and
+    shared_expert_gate.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
@@ -53,7 +54,8 @@ class MoE:
             self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
-            shared = {key: names[f"shared_{key}"] for key in ("gate", "up", "down")}
+            keys = ("gate", "up", "gate_up", "down")
+            shared = {key: names[f"shared_{key}"] for key in keys if f"shared_{key}" in names}
             self.shared = MLP(builder, spec.shared, hidden, shared)
             if spec.shared_gate:
                 self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)

@@ -34,7 +34,8 @@ class NormSpec:
 @dataclass(frozen=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
-    only `down` has a bias. The activation "xielu" has learned parameters (see layers/xielu.py)."""
+    only `down` has a bias. multipliers: of gate and down (Falcon-H1). The activation "xielu" has learned parameters
+    (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -42,6 +43,7 @@ class MLPSpec:
     bias: bool = False
     transposed: bool = False
     down_bias: bool = False
+    multipliers: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class MoESpec:
     which a checkpoint may keep as a row, [1, experts] (ERNIE 4.5).
     shared: an expert that every token uses. shared_gate: its result is multiplied by sigmoid(gate(x)). layout: every
     expert has its own tensors ("separate"), or a tensor [experts, in, out] holds one projection of all experts, in
-    which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves",
-    Llama 4). weigh_inputs: the weight of its one expert is a factor of a token, not of its result (Llama 4).
+    which gate and up alternate ("fused", gpt-oss) or follow each other ("fused_halves", Llama 4), or a tensor
+    [experts, out, in], in which up follows gate ("stacked", Granite). weigh_inputs: the weight of its one expert is a
+    factor of a token, not of its result (Llama 4).
     """
 
     num_experts: int
@@ -76,7 +79,7 @@ class MoESpec:
     bias: bool = False  # of the router and of the experts
     shared: MLPSpec | None = None
     shared_gate: bool = False
-    layout: Literal["separate", "fused", "fused_halves"] = "separate"
+    layout: Literal["separate", "fused", "fused_halves", "stacked"] = "separate"
     weigh_inputs: bool = False
 
 

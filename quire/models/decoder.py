@@ -2,32 +2,40 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec, attention_spec, group_entries
+from quire.attention.base import CacheBackend
+from quire.kvcache.specs import CacheEntry, ModelKVSpec, attention_spec, group_entries
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
+from quire.layers.delta import DeltaNet
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
+from quire.layers.hybrid import Hybrid
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import ReplicatedLinear
+from quire.layers.mamba2 import Mamba2
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.specs import MLPSpec
-from quire.models.model import Model
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec
+from quire.models.model import Model, Shape
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
 from quire.parallel.pipeline import Stage
 
-MIXERS: dict[type, Callable[..., Attention | LatentAttention]] = {
+MIXERS: dict[type, Callable[..., Any]] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
+    Mamba2Spec: Mamba2,
+    DeltaSpec: DeltaNet,
+    HybridSpec: Hybrid,
 }
 
 
@@ -48,13 +56,17 @@ class DecoderLayer:
         has_norm = index or spec.first_norm
         self.attention_norm = norm("attention_norm" if has_norm else "")
         self.attention_post_norm = norm("attention_post_norm")
-        mixer: Callable[..., Attention | LatentAttention] = MIXERS[type(spec.mixers[index])]
-        if spec.is_encoder:
-            mixer = EncoderAttention
-        self.mixer = mixer(builder, spec.mixers[index], names, place)
+        self.mixer: Any = None
+        self.mlp: Any = None
+        if (mixer := spec.mixers[index]) is not None:
+            make: Callable[..., Any] = EncoderAttention if spec.is_encoder else MIXERS[type(mixer)]
+            self.mixer = make(builder, mixer, names, place)
         self.mlp_norm, self.mlp_post_norm = norm("mlp_norm"), norm("mlp_post_norm")
-        mlp = spec.mlps[index]
-        self.mlp = MLP(builder, mlp, hidden, names) if isinstance(mlp, MLPSpec) else MoE(builder, mlp, hidden, names)
+        if (mlp := spec.mlps[index]) is not None:
+            if isinstance(mlp, MLPSpec):
+                self.mlp = MLP(builder, mlp, hidden, names)
+            else:
+                self.mlp = MoE(builder, mlp, hidden, names)
         self.scale = 1.0 if scale is None else scale
 
     def __call__(
@@ -106,7 +118,22 @@ class PostNormLayer(DecoderLayer):
         return x, None
 
 
-LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer}
+class SingleLayer(DecoderLayer):
+    """One branch: a mixer or an MLP (Mamba-2, Nemotron-H)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream, tokens = self.residual_stream, state.inputs.positions
+        x, residual = self.attention_norm.add(x, residual)
+        x = stream.whole(x, tokens)
+        out = self.mixer(x, state, wanted) if self.mlp is None else self.mlp(pick(x, wanted))
+        return stream.sum(out), stream.pick(residual, wanted, tokens)
+
+
+LAYERS = {
+    "sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer, "single": SingleLayer,
+}  # fmt: skip
 
 
 class LayerStack:
@@ -118,33 +145,36 @@ class LayerStack:
         own = range(spec.num_layers) if layers is None else layers
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
-        shapes = [
-            replace(mixer.cache_shape(builder.tensor_group), chunk=chunk)
-            for mixer, chunk in zip(spec.mixers, chunks, strict=True)
-        ]
-        self.kv_specs: Sequence[AttentionKVSpec] = []
+        self.kv_specs: Sequence[ModelKVSpec] = []
+        self.cache_shapes: Sequence[Shape] = []
         if not spec.is_encoder:
-            layer_specs = [
-                mixer.kv_spec(i, w) if chunk is None else attention_spec([i], chunk=chunk)
-                for i, (mixer, w, chunk) in enumerate(zip(spec.mixers, windows, chunks, strict=True))
-            ]
-            self.kv_specs = group_entries(layer_specs, max_model_len, shapes)
-        self.cache_shapes: Sequence[CacheShape] = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
+            kept, shapes = list[ModelKVSpec](), list[Shape]()
+            for layer, part in spec.cached:
+                kv_spec, shape = part.kv_spec(layer, windows[layer]), part.cache_shape(builder.tensor_group)
+                if (chunk := chunks[layer]) is not None and isinstance(shape, CacheShape):
+                    kv_spec, shape = attention_spec([layer], chunk=chunk), replace(shape, chunk=chunk)
+                kept.append(kv_spec)
+                shapes.append(shape)
+            self.kv_specs = group_entries(kept, max_model_len, shapes)
+            shape_of = {kv_spec.entries[0]: shape for kv_spec, shape in zip(kept, shapes, strict=True)}
+            self.cache_shapes = [shape_of[kv_spec.entries[0]] for kv_spec in self.kv_specs]
         self.kv_specs = [kv_spec.of_layers(own) for kv_spec in self.kv_specs]
-        group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
+        group_of = {entry: g for g, kv_spec in enumerate(self.kv_specs) for entry in kv_spec.entries}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
             RotaryEmbedding(r, max_model_len, builder.device) for r in variants
         ]
-        layer = LAYERS[spec.residual]
+        make_layer = LAYERS[spec.residual]
         self.first_layer, self.layers = own.start, list[DecoderLayer]()
         for i in own:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            self.layers.append(layer(builder, spec, i, LayerPlace(group_of.get(i, 0), windows[i], table, scale)))
+            groups = group_of.get(CacheEntry(i), 0), group_of.get(CacheEntry(i, "state"), 0)
+            place = LayerPlace(groups[0], windows[i], table, scale, groups[1])
+            self.layers.append(make_layer(builder, spec, i, place))
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
+    def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
             for index, entry in enumerate(kv_spec.entries):
                 self.layers[entry.layer - self.first_layer].mixer.bind(backend, backend.view(blocks, index))

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec
+from quire.attention.base import CacheBackend
+from quire.kvcache.specs import ModelKVSpec, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState
 from quire.layers.lora import AdapterSlots
@@ -16,6 +16,8 @@ from quire.ops import Kernels
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import ResidualStream
+
+Shape = CacheShape | StateShape  # what one rank caches in one layer
 
 
 class Tower(Protocol):
@@ -48,8 +50,8 @@ class Model(Protocol):
     hidden_size: int
     num_parameters: int
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
-    kv_specs: Sequence[AttentionKVSpec]
-    cache_shapes: Sequence[CacheShape]
+    kv_specs: Sequence[ModelKVSpec]
+    cache_shapes: Sequence[Shape]
     pooler: Pooler | None
     adapters: AdapterSlots | None = None
     experts: ExpertRanks | None = None
@@ -57,7 +59,7 @@ class Model(Protocol):
     sees: tuple[bool, bool] = False, False
     tower: Tower | None = None
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
+    def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.
 
         memory: for each group, uint8 [blocks, bytes]: the part of all blocks in which its entries lie, from the start

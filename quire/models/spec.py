@@ -1,7 +1,7 @@
 """An architecture as data: DecoderSpec, and what architectures need to derive one from a Hugging Face config."""
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,9 +9,11 @@ from typing import Any, Literal
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import RotarySpec, max_model_positions, rotary_spec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, RecurrentSpec
 
 HfConfig = Mapping[str, Any]  # a checkpoint's config.json
-MixerSpec = AttentionSpec | LatentAttentionSpec  # decoder.MIXERS names the layer that implements each kind
+CachedSpec = AttentionSpec | LatentAttentionSpec | Mamba2Spec | DeltaSpec  # what keeps an entry in the cache
+MixerSpec = CachedSpec | HybridSpec  # decoder.MIXERS names the layer that implements each kind
 # Role -> checkpoint name, without ".weight"; {i} is the layer, {e} the expert, {h} the head. If a role is missing or
 # None, the model has no such part.
 Names = Mapping[str, str | None]
@@ -45,7 +47,8 @@ class DecoderSpec:
     mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
     windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
     residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
-    input ("parallel"), or with the norm after the sum ("post_norm"). A layer has the norms that `names` contains.
+    input ("parallel"), or with the norm after the sum ("post_norm"). With "single", a layer has one branch only: its
+    mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
@@ -58,13 +61,13 @@ class DecoderSpec:
     vocab_size: int
     hidden_size: int
     num_layers: int
-    mixers: tuple[MixerSpec, ...]
-    mlps: tuple[MLPSpec | MoESpec, ...]
+    mixers: tuple[MixerSpec | None, ...]
+    mlps: tuple[MLPSpec | MoESpec | None, ...]
     norm: NormSpec
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal["sequential", "parallel", "post_norm"] = "sequential"
+    residual: Literal["sequential", "parallel", "post_norm", "single"] = "sequential"
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
@@ -92,6 +95,22 @@ class DecoderSpec:
         mixer = self.mixers[0]
         return isinstance(mixer, AttentionSpec) and not mixer.is_causal
 
+    @property
+    def cached(self) -> list[tuple[int, CachedSpec]]:
+        """All that keeps an entry in the cache, with its layer."""
+        return [(layer, part) for layer in range(self.num_layers) for part in self.cached_in(layer)]
+
+    def cached_in(self, layer: int) -> Sequence[CachedSpec]:
+        """The parts of a layer that keep an entry in the cache."""
+        mixer = self.mixers[layer]
+        if isinstance(mixer, HybridSpec):
+            return mixer.attention, mixer.recurrent
+        return () if mixer is None else (mixer,)
+
+    @property
+    def has_states(self) -> bool:
+        return any(isinstance(part, RecurrentSpec) for _, part in self.cached)
+
 
 Architecture = Callable[[HfConfig], DecoderSpec]
 
@@ -100,8 +119,8 @@ def decoder_spec(
     config: HfConfig,
     *,
     attention: Mapping[str, Any] = {},
-    mixer: MixerSpec | tuple[MixerSpec, ...] | None = None,
-    mlp: MLPSpec | MoESpec | tuple[MLPSpec | MoESpec, ...] | None = None,
+    mixer: MixerSpec | tuple[MixerSpec | None, ...] | None = None,
+    mlp: MLPSpec | MoESpec | tuple[MLPSpec | MoESpec | None, ...] | None = None,
     norm: NormSpec | None = None,
     rotary: RotarySpec | tuple[RotarySpec | None, ...] | Literal["default"] | None = "default",
     names: Names = {},  # noqa: B006

@@ -13,6 +13,7 @@ import quire.ops.cpu.lora
 import quire.ops.cpu.masks
 import quire.ops.cpu.quantized_linear
 import quire.ops.cpu.sampling
+import quire.ops.cpu.states
 import quire.ops.reference.batch  # the imports register; nothing is compiled before an engine chooses
 import quire.ops.reference.drafts  # noqa: F401
 from quire.metrics.logging import logger

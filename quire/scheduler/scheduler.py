@@ -155,13 +155,13 @@ class Scheduler:
         """Schedule the next step. Counters advance at once: the step counts as submitted until `update` retires it or
         `withdraw` takes it back."""
         self._num_steps += 1
-        self.kv.begin_step()
         if self.speculation is not None:
             self.speculation.propose(self.running)
         step = self.encoders.begin_step(SchedulerOutput(self._num_steps, epoch=self.epoch))
         requests: list[Request] = []
         budget = self._schedule_running(step, requests, self.limits.budget(self.running, self.waiting))
         self._schedule_waiting(step, requests, budget)
+        self.kv.end_step()
         if requests:
             self._submitted.append((step, requests))
             for connector in self.connectors:

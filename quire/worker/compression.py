@@ -47,6 +47,7 @@ def check_compression(spec: DecoderSpec, max_model_len: int) -> None:
     mixers = [mixer for mixer in spec.mixers if isinstance(mixer, AttentionSpec)]
     for found, feature in (
         (spec.is_encoder, "no KV cache"),
+        (spec.has_states, "recurrent layers"),
         (len(mixers) < len(spec.mixers), "latent attention"),
         (windows, "sliding windows below max_model_len"),
         (any(mixer.alibi for mixer in mixers), "linear biases (ALiBi)"),

@@ -10,29 +10,33 @@ from quire.attention.context import ContextAttention
 from quire.attention.headwise import HeadwiseAttention
 from quire.attention.stripes import StripedAttention
 from quire.config import ConfigError, ParallelConfig
+from quire.kvcache.specs import StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.step_inputs import StepInputs
-from quire.models.model import Model
+from quire.models.model import Model, Shape
 from quire.ops.memory import upload
 from quire.parallel.mesh import Communicator, Mesh
 from quire.parallel.pipeline import Pipe
 from quire.worker.forward import Forward
 
 
-def check_context(shapes: Sequence[CacheShape], options: ParallelConfig) -> None:
+def check_context(shapes: Sequence[Shape], options: ParallelConfig) -> None:
     """Raises ConfigError if the options cannot divide the contexts of a model with caches of these shapes."""
     dcp, tp = options.decode_context_parallel_size, options.tensor_parallel_size
     if dcp * options.prefill_context_parallel_size > 1 and not shapes:
         raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size need a model with a KV "
                           "cache; leave them out")  # fmt: skip
-    for shape in shapes:
+    for shape in shapes if dcp * options.prefill_context_parallel_size > 1 else ():
+        if isinstance(shape, StateShape):
+            raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size divide the keys of a "
+                              "text, but a recurrent layer has none; leave them out")  # fmt: skip
         if shape.holders % dcp:
             raise ConfigError(f"decode_context_parallel_size={dcp} must divide the number of ranks that have the same "
                               f"KV heads and equally many query heads, which is {shape.holders} with "
                               f"tensor_parallel_size={tp}; change one of the two")  # fmt: skip
 
 
-def choose_context(mesh: Mesh, shapes: Sequence[CacheShape]) -> type[ContextAttention] | None:
+def choose_context(mesh: Mesh, shapes: Sequence[Shape]) -> type[ContextAttention] | None:
     """How the contexts of a model with caches of these shapes are divided; None if they are not.
 
     By heads, n ranks exchange about n times fewer bytes. That needs KV heads that can be divided. All ranks of a
@@ -40,7 +44,8 @@ def choose_context(mesh: Mesh, shapes: Sequence[CacheShape]) -> type[ContextAtte
     """
     if mesh.cp.size == 1:
         return StripedAttention if mesh.dcp.size > 1 else None
-    divisible = all(shape.value_dim is None and shape.num_kv_heads % mesh.cp.size == 0 for shape in shapes)
+    attention = [shape for shape in shapes if isinstance(shape, CacheShape)]  # see check_context
+    divisible = all(shape.value_dim is None and shape.num_kv_heads % mesh.cp.size == 0 for shape in attention)
     by_heads = mesh.replica.minimum(int(divisible and mesh.dcp.size == 1)) == 1
     return HeadwiseAttention if by_heads else StripedAttention
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.step_inputs import AdaptedInputs, StepInputs, StepSize
 from quire.models.model import Model
@@ -19,7 +19,7 @@ class Forward:
     layer_done: see ForwardState; what is recorded, captured or computed in halves does not call it.
     """
 
-    def __init__(self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None = None) -> None:
+    def __init__(self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None = None) -> None:
         """pipe: of a stage of a pipeline, None for a whole model."""
         self.model, self.backends, self.pipe = model, backends, pipe
         self.taps: dict[int, Tensor] = {}

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.messages.errors import error_text
@@ -39,7 +39,7 @@ class RecordedForward(Forward):
     A model whose layers do not consist of kernels only (see Recording) runs eagerly.
     """
 
-    def __init__(self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None = None) -> None:
+    def __init__(self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None = None) -> None:
         super().__init__(model, backends, pipe)
         self.usable = True
         self._arena = Arena()
@@ -101,7 +101,7 @@ class CapturedForward(Forward):
     def __init__(
         self,
         model: Model,
-        backends: Sequence[AttentionBackend],
+        backends: Sequence[CacheBackend],
         staging: Staging,
         most_tokens: int,
         most_per_request: int = 1,

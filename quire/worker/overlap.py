@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend
 from quire.config import ParallelConfig
 from quire.layers.forward_state import pick
 from quire.layers.step_inputs import StepInputs, StepSize
@@ -28,7 +28,7 @@ class OverlappedForward(Forward):
     """
 
     def __init__(
-        self, model: Model, backends: Sequence[AttentionBackend], pipe: Pipe | None, halves: Halves,
+        self, model: Model, backends: Sequence[CacheBackend], pipe: Pipe | None, halves: Halves,
         group: Communicator, options: ParallelConfig,
     ) -> None:  # fmt: skip
         """halves: the turns of the model's layers. group: the ranks that exchange tokens, which divide the same

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize
 from quire.kvcache.tiers import MEMORY_VARIABLE, memory_slots
@@ -19,7 +19,7 @@ _PAGE_BYTES = 4096  # of memory, at least
 
 
 def kv_transfers(
-    config: EngineConfig, directory: Path, size: KVCacheSize, memory: KVMemory, backends: Sequence[AttentionBackend],
+    config: EngineConfig, directory: Path, size: KVCacheSize, memory: KVMemory, backends: Sequence[CacheBackend],
     mesh: Mesh, clock: StepClock | None,
 ) -> KVTransfers | None:  # fmt: skip
     """What copies this rank's blocks to the tiers of the options and back, the blocks of other engines being the last

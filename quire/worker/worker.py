@@ -9,21 +9,22 @@ from typing import Any, cast
 
 import torch
 
-from quire.attention.base import ENTRY_ALIGNMENT, AttentionBackend, AttentionShape
+from quire.attention.base import ENTRY_ALIGNMENT, AttentionShape, CacheBackend
 from quire.attention.by_head import by_head
 from quire.attention.cells import CELLS
 from quire.attention.chunked import in_chunks
 from quire.attention.context import ContextAttention
 from quire.attention.selection import choose_backend
+from quire.attention.states import StateBackend, matching_block_size
 from quire.config import ConfigError, EngineConfig
-from quire.kvcache.specs import KVCacheSize
+from quire.kvcache.specs import KVCacheSize, StateShape
 from quire.layers.attention_spec import CacheShape
 from quire.layers.lora import AdapterSlots
 from quire.messages.changes import Change, Profile
 from quire.messages.step import StepCosts
 from quire.metrics.logging import logger
 from quire.models.load import load_model
-from quire.models.model import Model
+from quire.models.model import Model, Shape
 from quire.ops import Kernels
 from quire.ops.memory import keep_what_is_freed
 from quire.parallel.mesh import Mesh
@@ -84,16 +85,16 @@ class Worker:
             load = partial(load_model, directory, config, max_model_len, device, mesh, mesh.rank == 0)
             model = load(adapters)
         self.residence = Residence(model, config, directory, lambda weights: load(weights=weights), mesh.replica.rank)
+        backends_of = partial(_backends, config, _block_size(config, model.kernels, mesh, model), model.kernels, mesh)
         with memory.explained("the drafter's weights", device):
             speculation, self.drafter = config.scheduler.speculation, None
             if speculation is not None and speculation.on_device and model.stage.has_head:
                 self.drafter = DrafterParts(
-                    speculation, config, directory, model, max_model_len, group,
-                    partial(_backends, config, model.kernels, mesh),
+                    speculation, config, directory, model, max_model_len, group, backends_of
                 )  # fmt: skip
         self.model, dtype = model, model.kernels.target.dtype
         is_only_rank = mesh.size == 1
-        self.backends = _backends(config, model.kernels, mesh, model)
+        self.backends = backends_of(model)
         max_num_seqs = config.scheduler.max_num_seqs
         block_size = next((backend.tokens_per_block for backend in self.backends), config.cache.block_size)
         chosen = list(dict.fromkeys(self.backends))
@@ -172,7 +173,7 @@ class Worker:
             torch.cuda.empty_cache()  # frees the memory of the eager runs that came before each capture
         if self.drafter is not None:
             chosen += self.drafter.backends
-        layout = "; ".join(f"{backend.name}, {dtype}, {backend.shape.cell or dtype}" for backend in chosen)
+        layout = "; ".join(f"{backend.name}, {dtype}, {backend.layout}" for backend in chosen)
         self.kv_cache = KVCacheSize(num_blocks, rank_bytes, tuple(model.kv_specs), layout, block_size)
         transfer = config.cache.transfer
         clock = self._clock(forward) if transfer is not None and transfer.produces else None
@@ -230,7 +231,7 @@ class Worker:
 
 
 def _forward(
-    config: EngineConfig, model: Model, backends: list[AttentionBackend], staging: Staging, mesh: Mesh,
+    config: EngineConfig, model: Model, backends: list[CacheBackend], staging: Staging, mesh: Mesh,
     pipe: Pipe | None,
 ) -> Forward:  # fmt: skip
     """The forward for the device and the options. It is eager if what the ranks exchange cannot be captured, and for
@@ -257,28 +258,49 @@ def _forward(
     return CapturedForward(model, backends, staging, most_tokens, 1 + drafts, mesh.tp.size == 1, pipe)
 
 
-def _backends(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached) -> list[AttentionBackend]:
-    """The attention backend of each KV group. Groups of the same shape share a backend."""
-    target = kernels.target
-    block_size, choose = config.cache.block_size, partial(choose_backend, pinned=config.kernels.attention_backend)
+def _backends(
+    config: EngineConfig, block_size: int, kernels: Kernels, mesh: Mesh, model: Cached
+) -> list[CacheBackend]:  # fmt: skip
+    """The backend of each KV group. Groups of the same shape share one."""
+    target, speculation = kernels.target, config.scheduler.speculation
+    choose = partial(choose_backend, pinned=config.kernels.attention_backend)
     check_context(model.cache_shapes, config.parallel)
     context = choose_context(mesh, model.cache_shapes)
-    by_shape: dict[CacheShape, AttentionBackend] = {}
+    by_shape: dict[Shape, CacheBackend] = {}
     for cache in model.cache_shapes:
-        if cache not in by_shape:
+        if isinstance(cache, StateShape):
+            drafts = 0 if speculation is None else speculation.num_speculative_tokens
+            by_shape[cache] = StateBackend(cache, block_size, drafts, kernels.chosen["scan"] == "triton")
+        elif cache not in by_shape:
             shape = AttentionShape(
                 cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
                 cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
-            by_shape[cache] = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
+            backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
             if cache.chunk is not None:
                 if context is not None or config.cache.compression is not None:
                     message = "cannot divide or compress the contexts of a model with attention chunks"
                     raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
-                by_shape[cache] = in_chunks(by_shape[cache], cache.chunk)
+                backend = in_chunks(backend, cache.chunk)
             elif config.cache.compression is not None:
-                by_shape[cache] = by_head(by_shape[cache])
+                backend = by_head(backend)
+            by_shape[cache] = backend
     return [by_shape[cache] for cache in model.cache_shapes]
+
+
+def _block_size(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached) -> int:
+    """The tokens of a block: what the options say, but in a model with states, as many as take the memory of a state,
+    on the rank where these are the most."""
+    least = config.cache.block_size
+    if not any(isinstance(shape, StateShape) for shape in model.cache_shapes):
+        return least
+    if config.cache.mamba_block_size is not None:
+        return config.cache.mamba_block_size
+    sizes: dict[bool, int] = {}
+    for backend in _backends(config, least, kernels, mesh, model):
+        is_state = isinstance(backend, StateBackend)
+        sizes[is_state] = max(sizes.get(is_state, 0), backend.entry_bytes())
+    return -mesh.replica.minimum(-matching_block_size(least, sizes[True], sizes.get(False, 0) // least))
 
 
 def _cell(config: EngineConfig, shape: CacheShape) -> torch.dtype | None:

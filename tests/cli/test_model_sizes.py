@@ -27,7 +27,7 @@ from support.engines import make_llm
 from support.gguf_files import write_gguf
 from support.quantized import FORMATS, write_quantized
 
-ALWAYS = ("llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "opt-without-biases")
+ALWAYS = ("llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "opt-without-biases", "granitemoehybrid", "kimi_linear")
 WIDE = {  # so wide that norms and the padding of panels do not matter
     "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 12,
     "num_key_value_heads": 4, "vocab_size": 512,
@@ -90,6 +90,14 @@ def test_the_cache_of_a_token_is_known(checkpoints, variant):
     footprint = footprint_of(checkpoints.path(variant))
     wide = 2 * footprint.cache(1)  # the engine of this test keeps float32
     assert layers * entry / kv.block_size == pytest.approx(wide, rel=0.05)
+    llm.shutdown()
+
+
+def test_a_state_is_as_large_however_long_the_text(checkpoints):
+    llm, footprint = make_llm(checkpoints.path("mamba2")), footprint_of(checkpoints.path("mamba2"))
+    assert (
+        footprint.cache(1) == footprint.cache(1000) == pytest.approx(sum(llm.core.executor.kv_cache.rank_bytes), 0.05)
+    )
     llm.shutdown()
 
 

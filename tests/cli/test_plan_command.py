@@ -90,6 +90,12 @@ def test_a_plan_needs_a_model_that_generates(tmp_path, capsys):
     assert "UnknownForCausalLM is not supported" in capsys.readouterr().err
 
 
+def test_models_with_recurrent_layers_are_refused(checkpoints, capsys):
+    path = str(checkpoints.path("mamba2"))
+    assert main(["plan", "--model", path, "--gpus", "L4", "--traffic", TRAFFIC]) == 1
+    assert "recurrent layers" in capsys.readouterr().err
+
+
 def test_steps_are_measured_and_simulated(tmp_path, capsys):
     """On the bundled model."""
     fit = str(tmp_path / "fit.json")

@@ -26,7 +26,7 @@ from support.streams import MODEL, all_streams
 COMBINES = [
     "prefix caching, preemption, sliding window, latent attention, two steps in flight, tensor parallelism, pipeline"
     " parallelism × KV tiers",
-    "replay after a crash × KV tiers",
+    "replay after a crash, recurrent layers × KV tiers",
 ]
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -67,11 +67,11 @@ def small(path: Path, **options: Any) -> LLM:
     return make_llm(path, **{"num_gpu_blocks_override": 24, "max_num_seqs": 2, **options})
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral-window-20", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["llama", "mistral-window-20", "gemma3", "deepseek_v3", "mamba2", "bamba"])
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
 def test_what_has_left_the_cache_is_loaded_and_says_the_same(checkpoints, tmp_path, variant, tiers):
     path = checkpoints.path(variant)
-    blocks = {"num_gpu_blocks_override": 60} if variant == "gemma3" else {}
+    blocks = {"num_gpu_blocks_override": 60} if variant in ("gemma3", "bamba") else {}  # with several groups
     options = {**(IN_MEMORY if tiers != "disk" else {}), **(on_disk(tmp_path) if tiers != "memory" else {})}
     expected, _ = say(small(path, **blocks))
     llm = small(path, **blocks, **options)

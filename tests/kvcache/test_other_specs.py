@@ -1,4 +1,4 @@
-"""Specs that no model has yet, run through the real manager: the interface is enough for them."""
+"""Recurrent states, and a spec that no model has yet, run through the real manager."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import numpy as np
 
 from quire.kvcache.hashing import extra_keys
 from quire.kvcache.manager import KVCacheManager
-from quire.kvcache.specs import CacheEntry, KVCacheSpec, attention_spec
+from quire.kvcache.specs import CacheEntry, KVCacheSpec, StateSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
 from quire.messages.step import BlockTableEdits
 from quire.scheduler.request import Request
-from support.kv_specs import HeadBudgetSpec, StateSpec
+from support.kv_specs import HeadBudgetSpec
 
 BLOCK_SIZE = 4
-STATE = StateSpec((CacheEntry(1, "state"),), num_blocks=2)
+STATE = StateSpec((CacheEntry(1, "state"),))
 HEADS = HeadBudgetSpec((CacheEntry(1),), budgets=(4, 16, 8))
 
 
-def make_manager(*specs: KVCacheSpec, num_blocks: int = 64) -> KVCacheManager:
-    return KVCacheManager(num_blocks, list(specs), BLOCK_SIZE, max_num_batched_tokens=64)
+def make_manager(*specs: KVCacheSpec, num_blocks: int = 64, chunk: int = 64) -> KVCacheManager:
+    return KVCacheManager(num_blocks, list(specs), BLOCK_SIZE, max_num_batched_tokens=chunk)
 
 
 def admit(kv: KVCacheManager, tokens: list[int]) -> Request:
@@ -33,11 +33,15 @@ def admit(kv: KVCacheManager, tokens: list[int]) -> Request:
 
 def step(kv: KVCacheManager, request: Request, end: int) -> None:
     """A step that computes the request's tokens up to `end`, and retires."""
-    kv.begin_step()
+    schedule(kv, request, end)
+    kv.end_step()
+    request.num_retired_tokens = end
+
+
+def schedule(kv: KVCacheManager, request: Request, end: int) -> None:
     assert kv.allocate(request, end, BlockTableEdits())
     request.num_computed_tokens = end
     kv.hash_full_blocks(request)
-    request.num_retired_tokens = end
 
 
 def held(request: Request, group: int) -> list[int]:
@@ -46,13 +50,13 @@ def held(request: Request, group: int) -> list[int]:
 
 
 def test_a_state_takes_the_same_memory_however_long_the_request() -> None:
-    kv = make_manager(STATE, num_blocks=3)
-    assert [kv.max_blocks(length) for length in (1, 4, 5, 1000)] == [1, 1, 2, 2]
+    kv = make_manager(STATE, num_blocks=5, chunk=8)
+    assert [kv.max_blocks(length) for length in (1, 4, 5, 1000)] == [1, 1, 2, 4]
     request = admit(kv, list(range(1000)))
-    for end in (3, 5, 16, 17, 300, 1000):
+    for end in (3, 5, 13, 21, *range(22, 1000)):
         step(kv, request, end)
         assert held(request, 0)[-1] == (end - 1) // BLOCK_SIZE
-        assert len(held(request, 0)) <= 2
+        assert len(held(request, 0)) <= (4 if end <= 24 else 2)
     kv.free(request)
     assert kv.pool.num_free == kv.pool.num_usable
 
@@ -60,43 +64,40 @@ def test_a_state_takes_the_same_memory_however_long_the_request() -> None:
 def test_a_request_starts_behind_the_last_checkpoint_of_a_state() -> None:
     kv = make_manager(attention_spec([0]), STATE)
     first = admit(kv, list(range(40)))
-    for end in (8, 14, 20, 31, 40):  # checkpoints at 8, 20 and 40
+    for end in (8, 14, 31, 40):
         step(kv, first, end)
-    kv.begin_step()
     found = {length: admit(kv, [*range(length), 99]).num_cached_tokens for length in (7, 8, 15, 19, 20, 33, 40)}
-    assert found == {7: 0, 8: 8, 15: 8, 19: 8, 20: 20, 33: 20, 40: 40}
+    assert found == {7: 4, 8: 8, 15: 12, 19: 16, 20: 20, 33: 32, 40: 40}
     second = admit(kv, [*range(20), 99])
     assert held(second, 0) == [0, 1, 2, 3, 4]
     assert held(second, 1) == [4]
 
 
+def test_a_prefix_ends_where_its_state_is_still_known() -> None:
+    """The states of a text are evicted one by one. What is left of its keys is of no use without one of them."""
+    kv = make_manager(attention_spec([0]), STATE)
+    first = admit(kv, list(range(40)))
+    step(kv, first, 40)
+    for index in (9, 8, 7):
+        kv.pool.forget(first.block_tables[1][index])
+    assert admit(kv, [*range(40), 99]).num_cached_tokens == 28
+
+
 def test_a_state_is_shared_only_by_later_steps_than_the_one_that_computes_it() -> None:
     kv = make_manager(STATE)
-    step(kv, admit(kv, list(range(8))), 8)
+    schedule(kv, admit(kv, list(range(8))), 8)
     assert admit(kv, [*range(8), 99]).num_cached_tokens == 0
-    kv.begin_step()
+    kv.end_step()
     assert admit(kv, [*range(8), 99]).num_cached_tokens == 8
 
 
 def test_a_withdrawn_step_leaves_no_checkpoint() -> None:
-    for has_begun in (False, True):  # the step behind it
-        kv = make_manager(STATE)
-        request = admit(kv, list(range(8)))
-        step(kv, request, 4)
-        step(kv, request, 8)
-        if has_begun:
-            kv.begin_step()
-        kv.withdraw_hashes(request, 4)
-        kv.begin_step()
-        assert admit(kv, [*range(8), 99]).num_cached_tokens == 4
-
-
-def test_a_reset_forgets_checkpoints_that_nobody_could_find_yet() -> None:
     kv = make_manager(STATE)
-    step(kv, admit(kv, list(range(8))), 8)
-    kv.reset_prefix_cache()
-    kv.begin_step()
-    assert admit(kv, [*range(8), 99]).num_cached_tokens == 0
+    request = admit(kv, list(range(8)))
+    step(kv, request, 4)
+    step(kv, request, 8)
+    kv.withdraw_hashes(request, 4)
+    assert admit(kv, [*range(8), 99]).num_cached_tokens == 4
 
 
 def test_heads_with_budgets_of_their_own_take_blocks_of_their_own() -> None:

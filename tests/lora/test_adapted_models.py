@@ -12,7 +12,8 @@ from support.engines import make_llm
 from support.reference import prompts
 
 COMBINES = [
-    "adapters × chunked prefill, prefix caching, sliding window, experts, latent attention, sinks, soft caps and ALiBi"
+    "adapters × chunked prefill, prefix caching, sliding window, experts, latent attention, sinks, soft caps and "
+    "ALiBi, recurrent layers"
 ]
 FIRST = [variants[0] for variants in FAMILIES.values()]
 

@@ -19,6 +19,7 @@ from support.checkpoints import ALL_VARIANTS
 from support.engines import GREEDY, MAX_MODEL_LEN, generate, make_llm, tokens_of
 from support.families.experts import EXPERTS as FIRST_EXPERTS
 from support.families.recent import RECENT_EXPERTS
+from support.families.states import STATES
 from support.reference import LENGTHS
 from support.shared_experts import SharedExperts
 
@@ -28,8 +29,9 @@ COMBINES = [
     "expert parallelism × tensor parallelism, data parallelism, pipeline parallelism, chunked prefill, prefix caching, "
     "preemption, sliding window, two steps in flight, experts"
 ]
-EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS}
-FIRST_WITH_EXPERTS = [variant for variant in FIRST if variant in EXPERTS]
+RECURRENT = {name: v for name, v in STATES.items() if v[1].get("num_experts") or v[1].get("num_local_experts")}
+EXPERTS = {**FIRST_EXPERTS, **RECENT_EXPERTS, **RECURRENT}
+FIRST_WITH_EXPERTS = [*(variant for variant in FIRST if variant in EXPERTS), "granitemoehybrid-experts"]
 HALVES = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
 OTHERS = [variant for variant in EXPERTS if variant not in FIRST]
 
@@ -51,7 +53,7 @@ def test_ranks_of_a_tensor_group_with_their_own_experts(checkpoints, references,
     executor = RankedExecutor(checkpoints.path(variant), size, enable_expert_parallel=True)
     llm = make_llm(checkpoints.path(variant))
     kv = executor.kv_cache
-    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), kv.block_size)
     llm.core = EngineCore(scheduler, executor)
     expected = references.continuations(variant)[: len(LENGTHS)]
     made = tokens_of(generate(llm, [c.prompt for c in expected]))
@@ -157,7 +159,7 @@ def test_experts_move_between_the_ranks_of_a_tensor_group(checkpoints):
     expected = tokens_of(generate(llm, prompts))
     executor = RankedExecutor(path, 2, enable_expert_parallel=True, **BALANCED)
     kv = executor.kv_cache
-    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), kv.block_size)
     llm.core = EngineCore(scheduler, executor)
     assert tokens_of(generate(llm, prompts)) == expected
     first = executor.runners[0].balancer.layers[0].dispatch

@@ -10,6 +10,7 @@ import pytest
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec
 from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -70,6 +71,15 @@ PEOPLE_CALL_IT = {
     "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2, M2.1",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "mamba2": "Mamba-2",
+    "bamba": "Bamba",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H",
+    "falcon_h1": "Falcon-H1",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5 (text)",
+    "qwen3_5_moe_text": "Qwen3.5 with experts (text)",
+    "kimi_linear": "Kimi Linear",
 }
 
 OTHER_NAMES = {
@@ -81,7 +91,7 @@ OTHER_NAMES = {
 
 
 def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpec], object]:
-    return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for mixer in spec.mixers)
+    return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for _, mixer in spec.cached)
 
 
 def of_experts(has: Callable[[MoESpec], object]) -> Callable[[DecoderSpec], object]:
@@ -96,6 +106,8 @@ def partial_rotation(spec: DecoderSpec) -> bool:
 FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("fewer KV heads", of_attention(lambda a: a.num_kv_heads < a.num_heads)),
     ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
+    ("state-space layers", lambda s: any(isinstance(mixer, Mamba2Spec) for _, mixer in s.cached)),
+    ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
     ("temperature by position", of_attention(lambda a: a.temperature)),

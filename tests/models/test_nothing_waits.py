@@ -6,14 +6,15 @@ elsewhere than where the model is.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape
+from quire.attention.base import AttentionBackend, AttentionShape, CacheBackend
+from quire.attention.states import StateBackend
+from quire.kvcache.specs import StateShape
 from quire.layers.build import Builder
 from quire.layers.specs import PoolerSpec, Pooling
 from quire.layers.step_inputs import StepInputs, StepSize, dimensions
@@ -53,6 +54,12 @@ class NoAttention(AttentionBackend):
         return out, torch.empty(tokens, heads, device=META)
 
 
+def backend_of(c: Any) -> CacheBackend:
+    if isinstance(c, StateShape):
+        return StateBackend(c, 16, drafts=3)
+    return NoAttention(AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim))
+
+
 @pytest.mark.parametrize("variant", ALL_VARIANTS)
 @torch.inference_mode()
 def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
@@ -60,13 +67,16 @@ def test_a_forward_needs_nothing_of_the_device(checkpoints, variant):
     kernels = Kernels(Target(META, torch.bfloat16))
     # The reference loops over experts; the implementations for GPUs do not.
     kernels.grouped_linear = lambda x, weight, bias, offsets: x.new_empty(len(x), weight.shape[1])  # type: ignore[method-assign]
+    # The same holds for states, and requests.
+    kernels.causal_conv = lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format)  # type: ignore[method-assign]
+    kernels.scan = lambda q, k, v, *_: torch.empty_like(v, memory_format=torch.contiguous_format)  # type: ignore[method-assign]
     builder = Builder(kernels, Communicator(), quantization_method(description))
     model = Decoder(builder, spec_of(description), 64)
     builder.fill(lambda slot: None)
-    (c,) = {replace(shape, chunk=None) for shape in model.cache_shapes}
-    shape = AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, 16, torch.bfloat16, META, c.value_dim)
-    backends = [NoAttention(shape) for _ in model.kv_specs]
-    model.bind_cache(backends, [torch.empty(1, 0, dtype=torch.uint8, device=META)] * len(backends))
+    backends = [backend_of(shape) for shape in model.cache_shapes]
+    memory = [torch.empty(1, len(s.entries) * b.entry_bytes(), dtype=torch.uint8, device=META)
+              for s, b in zip(model.kv_specs, backends, strict=True)]  # fmt: skip
+    model.bind_cache(backends, memory)
     forward = Forward(model, backends)
     groups = len(model.kv_specs)
 

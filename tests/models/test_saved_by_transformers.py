@@ -23,10 +23,12 @@ from support.seeing import SEEING
 
 pytestmark = pytest.mark.texts
 
-# The variants that other tests change after they are saved; test_parity.py reads the others as they were saved.
+# The variants that other tests change after they are saved; test_parity.py reads the others as they were saved. Not
+# Kimi Linear: transformers 5.24 saves its dense layers under a name that no published checkpoint has.
 CHANGED = [
-    name for name, (kind, _, writing) in ALL_VARIANTS.items() if kind not in STAND_INS and writing.keys() - {"seed"}
-]
+    name for name, (kind, _, writing) in ALL_VARIANTS.items()
+    if kind not in {*STAND_INS, "kimi_linear"} and writing.keys() - {"seed"}
+]  # fmt: skip
 RECORDS = {version: read_record(version) for version in VERSIONS}
 RECORDED = [(version, variant) for version, record in RECORDS.items() for variant in record["variants"]]
 
@@ -72,6 +74,8 @@ def test_every_architecture_of_transformers_is_recorded():
     others = {"YiForCausalLM", "InternLM2ForCausalLM", "MiniCPMForCausalLM", "MiMoForCausalLM", "PhiMoEForCausalLM"}
     others |= {"Llama4ForConditionalGeneration", *SEEING}
     others |= {"Dots1ForCausalLM", "Exaone4ForCausalLM"}  # these versions know other options than the variants have
+    others |= {"GraniteMoeHybridForCausalLM"}  # the same; those in the next line are younger
+    others |= {"NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "KimiLinearForCausalLM"}
     assert named | others == set(ARCHITECTURES)
 
 

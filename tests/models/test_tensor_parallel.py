@@ -47,6 +47,7 @@ COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop strings, n > 1",
     "tensor parallelism × chunked prefill, prefix caching, preemption, sliding window, seeded sampling, stop "
     "strings, n > 1, two steps in flight",
+    "recurrent layers × tensor parallelism",
 ]
 
 
@@ -105,6 +106,17 @@ class RankedExecutor(Executor):
 
 
 SPLITS = [
+    ("mamba2", 2),
+    ("mamba2-one-group-biases", 2),  # both ranks have the group, and norm it together
+    ("bamba", 2),
+    ("granitemoehybrid", 2),
+    ("granitemoehybrid-experts", 2),
+    ("nemotron_h", 2),
+    ("falcon_h1", 2),
+    ("qwen3_next", 2),
+    ("qwen3_5_text", 4),
+    ("qwen3_5_moe_text", 2),
+    ("kimi_linear", 2),
     ("llama-gqa2-tied-llama3", 2),  # a vocabulary of 333, tied
     ("llama-gqa4-llama3-old", 4),  # 8 heads over 2 KV heads: two ranks keep the same one
     ("llama-6-heads-over-2", 2),
@@ -229,7 +241,7 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
     executor = RankedExecutor(checkpoints.path(variant), size)
     llm = make_llm(checkpoints.path(variant))
     kv = executor.kv_cache
-    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), 16)
+    scheduler = Scheduler(scheduler_limits(llm.config, MAX_MODEL_LEN), kv.num_blocks, list(kv.specs), kv.block_size)
     llm.core = EngineCore(scheduler, executor)
     expected = references.continuations(variant)[: len(LENGTHS)]
     made = tokens_of(generate(llm, [c.prompt for c in expected]))
@@ -268,7 +280,7 @@ def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks
 
 
 def sums_of_a_layer(spec: DecoderSpec, layer: int) -> int:
-    mixer, branches = spec.mixers[layer], 1 if spec.residual == "parallel" else 2
+    mixer, branches = spec.mixers[layer], 1 if spec.residual in ("parallel", "single") else 2
     normed = isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None and mixer.qk_norm_over == "all"
     return branches + 2 * normed  # the squares of queries and of keys
 

@@ -373,7 +373,8 @@ def test_products_with_packed_weights(implementation, two_threads):
 def test_every_op_has_cases():
     of_batches = {"flat_batch", "append_tokens", "count_kept"}
     elsewhere = {
-        "quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", "merge_partials", *of_batches
+        "quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", "merge_partials", *of_batches,
+        "causal_conv", "time_steps", "scan", "gated_norm",
     }  # fmt: skip
     assert {*CASES, *elsewhere} == set(OPS)
 

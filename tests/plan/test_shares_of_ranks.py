@@ -50,7 +50,9 @@ def footprint_of(path: Path) -> Footprint:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "qwen3"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "qwen3", "falcon_h1", "qwen3_next"]
+)
 def test_a_rank_has_as_many_bytes_as_counted(checkpoints, variant, tp):
     path = checkpoints.path(variant)
     expected = footprint_of(path).of(Share(tp)).weights(None)[0] + tables(path)
@@ -68,7 +70,7 @@ def test_a_stage_has_the_layers_and_tables_that_are_counted(checkpoints, variant
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("variant", ["llama", "gemma3", "deepseek_v3", "qwen3-mixed-windows-biases"])
+@pytest.mark.parametrize("variant", ["llama", "gemma3", "deepseek_v3", "qwen3-mixed-windows-biases", "falcon_h1"])
 def test_the_groups_of_the_cache_are_those_of_a_worker(checkpoints, variant, tp):
     path = checkpoints.path(variant)
     made, footprint = worker(path, tp).kv_cache, footprint_of(path).of(Share(tp))

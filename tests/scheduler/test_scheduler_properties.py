@@ -27,7 +27,7 @@ from quire.engine.kv_events import KVEvents
 from quire.engine.pause import PauseGate
 from quire.kvcache.block_pool import HashedTokens
 from quire.kvcache.hashing import hash_root
-from quire.kvcache.specs import CacheEntry, KVCacheSpec, attention_spec
+from quire.kvcache.specs import CacheEntry, KVCacheSpec, StateSpec, attention_spec
 from quire.messages.engine import EngineCoreRequest, FinishReason
 from quire.messages.kv_events import KVCacheEvent, KVEventBatch
 from quire.messages.sampling_params import SamplingParams
@@ -41,10 +41,12 @@ from quire.scheduler.speculation import Speculation
 from quire.speculative.lengths import DraftLengths
 from quire.speculative.proposer import Text
 from support.kv_router import RouterView
-from support.kv_specs import HeadBudgetSpec, StateSpec
+from support.kv_specs import HeadBudgetSpec
 from support.tiers import MoverModel
 
 COMBINES = [
+    "recurrent layers × KV events, chunked prefill, prefix caching, preemption, priority, two steps in flight, KV"
+    " tiers, speculation, drafters on the device, long_prefill_token_threshold",
     "KV events × chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
     "chunked prefill, prefix caching, preemption, sliding window, priority, two steps in flight",
     "KV compression × chunked prefill, prefix caching, preemption, priority, two steps in flight",
@@ -65,6 +67,7 @@ KV_GROUPS: dict[str, list[str]] = {
     "chunks": ["full", "chunks of 8"],
     "state": ["state"],
     "hybrid": ["full", "state", "6"],
+    "two states": ["full", "state", "state"],
     "heads": ["full", "heads"],
     "compressed": ["full"],
     "compressed again": ["full"],
@@ -83,7 +86,12 @@ Place = tuple[int, int, int]
 
 
 class WindowModel:
-    """What a step does with the entries of a group: attention to all tokens, or to the last `window`."""
+    """What a step does with the entries of a group: attention to all tokens, or to the last `window`.
+
+    whole_blocks: what is stored in a block takes the place of all that was there.
+    """
+
+    whole_blocks = False
 
     def __init__(self, window: int | None) -> None:
         self.window = window
@@ -94,6 +102,10 @@ class WindowModel:
 
     def stores(self, start: int, end: int) -> list[Place]:
         return [(position // BLOCK_SIZE, position % BLOCK_SIZE, position) for position in range(start, end)]
+
+    def of_a_full_block(self) -> list[Place]:
+        """What a block has when it can be found by its hash."""
+        return self.stores(0, BLOCK_SIZE)
 
     def reads(self, start: int, end: int) -> list[Place]:
         """What is read when all of the step is stored."""
@@ -112,16 +124,31 @@ class ChunkModel(WindowModel):
 
 
 class StateModel(WindowModel):
-    """A state: read by the next step, and stored in the block of a step's last token."""
+    """A state: read behind the token before a step, and stored in each block of the step.
 
-    def __init__(self) -> None:
+    The next step may start behind any token that is not a draft of this one, so the newest block knows the states
+    behind the last `drafts` tokens, too.
+    """
+
+    whole_blocks = True
+
+    def __init__(self, drafts: int) -> None:
         super().__init__(window=None)
+        self.drafts = drafts
+
+    def of_a_full_block(self) -> list[Place]:
+        return self._places(BLOCK_SIZE - 1, BLOCK_SIZE)
 
     def reads_first(self, start: int, end: int) -> list[Place]:
-        return [((start - 1) // BLOCK_SIZE, 0, start - 1)] if start else []
+        return self._places(start - 1, start)
 
     def stores(self, start: int, end: int) -> list[Place]:
-        return [((end - 1) // BLOCK_SIZE, 0, end - 1)]
+        borders = [(block + 1) * BLOCK_SIZE for block in range(start // BLOCK_SIZE, end // BLOCK_SIZE)]
+        return sorted({*self._places(max(start, end - 1 - self.drafts), end),
+                       *(place for border in borders for place in self._places(border - 1, border))})  # fmt: skip
+
+    def _places(self, start: int, end: int) -> list[Place]:
+        return [(position // BLOCK_SIZE, position % BLOCK_SIZE, position) for position in range(max(0, start), end)]
 
     def reads(self, start: int, end: int) -> list[Place]:
         return []
@@ -148,10 +175,10 @@ class HeadModel(WindowModel):
         return []
 
 
-def make_group(kind: str, layer: int, depth: int) -> tuple[KVCacheSpec, WindowModel]:
+def make_group(kind: str, layer: int, drafts: int) -> tuple[KVCacheSpec, WindowModel]:
     entries = (CacheEntry(layer),)
     if kind == "state":
-        return StateSpec(entries, 1 + depth), StateModel()
+        return StateSpec(entries), StateModel(drafts)
     if kind == "heads":
         return (spec := HeadBudgetSpec(entries, HEAD_BUDGETS)), HeadModel(spec)
     if kind.startswith("chunks"):
@@ -346,7 +373,11 @@ class WorkerModel:
         slots: set[tuple[int, int]] = set()
         for (number, row, count), access in zip(work, accesses, strict=True):
             for group, model in enumerate(self.groups):
-                for index, offset, position in row.moved(model.stores(row.computed, row.computed + count)):
+                places = row.moved(model.stores(row.computed, row.computed + count))
+                for index in {index for index, _, _ in places} if model.whole_blocks else ():
+                    for offset in range(BLOCK_SIZE):
+                        self.memory.pop((self.tables[group, number, index], offset), None)
+                for index, offset, position in places:
                     block = self.tables[group, number, index]
                     assert block > 0, f"{row} writes to the null block"
                     assert (block, offset) not in slots, f"two tokens of step {step.step_id} are written to one slot"
@@ -504,7 +535,7 @@ class House:
     """A scheduler and the model side by side; every move is checked."""
 
     def __init__(self, setting: Setting) -> None:
-        groups = [make_group(kind, layer, setting.depth) for layer, kind in enumerate(KV_GROUPS[setting.groups])]
+        groups = [make_group(kind, layer, setting.drafts) for layer, kind in enumerate(KV_GROUPS[setting.groups])]
         specs = [spec for spec, _ in groups]
         self.compression = COMPRESSION.get(setting.groups)
         if self.compression is not None:  # which excludes drafters on the device
@@ -520,7 +551,7 @@ class House:
         least = sum(spec.max_blocks(MAX_MODEL_LEN, limits.most_in_flight, BLOCK_SIZE) for spec in specs)
         num_blocks = 1 + least + setting.spare_blocks
         doors, self.pause_gate = Doors(), PauseGate()
-        can_roll_back = not {"state", "heads"} & set(KV_GROUPS[setting.groups])
+        can_roll_back = "heads" not in KV_GROUPS[setting.groups]
         speculation = None
         if setting.drafts and can_roll_back:
             proposer = None if setting.drafts_stay else Guesses(self, setting.skill)
@@ -870,7 +901,7 @@ class House:
                 text = tuple(request.token_ids[: (index + 1) * BLOCK_SIZE]), request.source.cache_salt, None
                 assert self.router.texts.get(int.from_bytes(name[-8:]), text) == text
         for (group, block_hash), block_id in owners.items():
-            places = self.worker.groups[group].stores(0, BLOCK_SIZE)
+            places = self.worker.groups[group].of_a_full_block()
             last = self.worker.memory.get((block_id, places[-1][1]))
             assert last is not None, f"block {block_id} is findable, and empty"
             for _, offset, position in places:

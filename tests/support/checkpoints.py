@@ -148,7 +148,9 @@ def scale_weights(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *correction]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
+            if name.endswith("A_log"):
+                noise = 1.5 * noise - 1.5  # some states are forgotten soon, others live for many tokens
+            elif name.endswith("bias"):
                 noise *= bias_size(name)
             elif name.endswith("sinks"):
                 noise = 4 + 2 * noise  # among the largest of the scores

@@ -1,45 +1,15 @@
-"""Two KV specs that no model uses yet, to test the interface: a recurrent state, and blocks that differ by head."""
+"""A KV spec that no model uses yet, to test the interface: blocks that differ by head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from quire.kvcache.block_pool import Block
 from quire.kvcache.specs import KVCacheSpec, Lookup
 
 if TYPE_CHECKING:
     from quire.kvcache.specs import Ints
-
-
-class StateSpec(KVCacheSpec, frozen=True, tag=True):
-    """A recurrent layer's state, which has a fixed size.
-
-    A step reads the state of the step before, and stores its own in the block of its last token. If a step ended with
-    the last token of a block, that block is a checkpoint from which other requests may start. num_blocks: one for the
-    state that is read, and one for each step in flight.
-    """
-
-    num_blocks: int
-
-    # A step reads states before it stores any.
-    sharable_at_once: ClassVar[bool] = False
-
-    def first_needed_token(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - 1)
-
-    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        return min(-(-num_tokens // block_size), self.num_blocks)
-
-    def new_blocks(self, table_length: int, num_tokens: int, block_size: int) -> range:
-        end = -(-num_tokens // block_size)
-        return range(max(table_length, end - 1), end)
-
-    def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
-        if num_tokens % block_size:
-            return range(0)
-        end = num_tokens // block_size
-        return range(max(first, end - 1), end)
 
 
 class HeadBudgetSpec(KVCacheSpec, frozen=True, tag=True):

@@ -183,7 +183,13 @@ def internlm2_hub(tensors: Tensors, config: Config) -> Tensors:
     return made
 
 
+def kimi_linear_hub(tensors: Tensors, config: Config) -> Tensors:
+    """transformers saves the dense first layer under the name of the layers with experts."""
+    return {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in tensors.items()}
+
+
 HUB_LAYOUTS = {
+    "kimi_linear": kimi_linear_hub,
     "gpt2": gpt2_hub,
     "opt": opt_hub,
     "falcon": falcon_hub,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,6 +132,37 @@ def in_experts(change: Callable[[MoE], None]) -> ModelMutation:
                 change(layer.mlp)
 
     return mutate
+
+
+def in_states(change: Callable[[Any], Any]) -> ModelMutation:
+    """Change the recurrent layers."""
+
+    def mutate(model: Decoder) -> None:
+        mixers = [getattr(layer.mixer, "recurrent", layer.mixer) for layer in model.layers]
+        states = [mixer for mixer in mixers if hasattr(mixer, "pages")]
+        assert states
+        for mixer in states:
+            change(mixer)
+
+    return mutate
+
+
+def one_decay(mixer: Any) -> None:
+    """The elements of a key decay alike in all of its head."""
+    mixer.dt_bias.copy_(mixer.dt_bias.view(mixer.num_heads, -1).mean(1).repeat_interleave(mixer.key_dim))
+
+
+def open_gates(model: Decoder) -> None:
+    """The gates of attention let everything pass."""
+    mixers = [layer.mixer for layer in model.layers if getattr(layer.mixer, "output_gate", False)]
+    assert mixers
+    for mixer in mixers:
+        mixer.project = partial(_with_open_gates, mixer.project)
+
+
+def _with_open_gates(project: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    *qkv, gate = project(x)
+    return *qkv, torch.full_like(gate, 100)
 
 
 def of_model(change: Callable[[Decoder], Any]) -> ModelMutation:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.config import EngineConfig, canonical_name
 from quire.loading.hub import bundled_model
+from quire.loading.metadata import hf_config
+from quire.models.registry import spec_of
 from quire.scheduler.speculation import Speculation
 from support.proposers import PROPOSERS, TARGET, speculate, target_options
 
@@ -33,6 +36,8 @@ class Everywhere:
             if given.get("speculative_config") is None:
                 if given.get("async_scheduling") and name in PROPOSERS:
                     pytest.skip("async_scheduling: proposers on the host need the results of a step before the next")
+                if name == "draft_model" and self.has_states(given):
+                    pytest.skip("a draft model with recurrent layers is refused")
                 options["speculative_config"] = self.config(given)
             return create(cls, **options)  # type: ignore[no-any-return]
 
@@ -43,6 +48,11 @@ class Everywhere:
 
         EngineConfig.create = classmethod(create_with_drafts)  # type: ignore[method-assign, assignment]
         Speculation.verified = count  # type: ignore[method-assign]
+
+    @staticmethod
+    def has_states(options: dict[str, Any]) -> bool:
+        directory = Path(str(options.get("model") or bundled_model()))
+        return directory.is_dir() and spec_of(hf_config(directory, {})).has_states
 
     def config(self, options: dict[str, Any]) -> dict[str, Any]:
         """The option speculative_config for an engine with these options."""

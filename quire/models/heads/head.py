@@ -5,12 +5,12 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec
-from quire.layers.attention_spec import CacheShape
+from quire.attention.base import CacheBackend
+from quire.kvcache.specs import ModelKVSpec
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState
 from quire.models.decoder import Decoder
+from quire.models.model import Shape
 from quire.models.spec import HfConfig
 
 Choose = Callable[[Tensor, int], Tensor]  # (logits [requests, vocab_size], number of the draft, from 0) -> [requests]
@@ -35,10 +35,10 @@ class ChainHead(Protocol):
     mask: tuple[int, Tensor] | None
     ignored: tuple[str, ...]
     rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]]
-    kv_specs: Sequence[AttentionKVSpec]
-    cache_shapes: Sequence[CacheShape]
+    kv_specs: Sequence[ModelKVSpec]
+    cache_shapes: Sequence[Shape]
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None: ...
+    def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None: ...
 
     def combine(self, states: Sequence[Tensor]) -> Tensor:
         """states: the final hidden states, or those of `taps`, each [tokens, hidden] -> the head's hidden states,

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec, FullAttentionSpec, KVCacheSpec
-from quire.layers.attention_spec import CacheShape
+from quire.attention.base import CacheBackend
+from quire.kvcache.specs import FullAttentionSpec, KVCacheSpec, ModelKVSpec
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.messages.step import NewRequest, TokenEdits
+from quire.models.model import Shape
 from quire.worker.drafters.sampling import DraftSampling
 from quire.worker.drafters.step import SampledStep
 from quire.worker.staging import Staging
@@ -21,10 +21,10 @@ from quire.worker.staging import Staging
 class Cached(Protocol):
     """A part of a drafter that has a KV cache. See Model for the attributes."""
 
-    kv_specs: Sequence[AttentionKVSpec]
-    cache_shapes: Sequence[CacheShape]
+    kv_specs: Sequence[ModelKVSpec]
+    cache_shapes: Sequence[Shape]
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None: ...
+    def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None: ...
 
 
 class Drafter(ABC):

@@ -6,8 +6,9 @@ from typing import cast
 
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import CacheBackend
 from quire.config import ConfigError, EngineConfig
+from quire.kvcache.specs import StateShape
 from quire.loading.metadata import hf_config
 from quire.messages.errors import error_text
 from quire.models.heads.head import ChainHead, StateHead
@@ -30,7 +31,7 @@ class DrafterParts:
 
     def __init__(
         self, options: SpeculativeOptions, config: EngineConfig, directory: Path, target: Model, max_model_len: int,
-        group: Communicator, backends_of: Callable[[Cached], list[AttentionBackend]],
+        group: Communicator, backends_of: Callable[[Cached], list[CacheBackend]],
     ) -> None:  # fmt: skip
         self.options, self.config, self.target = options, config, target
         self.part: Cached | StateHead
@@ -48,8 +49,11 @@ class DrafterParts:
             raise ConfigError(f"speculative_config: num_speculative_tokens is {options.num_speculative_tokens}, but "
                               f"the checkpoint of {options.method} makes {self.part.most} drafts at most")  # fmt: skip
         self.cached: Cached | None = None if isinstance(self.part, StateHead) else self.part
+        if self.cached is not None and any(isinstance(shape, StateShape) for shape in self.cached.cache_shapes):
+            raise ConfigError("speculative_config: a draft model with recurrent layers could not take its drafts back; "
+                              "choose one with attention alone")  # fmt: skip
         try:
-            self.backends: Sequence[AttentionBackend] = [] if self.cached is None else backends_of(self.cached)
+            self.backends: Sequence[CacheBackend] = [] if self.cached is None else backends_of(self.cached)
         except ConfigError as error:
             raise ConfigError(f"speculative_config: the drafter cannot be used; {error_text(error)}") from None
         if self.cached is not None and not target.kv_specs:

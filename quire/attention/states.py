@@ -1,0 +1,48 @@
+"""The states of recurrent layers in the cache: a page for each block and layer."""
+
+import torch
+
+from quire.attention.base import CacheBackend, StepLayout
+from quire.kvcache.specs import StateShape
+from quire.ops.reference.states import StatePlan
+
+
+class StateBackend(CacheBackend):
+    """Pages as Pages in ops/reference/states.py draws them. drafts: the most drafts of a request in a step."""
+
+    name, cache_dtype = "states", torch.float32
+
+    def __init__(self, shape: StateShape, block_size: int, drafts: int, capturable: bool = False) -> None:
+        """capturable: whether the ops that run can be in a CUDA graph."""
+        self.shape, self.block_size, self.drafts, self.capturable = shape, block_size, drafts, capturable
+        self.block_shape = (shape.page_numbers(drafts),)
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.block_size
+
+    @property
+    def layout(self) -> str:
+        return f"{self.shape}, {self.drafts} drafts"
+
+    def plan(self, layout: StepLayout, previous: StatePlan | None = None) -> StatePlan:
+        table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
+        given = layout.query_start_loc.contiguous(), layout.seq_lens.contiguous(), table
+        if previous is None:
+            return StatePlan.of(*given, self.block_size, self.drafts)
+        previous.set(*given)
+        return previous
+
+
+def matching_block_size(block_size: int, state_bytes: int, token_bytes: int) -> int:
+    """The number of tokens, a multiple of block_size, whose entries take as much memory as a state. With it, groups of
+    attention and groups of states waste little of their blocks, which are equally large.
+
+    token_bytes: what attention keeps of a token in a layer, 0 for a model without attention.
+    """
+    if not token_bytes:
+        return -(-_TOKENS_OF_A_STATE // block_size) * block_size
+    return max(1, -(-state_bytes // (token_bytes * block_size))) * block_size
+
+
+_TOKENS_OF_A_STATE = 512  # in a model without attention, a checkpoint costs as much however far it is from others

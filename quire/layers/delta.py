@@ -1,0 +1,127 @@
+"""Layers with the gated delta rule: Gated DeltaNet (arXiv:2412.06464) and Kimi Delta Attention (arXiv:2510.26692)."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from quire.layers.attention_spec import LayerPlace
+from quire.layers.build import Builder
+from quire.layers.forward_state import ForwardState, pick
+from quire.layers.linear import ColumnParallelLinear, ReplicatedLinear
+from quire.layers.recurrent import Part, Recurrent, by_head
+from quire.layers.specs import OutputPart
+from quire.layers.state_spec import DeltaSpec
+
+_EPS = 1e-6  # of the norms of queries and keys
+
+
+class DeltaNet(Recurrent):
+    """names: of dt_bias, a_log, gate_norm and state_out; of conv, or of conv_q, conv_k and conv_v. Of state_in (q, k,
+    v, z) and state_ba, or of state_qkv, state_z, state_b and state_a, or of state_q, state_k, state_v, state_b,
+    decay_a, decay_b, gate_a and gate_b."""
+
+    def __init__(self, builder: Builder, spec: DeltaSpec, names: dict[str, str], place: LayerPlace) -> None:
+        super().__init__(builder, spec, names, place)
+        self.spec, heads, key_heads = spec, spec.num_heads, spec.num_kv_heads
+        keys, values = key_heads * spec.key_dim, heads * spec.value_dim
+        qkv = [
+            *(self.of_key_heads(spec.key_dim, start) for start in (0, keys)),
+            self.of_heads(spec.value_dim, 2 * keys),
+        ]
+        total, one = 2 * keys + values, self.of_heads(1)
+        self.is_kimi = spec.projections == "kimi"
+        self.into = ColumnParallelLinear(builder, spec.hidden_size, self._outputs(names, qkv))
+        conv = [(f"{names['conv']}.weight", total, part) for part in qkv] if "conv" in names else [
+            (f"{names[f'conv_{key}']}.weight", rows, part) for key, rows, part in self._separate(qkv)
+        ]  # fmt: skip
+        self.convolve(builder, conv, spec.conv_width)
+        steps = [(names["dt_bias"], heads * spec.decays, self.of_heads(spec.decays))]
+        self.dt_bias = self.vector(builder, steps)
+        if self.is_kimi:
+            self.rate = builder.parameter(self.num_heads, dtype=torch.float32)
+            rates = self.rate.view(1, 1, -1, 1)
+            builder.part(names["a_log"], rates, (1, 1, heads, 1), slice(1), slice(1), slice(*one))
+            builder.when_loaded(self._repeat_rates)
+            rank, outputs = spec.value_dim, self.of_heads(spec.value_dim)
+            self.decay_in = ReplicatedLinear(builder, names["decay_a"], spec.hidden_size, rank)
+            self.gate_in = ReplicatedLinear(builder, names["gate_a"], spec.hidden_size, rank)
+            self.decay_out, self.gate_out = (
+                ColumnParallelLinear(builder, rank, [OutputPart(names[key], values, *outputs)])
+                for key in ("decay_b", "gate_b")
+            )
+        else:
+            self.rate = self.vector(builder, [(names["a_log"], heads, one)])
+        self.gate_weight = builder.whole(f"{names['gate_norm']}.weight", spec.value_dim)
+        builder.when_loaded(self._repeat_gate_weight)
+        # The L2 norm of a vector is an RMS norm, times the root of its size. Queries are scaled by that once more.
+        scale = torch.tensor([spec.key_dim**-1.0, spec.key_dim**-0.5], dtype=torch.float32, device=builder.device)
+        self.q_scale, self.k_scale = scale[:, None].repeat(1, spec.key_dim)
+
+    def _repeat_rates(self) -> None:
+        self.rate = self.rate.repeat_interleave(self.spec.decays)
+
+    def _repeat_gate_weight(self) -> None:
+        self.gate_weight = self.gate_weight.repeat(self.num_heads)
+
+    def _separate(self, qkv: list[Part]) -> list[tuple[str, int, Part]]:
+        """q, k and v as tensors of their own: name, rows, and those of this rank."""
+        keys, values = self.spec.num_kv_heads * self.spec.key_dim, self.spec.num_heads * self.spec.value_dim
+        sizes, starts = (keys, keys, values), (0, keys, 2 * keys)
+        return [
+            (key, rows, (part[0] - start, part[1] - start))
+            for key, rows, part, start in zip("qkv", sizes, qkv, starts, strict=True)
+        ]
+
+    def _outputs(self, names: dict[str, str], qkv: list[Part]) -> list[OutputPart]:
+        """The projections to q, k, v of all heads, then z, b and a, if these are products of the input."""
+        spec, heads, ratio = self.spec, self.spec.num_heads, self.spec.num_heads // self.spec.num_kv_heads
+        keys, values, one = spec.num_kv_heads * spec.key_dim, heads * spec.value_dim, self.of_heads(1)
+        if spec.projections == "kimi":
+            parts = [OutputPart(names[f"state_{key}"], rows, *part) for key, rows, part in self._separate(qkv)]
+            return [*parts, OutputPart(names["state_b"], heads, *one)]
+        if spec.projections == "separate":
+            z = OutputPart(names["state_z"], values, *self.of_heads(spec.value_dim))
+            return [
+                *(OutputPart(names["state_qkv"], 2 * keys + values, *part) for part in qkv), z,
+                *(OutputPart(names[key], heads, *one) for key in ("state_b", "state_a")),
+            ]  # fmt: skip
+        group, rows, size = 2 * (spec.key_dim + ratio * spec.value_dim), 2 * (keys + values), spec.value_dim
+
+        def of_each(name: str, total: int, starts: Iterable[int], size: int) -> list[OutputPart]:
+            return [OutputPart(names[name], total, start, start + size) for start in starts]
+
+        def of_heads(group: int, first: int, size: int) -> Iterator[int]:
+            return (h // ratio * group + first + h % ratio * size for h in self.share.heads)
+
+        q, k = ([g * group + first for g in self.share.kv_heads] for first in (0, spec.key_dim))
+        v, z_of = (of_heads(group, 2 * spec.key_dim + first, size) for first in (0, ratio * size))
+        b, a = (of_heads(2 * ratio, first, 1) for first in (0, ratio))
+        return [
+            *of_each("state_in", rows, [*q, *k], spec.key_dim), *of_each("state_in", rows, [*v, *z_of], size),
+            *of_each("state_ba", 2 * heads, [*b, *a], 1),
+        ]  # fmt: skip
+
+    def __call__(self, x: Tensor, state: ForwardState, wanted: Tensor | None = None) -> Tensor:
+        """x: [tokens, hidden] -> [tokens or len(wanted), hidden], this rank's summand."""
+        assert self.pages is not None, "bind the cache first"
+        kernels, plan = self.kernels, state.plans[self.place.state_group]
+        channels, heads = 2 * self.keys + self.values, self.num_heads
+        if self.is_kimi:
+            inputs, b = torch.split(self.into(x), [channels, heads], 1)
+            a, z = self.decay_out(self.decay_in(x)), self.gate_out(self.gate_in(pick(x, wanted)))
+        else:
+            inputs, z, b, a = torch.split(self.into(x), [channels, self.values, heads, heads], 1)
+            z = pick(z, wanted)
+        inputs = kernels.causal_conv(inputs, self.conv, None, self.pages, plan)
+        q, k, v = torch.split(inputs, [self.keys, self.keys, self.values], 1)
+        q, k = (by_head(part, self.num_kv_heads, self.key_dim) for part in (q, k))
+        eps = _EPS / self.key_dim
+        q, k = kernels.rms_norm(q, self.q_scale, eps), kernels.rms_norm(k, self.k_scale, eps)
+        _, decay = kernels.time_steps(a, self.dt_bias, self.rate, 0.0, float("inf"))
+        y = kernels.scan(
+            q, k, by_head(v, heads, self.value_dim), decay, kernels.activate(b, "sigmoid"), None, self.pages,
+            plan, True,
+        )  # fmt: skip
+        y, act = pick(y.flatten(1), wanted), "sigmoid" if self.is_kimi else "silu"
+        return self.out(kernels.gated_norm(y, z, self.gate_weight, self.spec.norm.eps, self.value_dim, False, act))

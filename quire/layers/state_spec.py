@@ -1,0 +1,84 @@
+"""Recurrent layers as data. Their sizes on a rank are in StateShape; what they compute, in ops/reference/states.py."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from quire.kvcache.specs import CacheEntry, StateShape, StateSpec
+from quire.layers.attention_spec import AttentionSpec, HeadShare
+from quire.layers.specs import NormSpec
+
+if TYPE_CHECKING:
+    from quire.parallel.mesh import Communicator
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """What the kinds of recurrent layers have in common. num_kv_heads: of keys; each is used by equally many heads."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: NormSpec
+
+    @property
+    def decays(self) -> int:
+        return 1
+
+    def cache_shape(self, group: "Communicator") -> StateShape:
+        share = HeadShare.of(self, group)
+        heads, key_heads = len(share.heads), len(share.kv_heads)
+        channels = 2 * key_heads * self.key_dim + heads * self.value_dim
+        return StateShape(
+            heads, key_heads, self.key_dim, self.value_dim, channels, self.conv_width, self.decays
+        )  # fmt: skip
+
+    def kv_spec(self, layer: int, window: int | None) -> StateSpec:
+        return StateSpec((CacheEntry(layer, "state"),))
+
+
+@dataclass(frozen=True)
+class Mamba2Spec(RecurrentSpec):
+    """A state-space layer (Mamba-2, arXiv:2405.21060), whose groups are the heads of its keys B and queries C.
+
+    time_step: the least and the longest. has_norm: whether the gated result is normed, each group for itself.
+    multipliers: of the projected z, x, B, C and dt (Falcon-H1), None for none.
+    """
+
+    conv_bias: bool = True
+    bias: bool = False
+    time_step: tuple[float, float] = (0.0, float("inf"))
+    has_norm: bool = True
+    gate_first: bool = True
+    multipliers: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DeltaSpec(RecurrentSpec):
+    """A layer with the gated delta rule.
+
+    projections: how the checkpoint keeps q, k, v, the gate z, the decay a and the step b: in two tensors ordered by key
+    head ("by_key_head", Qwen3-Next), in four ("separate", Qwen3.5), or as Kimi Delta Attention ("kimi"), where each
+    element of a key has a decay of its own, and decay and gate are computed by two small layers each.
+    """
+
+    projections: Literal["by_key_head", "separate", "kimi"] = "separate"
+
+    @property
+    def decays(self) -> int:
+        return self.key_dim if self.projections == "kimi" else 1
+
+
+@dataclass(frozen=True)
+class HybridSpec:
+    """Attention and a recurrent layer, which read the same input and whose results are added up (Falcon-H1).
+
+    multipliers: of the input and of the result of each of the two.
+    """
+
+    attention: AttentionSpec
+    recurrent: Mamba2Spec
+    attention_multipliers: tuple[float, float] = (1.0, 1.0)
+    recurrent_multipliers: tuple[float, float] = (1.0, 1.0)

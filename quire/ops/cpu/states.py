@@ -1,0 +1,64 @@
+"""Recurrent layers in C++."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu.build import kernel
+from quire.ops.cpu.elementwise import on_cpu
+from quire.ops.reference import states as reference
+from quire.ops.reference.states import Pages, StatePlan
+
+
+@reference.causal_conv.implementation("cpu", supports=on_cpu)
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan) -> Tensor:
+    width, channels = weight.shape
+    out = x.new_empty(len(x), channels)
+    kernel("quire_causal_conv", "pipllplpplp")(
+        ctypes.addressof(plan.step), x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), channels, weight.data_ptr(),
+        width, None if bias is None else bias.data_ptr(), pages.inputs.data_ptr(), pages.inputs.stride(0),
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+@reference.time_steps.implementation("cpu", supports=on_cpu)
+def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
+    steps, decay = (torch.empty(x.shape, dtype=torch.float32) for _ in range(2))
+    kernel("quire_time_steps", "iplllppffppi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), *x.shape, bias.data_ptr(), rate.data_ptr(), least, most,
+        steps.data_ptr(), decay.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return steps, decay
+
+
+@reference.scan.implementation("cpu", supports=on_cpu)
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
+    delta: bool,
+) -> Tensor:  # fmt: skip
+    tokens, heads, value_dim = v.shape
+    out = v.new_empty(tokens, heads, value_dim)
+    kernel("quire_scan", "piiilllllpllpllplpplpplppp")(
+        ctypes.addressof(plan.step), v.dtype is torch.bfloat16, scale.dtype is torch.float32, delta, heads, k.shape[1],
+        k.shape[2], value_dim, decay.shape[1] // heads, q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(),
+        k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), decay.data_ptr(), scale.data_ptr(), scale.stride(0),
+        None if skip is None else skip.data_ptr(), pages.state.data_ptr(), pages.state.stride(0),
+        pages.behind.data_ptr(), pages.number.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+@reference.gated_norm.implementation("cpu", supports=on_cpu)
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, size: int, gate_first: bool, activation: str
+) -> Tensor:
+    rows, n = x.shape
+    out = x.new_empty(rows, n)
+    kernel("quire_gated_norm", "iplplllpfliipi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), gate.data_ptr(), gate.stride(0), rows, n,
+        None if weight is None else weight.data_ptr(), eps, n if weight is None else size, gate_first,
+        activation == "silu", out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,209 @@
+"""Recurrent layers: a causal convolution, a scan over a state that decays, and the gates around them.
+
+All sequences that a step computes go on from a state in the cache, and leave theirs there (see StatePlan). The scan is
+defined as a recurrence from token to token, which is also how kernels compute it where results must not depend on how a
+text is cut up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kvcache.block_pool import NULL_BLOCK_ID
+from quire.ops.registry import declare
+
+if TYPE_CHECKING:
+    from quire.kvcache.specs import StateShape
+
+
+class Pages(NamedTuple):
+    """The parts of a layer's pages. A page is a block's entry: it belongs to the last token that the block has.
+
+    A step may have computed drafts that are then rejected, so that the next step goes on from an earlier token. So the
+    page keeps a state that is certain, and what the scan needs of up to `drafts` tokens behind it, to scan them again.
+    It keeps as many more inputs of the convolution. Token p has row p % rows of `inputs` and of `behind`.
+    """
+
+    inputs: Tensor  # [blocks, width - 1 + drafts, channels]: of the convolution, float32
+    state: Tensor  # [blocks, heads, key_dim, value_dim]: behind `number` tokens, float32
+    behind: Tensor  # [blocks, drafts, numbers of a token]: keys, values, decays, scales of tokens behind these, float32
+    number: Tensor  # [blocks], int32
+
+    @classmethod
+    def of(cls, cache: Tensor, shape: StateShape, drafts: int) -> Pages:
+        """cache: [blocks, numbers of a page], float32"""
+        rows = shape.conv_width - 1 + drafts
+        sizes = [rows * shape.channels, shape.state_numbers, drafts * shape.token_numbers, 1]
+        inputs, state, behind, number = torch.split(cache[:, : sum(sizes)], sizes, 1)
+        return cls(
+            inputs.view(len(cache), rows, shape.channels),
+            state.view(len(cache), shape.heads, shape.key_dim, shape.value_dim),
+            behind.view(len(cache), drafts, shape.token_numbers),
+            number.view(torch.int32)[:, 0],
+        )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("starts", ctypes.c_void_p), ("lengths", ctypes.c_void_p), ("table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64), ("requests", ctypes.c_int32), ("block_size", ctypes.c_int32),
+        ("drafts", ctypes.c_int32), ("threads", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Span(NamedTuple):
+    """What a step computes of one request. pages: (block, number of tokens behind which its state is)."""
+
+    tokens: slice  # of the flat batch
+    start: int  # position of the first one
+    source: int  # the block with the state before it
+    pages: list[tuple[int, int]]
+
+
+@dataclass
+class StatePlan:
+    """A step, as layers with a state see it.
+
+    Request r goes on from the page in the block of the token before its first one. A page is stored in each block that
+    the step has tokens of. Its state is behind the last of these tokens, or behind an earlier one, if later tokens may
+    be rejected drafts: the first token of a step is never one, and no more than `drafts` are.
+
+    starts: [requests + 1], int32, of the flat batch; lengths: [requests], int32, with the step's tokens; table:
+    [requests, blocks], int32. C++ kernels read `step`, which points to these.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    table: Tensor
+    block_size: int
+    drafts: int
+    step: _Step
+
+    def set(self, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
+        self.starts, self.lengths, self.table = starts, lengths, table
+        if starts.device.type == "cpu":
+            self.step.starts, self.step.lengths, self.step.table = (x.data_ptr() for x in (starts, lengths, table))
+            self.step.table_stride, self.step.requests = table.stride(0), len(lengths)
+            self.step.block_size, self.step.drafts = self.block_size, self.drafts
+            self.step.threads = torch.get_num_threads()
+
+    @classmethod
+    def of(cls, starts: Tensor, lengths: Tensor, table: Tensor, block_size: int, drafts: int) -> StatePlan:
+        plan = cls(starts, lengths, table, block_size, drafts, _Step())
+        plan.set(starts, lengths, table)
+        return plan
+
+    def spans(self) -> Iterator[Span]:
+        starts, lengths, table = self.starts.tolist(), self.lengths.tolist(), self.table.tolist()
+        for first, stop, end, blocks in zip(starts[:-1], starts[1:], lengths, table, strict=True):
+            if first == stop:
+                continue
+            start, size = end - (stop - first), self.block_size
+            certain = max(start + 1, end - self.drafts)
+            pages = [
+                (blocks[index], min((index + 1) * size, certain)) for index in range(start // size, -(-end // size))
+            ]
+            stored = [page for page in pages if page[0] != NULL_BLOCK_ID]  # dummy steps have no blocks
+            yield Span(slice(first, stop), start, blocks[(start - 1) // size] if start else NULL_BLOCK_ID, stored)
+
+
+@declare
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pages: Pages, plan: StatePlan) -> Tensor:
+    """silu of a convolution over the last `width` tokens, of each channel for itself, in float32.
+
+    x: [tokens, channels]; weight: [width, channels], bias: [channels], float32 -> [tokens, channels] of x's type.
+    """
+    out, tail, rows = torch.empty_like(x), len(weight) - 1, pages.inputs.shape[1]
+    for span in plan.spans():
+        text = torch.cat([x.new_zeros(tail, x.shape[1]), x[span.tokens]]).float()  # from position start - tail on
+        for back in range(1, min(tail, span.start) + 1):
+            text[tail - back] = pages.inputs[span.source, (span.start - back) % rows]
+        count = len(text) - tail
+        total = torch.stack([text[k : k + count] * weight[k] for k in range(tail + 1)]).sum(0)
+        out[span.tokens] = torch.nn.functional.silu(total if bias is None else total + bias).to(x.dtype)
+        for block, number in span.pages:
+            for position in range(max(0, number - tail), min(number + plan.drafts, span.start + count)):
+                pages.inputs[block, position % rows] = text[position - span.start + tail]
+    return out
+
+
+@declare
+def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float) -> tuple[Tensor, Tensor]:
+    """How long each token lasts, softplus(x + bias) within least ... most, and by which factor a state decays
+    meanwhile, exp(-exp(rate) * steps). x: [tokens, n]; bias, rate: [n], float32 -> two [tokens, n], float32."""
+    steps = torch.nn.functional.softplus(x.float() + bias).clamp(least, most)
+    return steps, torch.exp(-rate.exp() * steps)
+
+
+@declare
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
+    delta: bool,
+) -> Tensor:  # fmt: skip
+    """Linear attention with a state S that decays, from token to token, in float32:
+
+        S = decay * S;  S += k (scale * (v - S^T k))  if delta, else  k (scale * v);  out = S^T q + skip * v
+
+    Without delta, this is Mamba-2 (arXiv:2405.21060) with q = C, k = B and the time step as scale; with delta, the
+    gated delta rule (arXiv:2412.06464), and Kimi Delta Attention (arXiv:2510.26692) if each element of a key has a
+    decay of its own. q, k: [tokens, key_heads, key_dim]; v: [tokens, heads, value_dim]; decay: [tokens, heads] or
+    [tokens, heads * key_dim], float32; scale: [tokens, heads]; skip: [heads], float32 -> [tokens, heads, value_dim] of
+    v's type. Head h has key head h // (heads / key_heads).
+    """
+    out, heads, (key_heads, key_dim) = (
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+        v.shape[1],
+        k.shape[1:],
+    )
+    sizes = [key_heads * key_dim, heads * v.shape[2], decay.shape[1], heads]
+    numbers = torch.cat([k.flatten(1).float(), v.flatten(1).float(), decay, scale.float()], 1)
+    for span in plan.spans():
+        state, number, given = torch.zeros_like(pages.state[0]), span.start, [*numbers[span.tokens]]
+        if span.start:
+            state, number = pages.state[span.source], int(pages.number[span.source])
+            again = [pages.behind[span.source, p % plan.drafts] for p in range(number, span.start)]
+            given = [row.clone() for row in again] + given
+        first = number
+        for token in given:
+            key, value, rates, scales = token.split(sizes)
+            key = key.view(key_heads, key_dim, 1).repeat_interleave(heads // key_heads, 0)
+            value = value.view(heads, 1, -1)
+            state = rates.view(heads, -1, 1) * state
+            change = value - (key * state).sum(1, keepdim=True) if delta else value
+            state = state + key * (scales.view(heads, 1, 1) * change)
+            if number >= span.start:
+                place = span.tokens.start + number - span.start
+                query = q[place].float().repeat_interleave(heads // key_heads, 0)
+                found = (query[..., None] * state).sum(1)
+                out[place] = (found if skip is None else found + skip[:, None] * value[:, 0]).to(v.dtype)
+            number += 1
+            for block, reached in span.pages:
+                if reached == number:
+                    pages.state[block], pages.number[block] = state, number
+        for block, reached in span.pages:
+            for position in range(reached, min(reached + plan.drafts, number)):
+                pages.behind[block, position % plan.drafts] = given[position - first]
+    return out
+
+
+@declare
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, size: int, gate_first: bool, activation: str
+) -> Tensor:
+    """The RMS norm of each `size` elements of x, gated: norm(x * act(gate)), or norm(x) * act(gate), in float32.
+
+    x: [tokens, n]; gate: [tokens, n]; weight: [n], or None for no norm; activation: "silu" or "sigmoid" -> [tokens, n].
+    """
+    wide = torch.sigmoid(gate.float()) * (gate.float() if activation == "silu" else 1.0)
+    y = x.float() * wide if gate_first else x.float()
+    if weight is not None:
+        y = y.view(len(y), y.shape[1] // size, size)
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(1)
+        y = weight * y.to(x.dtype)
+    return (y if gate_first else y * wide).to(x.dtype)

@@ -1,0 +1,145 @@
+"""State-space models, and their hybrids with attention: Mamba-2, Bamba, Granite 4, Nemotron-H and Falcon-H1."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.layers.attention_spec import AttentionSpec
+from quire.layers.specs import MLPSpec, MoESpec, NormSpec
+from quire.layers.state_spec import HybridSpec, Mamba2Spec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
+
+
+def mamba2(config: HfConfig) -> DecoderSpec:
+    """Mamba-2: layers of one branch, without attention."""
+    heads, head_dim = config["num_heads"], config["head_dim"]
+    mixer = Mamba2Spec(
+        config["hidden_size"], heads, config.get("n_groups", 8), config["state_size"], head_dim,
+        config.get("conv_kernel", 4), norm := NormSpec("rms", config.get("layer_norm_epsilon", 1e-5)),
+        conv_bias=bool(config.get("use_conv_bias", True)), bias=bool(config.get("use_bias", False)),
+        time_step=_limits(config.get("time_step_limit")),
+    )  # fmt: skip
+    config = {"num_attention_heads": heads, "head_dim": head_dim, "max_position_embeddings": 1 << 20, **config}
+    return decoder_spec(
+        config, mixer=mixer, mlp=(None,) * config["num_hidden_layers"], norm=norm, rotary=None, residual="single",
+        names=NAMES["mamba2"],
+    )  # fmt: skip
+
+
+def _limits(time_step: Any) -> tuple[float, float]:
+    """transformers writes infinity as a number, as a string or as an object."""
+    if time_step is None:
+        return 0.0, float("inf")
+    least, most = (float("inf") if isinstance(limit, dict) else float(limit) for limit in time_step)
+    return least, most
+
+
+def _mixer(config: HfConfig, norm: NormSpec, prefix: str = "mamba_", **differences: Any) -> Mamba2Spec:
+    """The state-space layer of a hybrid, by the fields that Bamba introduced."""
+    inner, heads = config[f"{prefix}expand"] * config["hidden_size"], config[f"{prefix}n_heads"]
+    head_dim = config.get(f"{prefix}d_head", "auto")
+    fields: dict[str, Any] = {
+        "conv_bias": bool(config.get(f"{prefix}conv_bias", True)),
+        "bias": bool(config.get(f"{prefix}proj_bias", False)),
+        "time_step": _limits(config.get("time_step_limit")),
+    }  # fmt: skip
+    return Mamba2Spec(
+        config["hidden_size"], heads, config[f"{prefix}n_groups"], config[f"{prefix}d_state"],
+        inner // heads if head_dim == "auto" else head_dim, config.get(f"{prefix}d_conv", 4), norm,
+        **{**fields, **differences},
+    )  # fmt: skip
+
+
+def bamba(config: HfConfig) -> DecoderSpec:
+    """Bamba: some layers have attention, with half of each head rotated."""
+    config = {"partial_rotary_factor": 0.5, **config}
+    norm, bias = NormSpec("rms", config.get("rms_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
+    attention = {"qkv_bias": bias, "output_bias": bias}
+    mlp = MLPSpec(
+        config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False))
+    )
+    spec = decoder_spec(config, attention=attention, mlp=mlp, norm=norm, names=NAMES["bamba"])
+    layers, state_space = config.get("attn_layer_indices") or (), _mixer(config, norm)
+    return replace(spec, mixers=tuple(m if i in layers else state_space for i, m in enumerate(spec.mixers)))
+
+
+def granite_hybrid(config: HfConfig) -> DecoderSpec:
+    """Granite 4: few layers of attention, mostly without positions, and Granite's multipliers. An expert that every
+    token uses stands beside the others, or alone."""
+    norm, act = NormSpec("rms", config.get("rms_norm_eps", 1e-6)), config.get("hidden_act", "silu")
+    bias, count = bool(config.get("attention_bias", False)), config.get("num_local_experts") or 0
+    shared = MLPSpec(config["shared_intermediate_size"], act)
+    experts = MoESpec(
+        count, config.get("num_experts_per_tok") or 0, config.get("intermediate_size") or 0, act, shared=shared,
+        layout="stacked",
+    )  # fmt: skip
+    spec = decoder_spec(
+        config, mlp=experts if count else shared, norm=norm, names=NAMES["bamba"] | NAMES["granite_hybrid"],
+        attention={"qkv_bias": bias, "output_bias": bias, "scale": config.get("attention_multiplier", 1.0)},
+        embedding_scale=config.get("embedding_multiplier", 1.0), residual_scale=config.get("residual_multiplier", 1.0),
+        logit_scale=1 / config.get("logits_scaling", 1.0),
+        rotary="default" if config.get("position_embedding_type") == "rope" else None,
+    )  # fmt: skip
+    kinds = config.get("layer_types") or config.get("layers_block_type") or ["mamba"] * spec.num_layers
+    return replace(spec, mixers=tuple(
+        attention if kind in ("attention", "full_attention") else _mixer(config, norm)
+        for attention, kind in zip(spec.mixers, kinds, strict=True)
+    ))  # fmt: skip
+
+
+_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+_SAME = {"linear_attention": "mamba", "full_attention": "attention"}  # transformers' names
+
+
+def nemotron_h(config: HfConfig) -> DecoderSpec:
+    """Nemotron-H: each layer is a state-space layer, attention without positions, or an MLP."""
+    config = {"layer_norm_epsilon": 1e-5, "head_dim": 128, "mlp_hidden_act": "relu2", **config}
+    pattern = config.get("hybrid_override_pattern")
+    kinds = [_KINDS[c] for c in pattern] if pattern else config.get("layers_block_type") or config["layer_types"]
+    kinds = [_SAME.get(kind, kind) for kind in kinds]
+    if unknown := set(kinds) - {"mamba", "attention", "mlp"}:
+        raise ValueError(f"Nemotron-H with layers of the kind {unknown.pop()!r} is not supported")
+    norm, bias = NormSpec("rms", config["layer_norm_epsilon"]), bool(config.get("attention_bias", False))
+    state_space = Mamba2Spec(
+        config["hidden_size"], config["mamba_num_heads"], config["n_groups"], config["ssm_state_size"],
+        config["mamba_head_dim"], config.get("conv_kernel", 4), norm, conv_bias=bool(config.get("use_conv_bias", True)),
+        bias=bool(config.get("mamba_proj_bias", False)), time_step=_limits(config.get("time_step_limit")),
+    )  # fmt: skip
+    mlp = MLPSpec(
+        config["intermediate_size"], config["mlp_hidden_act"], gated=False, bias=bool(config.get("mlp_bias", False))
+    )
+    spec = decoder_spec(
+        {**config, "num_hidden_layers": len(kinds)}, attention={"qkv_bias": bias, "output_bias": bias}, norm=norm,
+        mlp=tuple(mlp if kind == "mlp" else None for kind in kinds), rotary=None, residual="single",
+        names=NAMES["mamba2"] | NAMES["nemotron_h"],
+    )  # fmt: skip
+    of_kind = {"mamba": state_space, "attention": spec.mixers[0], "mlp": None}
+    return replace(spec, mixers=tuple(of_kind[kind] for kind in kinds), ignored=(*spec.ignored, r"^mtp\."))
+
+
+def falcon_h1(config: HfConfig) -> DecoderSpec:
+    """Falcon-H1: every layer has attention and a state-space layer side by side, and multipliers nearly everywhere."""
+    norm, bias = NormSpec("rms", config.get("rms_norm_eps", 1e-5)), bool(config.get("attention_bias", False))
+    of_gate, of_down = config.get("mlp_multipliers") or (1.0, 1.0)
+    mlp = MLPSpec(
+        config["intermediate_size"], config.get("hidden_act", "silu"), bias=bool(config.get("mlp_bias", False)),
+        multipliers=(of_gate, of_down),
+    )  # fmt: skip
+    spec = decoder_spec(
+        config, attention={"qkv_bias": bias, "output_bias": bias}, mlp=mlp, norm=norm,
+        names={**NAMES["bamba"]}, embedding_scale=config.get("embedding_multiplier", 1.0),
+        logit_scale=config.get("lm_head_multiplier", 1.0),
+    )  # fmt: skip
+    inner = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+    state_space = _mixer(
+        {**config, "mamba_d_head": inner // config["mamba_n_heads"]}, norm,
+        has_norm=bool(config.get("mamba_rms_norm", False)), gate_first=not config.get("mamba_norm_before_gate", True),
+        multipliers=tuple(config.get("ssm_multipliers") or (1.0,) * 5),
+    )  # fmt: skip
+    attention = spec.mixers[0]
+    assert isinstance(attention, AttentionSpec)
+    hybrid = HybridSpec(  # scores grow with their keys
+        replace(attention, scale=attention.head_dim**-0.5 * config.get("key_multiplier", 1.0)), state_space,
+        (config.get("attention_in_multiplier", 1.0), config.get("attention_out_multiplier", 1.0)),
+        (config.get("ssm_in_multiplier", 1.0), config.get("ssm_out_multiplier", 1.0)),
+    )  # fmt: skip
+    return replace(spec, mixers=(hybrid,) * spec.num_layers)
