@@ -193,7 +193,7 @@ def test_requests_with_grammars_go_on_when_the_core_is_lost():
     run(check())
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=() if f == "memory" else pytest.mark.slow) for f in FAULTS])
 def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault):
     async def check() -> None:
         async with engine(**FAULTY) as llm:
