@@ -47,4 +47,5 @@ def spec_of(config: HfConfig) -> DecoderSpec:
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "
         f"{', '.join(sorted([*ARCHITECTURES, *(f'{name}Model' for name in ENCODERS)]))}"
         + (f"; the nearest is {near[0]}" if near else "")
+        + "; model_impl='transformers' (--model-impl) runs many others with transformers' own code"
     )
