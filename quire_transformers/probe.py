@@ -1,9 +1,9 @@
 """Runs a few tokens through a model to see which attention its layers have, and whether it can run on Quire's.
 
-Nothing is assumed from the names in a config. The model is run with an attention function in which each token attends to
-itself. It records with which queries, keys, values, masks and options each layer calls it. Then the last of eight tokens
-is put among other tokens, at another place, with its old position. If it has the same queries, keys and values as
-before in every layer, then they depend on its id and position only, and so requests cannot disturb each other.
+Nothing is assumed from the names in a config. The model is run with an attention function in which each token attends
+to itself, and which records the queries, keys, values, masks and options with which each layer calls it. Then the last
+of eight tokens is put among other tokens, at another place, with its old position. If it has the same queries, keys and
+values as before in every layer, they depend on its id and position only, and so requests cannot disturb each other.
 """
 
 from collections.abc import Callable

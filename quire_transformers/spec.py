@@ -16,7 +16,9 @@ def architecture(config: HfConfig) -> str:
     for name in names:
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return str(name)
-    message = f"transformers {transformers.__version__} has no causal language model {', '.join(names) or '(none named)'}"
+    message = (
+        f"transformers {transformers.__version__} has no causal language model {', '.join(names) or '(none named)'}"
+    )
     if config.get("auto_map"):
         message += "; the checkpoint brings code of its own, which Quire never runs"
     raise ValueError(message)
