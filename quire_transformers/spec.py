@@ -16,9 +16,8 @@ def architecture(config: HfConfig) -> str:
     for name in names:
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return str(name)
-    message = (
-        f"transformers {transformers.__version__} has no causal language model {', '.join(names) or '(none named)'}"
-    )
+    wanted = ", ".join(names) or "(none named in config.json)"
+    message = f"transformers {transformers.__version__} has no causal language model {wanted}"
     if config.get("auto_map"):
         message += "; the checkpoint brings code of its own, which Quire never runs"
     raise ValueError(message)
@@ -62,7 +61,8 @@ def check_rotary(settings: Any, max_model_len: int) -> None:
     parameters = getattr(settings, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in by_layer or [parameters]:
-        longest = rope.get("original_max_position_embeddings") or settings.max_position_embeddings
+        name = "original_max_position_embeddings"
+        longest = rope.get(name) or getattr(settings, name, None) or settings.max_position_embeddings
         if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len > longest:
             raise ValueError(f"model_impl='transformers' cannot use {rope['rope_type']} scaling, which depends on the "
                              f"longest text of a batch; set max_model_len to at most {longest}")  # fmt: skip
