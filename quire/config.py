@@ -6,6 +6,7 @@ of vLLM that Quire does not have.
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from importlib import import_module
 from typing import Any, Literal, Self, get_type_hints
 
 from quire.options.cluster import ClusterConfig, Layout
@@ -48,6 +49,7 @@ class ModelConfig:
     disable_sliding_window: bool = False
     hf_overrides: dict[str, Any] = option({}, json=True)
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    model_impl: Literal["auto", "quire", "transformers"] = "auto"
     runner: Literal["auto", "generate", "pooling"] = "auto"
     convert: Literal["auto", "none", "embed", "classify"] = "auto"
     pooler_config: dict[str, Any] = option({}, json=True)
@@ -382,6 +384,8 @@ class EngineConfig:
         if kv_dtype in ("bfloat16", "float16") and kv_dtype != dtype:
             message = f"kv_cache_dtype={kv_dtype!r} needs dtype={kv_dtype!r}, but dtype is {dtype!r}; leave one at auto"
             raise ConfigError(message)
+        if self.model.model_impl == "transformers":
+            import_module("quire_transformers.limits").check(self)
         if self.lora.enable_lora and self.model.torch_compile:
             raise ConfigError("enable_lora and torch_compile exclude each other; leave one of the two out")
         drafts = self.scheduler.speculation

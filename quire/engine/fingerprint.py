@@ -31,6 +31,8 @@ def cache_fingerprint(config: EngineConfig, directory: Path, layout: str, weight
         "block_size": config.cache.block_size,
         "layout": [LAYOUT_VERSION, layout],
     }
+    if config.model.model_impl == "transformers":
+        fields["model_impl"] = "transformers"
     drafter = config.scheduler.speculation
     if drafter is not None and drafter.on_device:  # its entries lie in the blocks, too
         fields["drafter"] = [drafter.method, _weights(Path(drafter.model)) if drafter.model else None]

@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 class Frontend:
     """A model's tokenizer, chat template and limits, and the Processor that uses them.
 
-    It imports torch only if there are plugins, which are classes that work on tensors.
+    It imports torch only if there are plugins, which are classes that work on tensors, or for transformers' models.
 
     directory: the model's directory or GGUF file. in_process: the core runs in this process. Raises ConfigError for
     options that do not fit the model.

@@ -1,6 +1,7 @@
 """What is known about a model before its weights are loaded: its config, its spec and its longest request."""
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from quire.config import ConfigError, ModelConfig
@@ -30,7 +31,10 @@ def describe(directory: Path, options: ModelConfig) -> ModelDescription:
     Raises ConfigError for options that this model does not allow, and ValueError for a model that is not supported.
     """
     config = hf_config(directory, options.hf_overrides)
-    spec = spec_of(config)
+    if options.model_impl == "transformers":
+        spec: DecoderSpec = import_module("quire_transformers.spec").spec_of(config)
+    else:
+        spec = spec_of(config)
     if not is_pooling_model(config, directory, options):
         if spec.is_encoder:
             raise ConfigError(f"{options.model} is an encoder, which cannot generate; leave runner at auto")

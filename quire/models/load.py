@@ -19,7 +19,7 @@ from quire.loading.gguf_models import gguf_tensors
 from quire.loading.mxfp4 import Mxfp4Checkpoint
 from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.models.decoder import Decoder
-from quire.models.description import describe
+from quire.models.description import ModelDescription, describe
 from quire.models.model import Model
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
@@ -74,6 +74,19 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return checkpoint
 
 
+def _transformers_model(
+    description: ModelDescription, config: EngineConfig, max_model_len: int, target: Target, mesh: Mesh,
+    weights: Path | Checkpoint | None,
+) -> Model:  # fmt: skip
+    """weights: those of the checkpoint's or another folder, None for random ones."""
+    if isinstance(weights, Checkpoint):
+        raise ValueError("model_impl='transformers' takes new weights from a folder only")
+    choose_instruction_set(config.kernels.cpu_isa)
+    kernels, load = Kernels(target, config.kernels.kernels), import_module("quire_transformers.load").load_model
+    model: Model = load(description, config, max_model_len, kernels, mesh.tp, weights)
+    return model
+
+
 def load_model(
     directory: Path,
     config: EngineConfig,
@@ -93,6 +106,10 @@ def load_model(
     spec = description.spec
     check_format(config.model.quantization, description.config, directory.is_file())
     target = Target(device, resolve_dtype(config.model), config.kernels.batch_invariant)
+    if config.model.model_impl == "transformers":
+        is_dummy = config.model.load_format == "dummy" and weights is None
+        source = None if is_dummy else weights or directory
+        return _transformers_model(description, config, max_model_len, target, mesh, source)
     checkpoint: Checkpoint | None = None
     if directory.is_file():
         checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))

@@ -46,5 +46,6 @@ def spec_of(config: HfConfig) -> DecoderSpec:
     raise ValueError(
         f"architecture {', '.join(names) or '(none named in config.json)'} is not supported; supported: "
         f"{', '.join(sorted([*ARCHITECTURES, *(f'{name}Model' for name in ENCODERS)]))}"
+        + "; many others run with model_impl='transformers' (--model-impl)"
         + (f"; the nearest is {near[0]}" if near else "")
     )

@@ -66,6 +66,7 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": dict.fromkeys(("hf", "pt", "gguf", "fastsafetensors", "runai_streamer"), "auto"),
     "max_model_len": {"auto": -1, "-1": -1},
+    "model_impl": {"vllm": "quire"},
 }
 
 # Values of Quire's own options that only vLLM supports.

@@ -107,7 +107,7 @@ def weights_in_memory(model: object) -> int:
             unvisited += item.values()
         elif isinstance(item, list | tuple):
             unvisited += item
-        elif type(item).__module__.startswith("quire."):
+        elif type(item).__module__.startswith("quire"):
             unvisited += getattr(item, "__dict__", {}).values()
     total = counted = 0
     for begin, end in sorted(parts):

@@ -222,7 +222,7 @@ def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         parts = (thing.__self__,)
     elif isinstance(thing, FunctionType):
         parts = [cell.cell_contents for cell in thing.__closure__ or ()]
-    elif type(thing).__module__.startswith("quire."):
+    elif type(thing).__module__.startswith("quire"):
         slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
         parts = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, name, None) for name in slots)]
     for part in parts:

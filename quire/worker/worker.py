@@ -247,6 +247,7 @@ def _forward(
     groups = [group for group in (mesh.tp, mesh.dcp) if group.size > 1]
     exchanges = model.experts is not None and not model.experts.replicated
     eager = config.model.enforce_eager or exchanges or not all(group.capturable for group in groups)
+    eager |= config.model.model_impl == "transformers"  # whose forward is not made of kernels only
     if not staging.device.is_async:
         kind = Forward if eager or config.model.torch_compile else RecordedForward
         return kind(model, backends, pipe)

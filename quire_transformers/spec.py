@@ -1,0 +1,68 @@
+"""What the engine has to know about a model of transformers before it is loaded."""
+
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.messages.errors import error_text
+from quire.models.spec import DecoderSpec, HfConfig, decoder_spec
+
+
+def architecture(config: HfConfig) -> str:
+    """The name of transformers' class. Raises ValueError if it has none that generates."""
+    names = config.get("architectures") or []
+    for name in names:
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            return str(name)
+    wanted = ", ".join(names) or "(none named in config.json)"
+    message = f"transformers {transformers.__version__} has no causal language model {wanted}"
+    if config.get("auto_map"):
+        message += "; the checkpoint brings code of its own, which Quire never runs"
+    raise ValueError(message)
+
+
+def settings_of(config: HfConfig) -> Any:
+    """transformers' own config. Raises ValueError if the model cannot run on Quire's attention."""
+    name = architecture(config)
+    if config.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"transformers {transformers.__version__} has no model_type {config.get('model_type')!r}")
+    if config.get("quantization_config"):
+        raise ValueError("model_impl='transformers' cannot run quantized checkpoints")
+    kind = CONFIG_MAPPING[config["model_type"]]
+    if kind.sub_configs:
+        raise ValueError(f"model_impl='transformers' runs models of text only, which {name} is not")
+    try:
+        settings = kind.from_dict(dict(config))
+    except Exception as error:  # its validators raise many kinds
+        raise ValueError(f"transformers cannot read config.json: {error_text(error)}") from error
+    if settings.is_encoder_decoder:
+        raise ValueError(f"model_impl='transformers' cannot run {name}, which has an encoder")
+    return settings
+
+
+def spec_of(config: HfConfig) -> DecoderSpec:
+    """The sizes of the model. What it says about layers are the usual ones: which they are is seen by running them
+    (probe.py). Raises ValueError."""
+    settings = settings_of(config)
+    sizes = {}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        sizes[name] = getattr(settings, name, None)
+        if not isinstance(sizes[name], int):
+            raise ValueError(f"model_impl='transformers' needs a number as {name} in config.json, got {sizes[name]!r}")
+    positions = getattr(settings, "max_position_embeddings", None) or 2048
+    rest = {"intermediate_size": 4 * settings.hidden_size, "max_position_embeddings": positions}
+    return decoder_spec({**sizes, **rest}, rotary=None)
+
+
+def check_rotary(settings: Any, max_model_len: int) -> None:
+    """Raises ValueError if rotary angles depend on the longest text of a step, which may be another request's."""
+    parameters = getattr(settings, "rope_parameters", None) or {}
+    by_layer = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer or [parameters]:
+        name = "original_max_position_embeddings"
+        longest = rope.get(name) or getattr(settings, name, None) or getattr(settings, "max_position_embeddings", 0)
+        if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len > longest:
+            raise ValueError(f"model_impl='transformers' cannot use {rope['rope_type']} scaling, which depends on the "
+                             f"longest text of a batch; set max_model_len to at most {longest}")  # fmt: skip
