@@ -16,6 +16,7 @@ class CacheShape:
 
     holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
     how many ranks in a row cache the same, each for equally many query heads. chunk: see DecoderSpec.chunks.
+    crossed: see DecoderSpec.crossed.
     """
 
     num_heads: int
@@ -25,6 +26,7 @@ class CacheShape:
     holds_positions: bool = False
     holders: int = 1
     chunk: int | None = None
+    crossed: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class AttentionSpec:
     temperature: of queries, by their positions. sinks: each head has a learned logit that takes part in the softmax.
     alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
     and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those behind them,
-    and cache nothing.
+    and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper).
     """
 
     hidden_size: int
@@ -72,6 +74,7 @@ class AttentionSpec:
     transposed: bool = False
     input_size: int | None = None
     is_causal: bool = True
+    key_bias: bool = True
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -118,7 +121,8 @@ class HeadShare:
         q, k = self.heads, self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
-            return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
+            has_bias = spec.key_bias or name != "k"
+            return OutputPart(names[name], total * dim, first * dim, (first + count) * dim, has_bias)
 
         if spec.qkv_layout == "separate":
             return [
@@ -182,9 +186,11 @@ class LayerPlace:
 
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
+    cross_group: the KV group of its cross-attention, if it has some.
     """
 
     kv_group: int
     window: int | None = None
     rotary: int | None = 0
     scale: float = 1.0
+    cross_group: int = 0

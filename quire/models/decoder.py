@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend
-from quire.kvcache.specs import AttentionKVSpec, attention_spec, group_entries
+from quire.attention.cross import store_plan
+from quire.kvcache.specs import AttentionKVSpec, CacheEntry, CrossAttentionSpec, attention_spec, group_entries
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
+from quire.layers.cross_attention import CrossAttention
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.latent_attention import LatentAttention
@@ -36,6 +38,8 @@ class DecoderLayer:
 
     A branch reads all tokens, and its results are summands of the ranks; see ResidualStream.
     """
+
+    cross: CrossAttention | None = None
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
@@ -106,7 +110,31 @@ class PostNormLayer(DecoderLayer):
         return x, None
 
 
-LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer}
+class CrossLayer(DecoderLayer):
+    """Between its attention and its MLP, a layer of a decoder reads what an encoder has made of its input."""
+
+    cross: CrossAttention
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        names = {role: name.replace("{i}", str(index)) for role, name in spec.names.items() if name is not None}
+        self.cross_norm = make_norm(builder, names["cross_norm"], spec.hidden_size, spec.norm)
+        mixer = spec.mixers[index]
+        assert isinstance(mixer, AttentionSpec)
+        self.cross = CrossAttention(builder, mixer, names, place.cross_group)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream, tokens = self.residual_stream, state.inputs.positions
+        x, residual = self.attention_norm.add(x, residual)
+        x, residual = self.cross_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), residual)
+        out = self.cross(stream.whole(x, tokens), state, wanted)
+        x, residual = self.mlp_norm.add(stream.sum(out), stream.pick(residual, wanted, tokens))
+        return stream.sum(self.mlp(stream.whole(x, out))), residual
+
+
+LAYERS = {"sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer, "cross": CrossLayer}
 
 
 class LayerStack:
@@ -122,16 +150,20 @@ class LayerStack:
             replace(mixer.cache_shape(builder.tensor_group), chunk=chunk)
             for mixer, chunk in zip(spec.mixers, chunks, strict=True)
         ]
-        self.kv_specs: Sequence[AttentionKVSpec] = []
+        self.kv_specs, layer_specs = list[AttentionKVSpec](), list[AttentionKVSpec]()
         if not spec.is_encoder:
             layer_specs = [
                 mixer.kv_spec(i, w) if chunk is None else attention_spec([i], chunk=chunk)
                 for i, (mixer, w, chunk) in enumerate(zip(spec.mixers, windows, chunks, strict=True))
             ]
+            if spec.crossed:
+                layer_specs += [CrossAttentionSpec((CacheEntry(i, "cross"),), spec.crossed) for i in range(len(shapes))]
+                shapes += [replace(shape, crossed=spec.crossed) for shape in shapes]
             self.kv_specs = group_entries(layer_specs, max_model_len, shapes)
-        self.cache_shapes: Sequence[CacheShape] = [shapes[kv_spec.layers[0]] for kv_spec in self.kv_specs]
+        shape_of = {kept.entries[0]: shape for kept, shape in zip(layer_specs, shapes, strict=False)}
+        self.cache_shapes: Sequence[CacheShape] = [shape_of[kv_spec.entries[0]] for kv_spec in self.kv_specs]
         self.kv_specs = [kv_spec.of_layers(own) for kv_spec in self.kv_specs]
-        group_of = {layer: g for g, kv_spec in enumerate(self.kv_specs) for layer in kv_spec.layers}
+        group_of = {entry: g for g, kv_spec in enumerate(self.kv_specs) for entry in kv_spec.entries}
         variants = list(dict.fromkeys(r for r in spec.rotary if r is not None))
         self.rotary: Sequence[Callable[[Tensor], tuple[Tensor, Tensor]]] = [
             RotaryEmbedding(r, max_model_len, builder.device) for r in variants
@@ -142,12 +174,23 @@ class LayerStack:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            self.layers.append(layer(builder, spec, i, LayerPlace(group_of.get(i, 0), windows[i], table, scale)))
+            groups = [group_of.get(CacheEntry(i, role), 0) for role in ("kv", "cross")]
+            self.layers.append(layer(builder, spec, i, LayerPlace(groups[0], windows[i], table, scale, groups[1])))
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
+        self.backends = backends
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
             for index, entry in enumerate(kv_spec.entries):
-                self.layers[entry.layer - self.first_layer].mixer.bind(backend, backend.view(blocks, index))
+                layer = self.layers[entry.layer - self.first_layer]
+                mixer = layer.cross if layer.cross is not None and entry.role == "cross" else layer.mixer
+                mixer.bind(backend, backend.view(blocks, index))
+
+    def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
+        layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
+        plan = store_plan(self.backends[group], blocks, len(states))
+        for cross in layers:
+            assert cross is not None
+            cross.store(states, plan)
 
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
