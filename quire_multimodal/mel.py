@@ -15,7 +15,7 @@ def mel_filters(fft: int, bins: int, sample_rate: int) -> Array:
     corners = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(step * (mels - 15)))
     slopes = corners[None] - np.linspace(0, sample_rate // 2, fft // 2 + 1)[:, None]  # [frequencies, bins + 2]
     widths = np.diff(corners)
-    filters = np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
+    filters: Array = np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
     return filters * (2 / (corners[2:] - corners[:-2]))
 
 
@@ -26,5 +26,5 @@ def log_mel(samples: Array, filters: Array, fft: int, hop: int) -> Array:
     padded = np.pad(samples.astype(np.float64), fft // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft)[::hop][: len(samples) // hop]
     energies = np.abs(np.fft.rfft(frames * window)) ** 2 @ filters
-    levels = np.log10(np.maximum(energies.T, 1e-10))
+    levels: Array = np.log10(np.maximum(energies.T, 1e-10))
     return ((np.maximum(levels, levels.max() - 8) + 4) / 4).astype(np.float32)

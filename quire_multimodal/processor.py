@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.loading.metadata import load_generation_config
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.models.spec import MediaSpec
 from quire.options.multimodal import MultiModalConfig
@@ -18,9 +19,11 @@ from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
 from quire_multimodal.embeds import CHUNK, buffer_of, decode_embeddings
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
+from quire_multimodal.families.whisper import Sounds
 from quire_multimodal.pictures import MOST_FRAMES, MediaError, picture
 from quire_multimodal.preprocessing import read_settings
 from quire_multimodal.sounds import sound
+from quire_multimodal.speech import Speech
 
 MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt says otherwise, as in vLLM
 
@@ -47,6 +50,9 @@ class MediaProcessor:
         self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
         self._family = None if spec is None else self._load({})
+        self.speech: Speech | None = None  # of a model that makes transcripts
+        if isinstance(self._family, Sounds):
+            self.speech = self._family.speech(tokenizer, load_generation_config(directory))
 
     def _load(self, settings: Mapping[str, Any]) -> Family:
         assert self._spec is not None
@@ -96,8 +102,8 @@ class MediaProcessor:
         """The tokens of a prompt with its media.
 
         data: by modality, one item or several: PIL images or arrays; for a video, a list of them, or an array [frames,
-        height, width, 3]; for a sound, see `sound`. uuids: names of the items, by which others can share their embeddings; None for one that has
-        none. kwargs: settings of the preprocessing. Raises MediaError.
+        height, width, 3]; for a sound, see `sound`. uuids: names of the items, by which others can share their
+        embeddings; None for one that has none. kwargs: settings of the preprocessing. Raises MediaError.
         """
         family = self._family
         if family is None:

@@ -63,8 +63,8 @@ def sound(value: Any, sample_rate: int) -> Array:
         raise MediaError(f"a sound must be an array of floats [samples], got {samples.dtype} {list(samples.shape)}")
     if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
         raise MediaError(f"the sample rate of a sound must be a number, got {type(rate).__name__}")
-    _check(rate, 1, len(samples))
-    return _checked(_Resampler(rate, sample_rate)(samples.astype(np.float32), last=True))
+    _check(float(rate), 1, len(samples))
+    return _checked(_Resampler(float(rate), sample_rate)(samples.astype(np.float32), last=True))
 
 
 class _Resampler:

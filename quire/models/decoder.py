@@ -150,7 +150,8 @@ class LayerStack:
             replace(mixer.cache_shape(builder.tensor_group), chunk=chunk)
             for mixer, chunk in zip(spec.mixers, chunks, strict=True)
         ]
-        self.kv_specs, layer_specs = list[AttentionKVSpec](), list[AttentionKVSpec]()
+        self.kv_specs: Sequence[AttentionKVSpec] = []
+        layer_specs = list[AttentionKVSpec]()
         if not spec.is_encoder:
             layer_specs = [
                 mixer.kv_spec(i, w) if chunk is None else attention_spec([i], chunk=chunk)

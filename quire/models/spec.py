@@ -45,7 +45,8 @@ class DecoderSpec:
     mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
     windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
     residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
-    input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both ("cross"). A layer has the norms that `names` contains.
+    input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both
+    ("cross"). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a

@@ -79,6 +79,8 @@ class OutputRules(LogitsProcessor):
         self.first, self.eos = self.no_timestamps + 1, eos  # the first timestamp, <|0.00|>
         self.latest_begin = settings.get("max_initial_timestamp_index")
         self.tasks = {*(settings.get("task_to_id") or {}).values()}
+        if not settings.get("is_multilingual", True):  # a model of English, whose prompts have no task
+            self.tasks = {settings.get("decoder_start_token_id", -1)}
         self.never = torch.tensor(settings.get("suppress_tokens") or [], dtype=torch.int64, device=device)
         self.never_first = torch.tensor(settings.get("begin_suppress_tokens") or [], dtype=torch.int64, device=device)
         self._with_times = np.zeros(config.scheduler.max_num_seqs, bool)
