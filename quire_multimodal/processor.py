@@ -76,8 +76,8 @@ class MediaProcessor:
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """By modality: the text that stands for an item in a prompt."""
-        return {name: kind.placeholder for name, kind in self.kinds.items()}
+        """By modality: the text that stands for an item in a prompt. What has none cannot be in chats."""
+        return {name: kind.placeholder for name, kind in self.kinds.items() if kind.placeholder}
 
     def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[MediaPart]]:
         """See split_content."""

@@ -85,7 +85,7 @@ class Speech:
         if not text:
             return [self._start]
         tokens = self._tokenizer.encode(" " + text.strip(), False)
-        if max(tokens, default=0) >= min(self._start, self._tasks["transcribe"]):
+        if max(tokens, default=0) >= self._start - 1:  # <|endoftext|> is before <|startoftranscript|>
             raise MediaError("prompt: it must not have special tokens")
         return [self._previous, *tokens[-room:], self._start]
 

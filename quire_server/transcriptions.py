@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import zlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
@@ -26,6 +27,7 @@ from quire_server.responses import Transcript
 from quire_server.routing import stream_answers, validated
 
 router = APIRouter()
+_TIME = re.compile(r"<\|\d+\.\d\d\|>")
 MOST_FIELDS = 100  # of a form
 MOST_ROOM = 2  # the text before a transcript may take one of so many parts of the model's context
 
@@ -229,7 +231,7 @@ class _Transcription:
                 outputs[self.places[output.request_id]] = output.outputs[0]
         kind = self.body.response_format
         if not self.body.with_times:
-            text = "".join(output.text for output in outputs).strip()
+            text = "".join(_without_times(output.text) for output in outputs).strip()
             return PlainTextResponse(text + "\n") if kind == "text" else json_response({"text": text, **self._usage})
         segments = [segment for place, output in enumerate(outputs) for segment in self._segments(place, output)]
         if kind != "verbose_json":
@@ -268,7 +270,7 @@ class _Transcription:
             async for output in running:
                 self.meter.add(output)
                 completion, index = output.outputs[0], self.places[output.request_id]
-                waiting[index].append(completion.text)
+                waiting[index].append(_without_times(completion.text))
                 done[index] |= completion.finish_reason is not None
                 while place < len(waiting):
                     text = "".join(waiting[place])
@@ -289,6 +291,11 @@ class _Transcription:
         head = self.call.head("translation.chunk" if self.task == "translate" else "transcription.chunk")
         choice = {"index": 0, "delta": {"content": content}, "finish_reason": reason, "stop_reason": None}
         return b"data: " + msgspec.json.encode({"type": kind, **head, "choices": [choice], **fields}) + b"\n\n"
+
+
+def _without_times(text: str) -> str:
+    """Models sometimes write timestamps although they were asked not to. They are tokens, so no part of one comes."""
+    return _TIME.sub("", text) if "<|" in text else text
 
 
 def _subtitles(segments: Iterable[Mapping[str, Any]], is_vtt: bool) -> str:

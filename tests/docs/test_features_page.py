@@ -69,6 +69,7 @@ FEATURES = [
     "pinned prefixes",
     "KV compression",
     "multimodal input",
+    "cross-attention",
 ]
 
 

@@ -40,7 +40,10 @@ from support.hearing import (
 )  # fmt: skip
 from support.late_device import run_late
 
-COMBINES = ["cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism"]
+COMBINES = [
+    "cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism",
+    "cross-attention × speculation",
+]
 
 MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

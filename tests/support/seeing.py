@@ -412,7 +412,7 @@ SEEING = {
     "Gemma3ForConditionalGeneration", "Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration",
     "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "WhisperForConditionalGeneration",
 }  # fmt: skip
 
 
