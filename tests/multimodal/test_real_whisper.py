@@ -28,7 +28,7 @@ def test_words_are_those_of_transformers(tmp_path):
         prompt = speech.prompt([START], "transcribe", None, with_times)
         assert prompt == [START, NO_TIMES][: 2 - with_times]
         prompts = [{"prompt_token_ids": prompt, "multi_modal_data": {"audio": [sound]}} for sound in sounds]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0), use_tqdm=False)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=None), use_tqdm=False)
         ours = [speech.text(output.outputs[0].token_ids) for output in outputs]
         with torch.inference_mode():
             theirs = [

@@ -211,7 +211,7 @@ def refused(client, data: bytes = WAV, status: int = 400, **fields) -> dict:
 
 def lying_wav(rate: int = RATE, channels: int = 1, data: int = 0xFFFF_FF00) -> bytes:
     """A small WAV file that declares other sizes."""
-    form = struct.pack("<HHIIHH", 1, channels, rate, rate * channels * 2, channels * 2, 16)
+    form = struct.pack("<HHIIHH", 1, channels, rate, rate * channels * 2 % 2**32, channels * 2, 16)
     head = b"RIFF" + struct.pack("<I", 0xFFFF_FFFF) + b"WAVEfmt " + struct.pack("<I", 16) + form
     return head + b"data" + struct.pack("<I", data) + b"\0" * 1000
 
@@ -224,7 +224,7 @@ def lying_wav(rate: int = RATE, channels: int = 1, data: int = 0xFFFF_FF00) -> b
         (b"RIFF\xff\xff\xff\xffWAVE", "no sound in a known format"),
         (encoded(sound(1), format="FLAC")[:60], ""),
         (lying_wav(rate=1), "samples a second"),
-        (lying_wav(rate=2**31), "samples a second"),
+        (lying_wav(rate=2**31 - 1), "samples a second"),
         (lying_wav(channels=200), "channels"),
         (encoded(np.zeros(0, np.float32)), "no samples"),
         (encoded(np.array([np.inf, 1.0]), subtype="FLOAT"), "not finite"),
