@@ -16,7 +16,8 @@ def mel_filters(fft: int, bins: int, sample_rate: int) -> Array:
     slopes = corners[None] - np.linspace(0, sample_rate // 2, fft // 2 + 1)[:, None]  # [frequencies, bins + 2]
     widths = np.diff(corners)
     filters: Array = np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
-    return filters * (2 / (corners[2:] - corners[:-2]))
+    filters *= 2 / (corners[2:] - corners[:-2])
+    return filters
 
 
 def log_mel(samples: Array, filters: Array, fft: int, hop: int) -> Array:
@@ -27,4 +28,5 @@ def log_mel(samples: Array, filters: Array, fft: int, hop: int) -> Array:
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft)[::hop][: len(samples) // hop]
     energies = np.abs(np.fft.rfft(frames * window)) ** 2 @ filters
     levels: Array = np.log10(np.maximum(energies.T, 1e-10))
-    return ((np.maximum(levels, levels.max() - 8) + 4) / 4).astype(np.float32)
+    scaled: Array = (np.maximum(levels, levels.max() - 8) + 4) / 4
+    return scaled.astype(np.float32)
