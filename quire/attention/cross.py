@@ -8,10 +8,12 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attention.base import AttentionBackend, StepLayout
+from quire.ops.memory import upload
 
 
 def across(backend: AttentionBackend, length: int) -> AttentionBackend:
@@ -42,6 +44,6 @@ def store_plan(backend: AttentionBackend, blocks: Tensor, length: int) -> Any:
     the request's blocks, [blocks], int64"""
     size, device = backend.tokens_per_block, blocks.device
     slots = (blocks[:, None] * size + torch.arange(size, device=device)).flatten()[:length]
-    bounds = torch.tensor([0, length], dtype=torch.int32).to(device, non_blocking=True)
+    bounds = upload(np.array([0, length], np.int32), device)
     layout = StepLayout(bounds, bounds[1:], slots, blocks.int()[None], longest_prompt=length)
     return type(backend).plan(backend, layout)  # the class's own plan, which `across` has replaced in the copy
