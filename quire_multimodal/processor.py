@@ -46,10 +46,10 @@ class MediaProcessor:
     ) -> None:  # fmt: skip
         """spec: None for a model that takes embeddings only. hidden_size: of these."""
         self.tokenizer, self.limits, self.most_items = tokenizer, limits, options.limit_mm_per_prompt
-        self.load = Sources(options).load
         self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
         self._family = None if spec is None else self._load({})
+        self.load = Sources(options, 0 if self._family is None else self._family.sample_rate).load
         self.speech: Speech | None = None  # of a model that makes transcripts
         if isinstance(self._family, Sounds):
             self.speech = self._family.speech(tokenizer, load_generation_config(directory))

@@ -52,15 +52,20 @@ class Encoder:
         self.layers = [Layer(builder, f"{name}.layers.{i}", config) for i in range(config["encoder_layers"])]
         self.norm = LayerNorm(builder, f"{name}.layer_norm", hidden, 1e-5)
 
-    def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """mel: [bins, frames] -> [frames / 2, hidden]"""
-        x = tensors["mel"].to(self.positions.dtype)[None]
+    def states(self, mel: Tensor, length: int | None = None) -> Tensor:
+        """mel: [bins, frames] -> the results of the last layer before its norm: [1, frames / 2, hidden], or only the
+        first `length` of them, which then see no others."""
+        x = mel.to(self.positions.dtype)[None]
         for stride, (weight, bias) in enumerate(self.convolutions, 1):
             x = F.gelu(F.conv1d(x, weight, bias, stride=stride, padding=1))
-        x = x.transpose(1, 2) + self.positions
+        x = (x.transpose(1, 2) + self.positions)[:, :length]
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)[0]
+        return x
+
+    def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """mel: [bins, frames] -> [frames / 2, hidden]"""
+        return self.norm(self.states(tensors["mel"]))[0]
 
 
 class OutputRules(LogitsProcessor):

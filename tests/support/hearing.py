@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from support.checkpoints import EOS
 from support.reference import Continuation
-from support.seeing import FIRST, TIE, tokenizer
+from support.seeing import FIRST, TEXT, TIE, tokenizer
 
 RATE = 16_000
 SECONDS = 2  # that the model hears at once
@@ -126,3 +127,63 @@ def continuation(folder: Path, samples: npt.NDArray[np.float32], prompt: list[in
             certain = min(certain, count)
         tokens = torch.cat([tokens, scores.argmax(-1, keepdim=True)], 1)
     return Continuation(prompt, tokens[0, begin:].tolist(), certain)
+
+
+CHAT_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+MARK = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+CHAT_PROMPTS = [
+    (f"Hear: {MARK} What is it?", [(1, 1.5)]),
+    (f"{MARK} and {MARK}: which is it?", [(2, 0.5), (3, SECONDS)]),
+    ("A text without any sounds, which is a little longer than the others are.", []),
+    (f"The same again: {MARK} then {MARK}.", [(1, 1.5), (1, 1.5)]),
+]
+
+
+def chat_model() -> Any:
+    """A tiny Qwen2-Audio."""
+    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, Qwen2Config
+    from transformers.models.qwen2_audio.configuration_qwen2_audio import Qwen2AudioEncoderConfig
+
+    torch.manual_seed(5)
+    audio = Qwen2AudioEncoderConfig(
+        num_mel_bins=20, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=96, d_model=64,
+        max_source_positions=POSITIONS, initializer_range=0.3,
+    )  # fmt: skip
+    config = Qwen2AudioConfig(audio_config=audio, text_config=Qwen2Config(**TEXT), audio_token_index=FIRST)
+    network = Qwen2AudioForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, tensor in network.named_parameters():
+            if "audio_tower" in name and tensor.dim() > 1:
+                tensor.normal_(0, 0.2)
+    return network.eval()
+
+
+@cache
+def chat_written(folder: Path) -> tuple[Path, list[tuple[str, list[npt.NDArray[np.float32]], Continuation]]]:
+    """A checkpoint of the model, and what transformers says: the text, its sounds, and how it goes on."""
+    from transformers import Qwen2AudioForConditionalGeneration, Qwen2AudioProcessor
+
+    directory = folder / "qwen2_audio"
+    chat_model().save_pretrained(directory)
+    made = tokenizer(CHAT_TOKENS)
+    processor = Qwen2AudioProcessor(extractor(), made, audio_token="<|AUDIO|>")
+    processor.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    network = Qwen2AudioForConditionalGeneration.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    found = []
+    for text, numbers in CHAT_PROMPTS:
+        sounds = [sound(number, seconds) for number, seconds in numbers]
+        inputs = processor(text=[text], audio=sounds or None, sampling_rate=RATE, return_tensors="pt")
+        with torch.inference_mode():
+            output = network.generate(
+                **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None,
+                pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+        prompt = inputs["input_ids"][0].tolist()
+        best = torch.stack(output.logits)[:, 0].topk(2, dim=-1).values
+        ties = (best[:, 0] - best[:, 1] < TIE).tolist()
+        certain = ties.index(True) if any(ties) else NUM_TOKENS
+        found.append((text, sounds, Continuation(prompt, output.sequences[0, len(prompt) :].tolist(), certain)))
+    return directory, found
