@@ -413,6 +413,7 @@ SEEING = {
     "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "WhisperForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
 }  # fmt: skip
 
 
