@@ -1,4 +1,4 @@
-"""Models that see: a text model of another family, and what its pictures need."""
+"""Models that see or hear: a text model of another family, and what its pictures or sounds need."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,6 +45,13 @@ def qwen_vl(config: HfConfig) -> DecoderSpec:
     levels = len(vision.get("deepstack_visual_indexes", (8, 16, 24))) if is_third else 0
     media = MediaSpec("qwen_vl", config, levels)
     return replace(_text(config), media=media)
+
+
+def qwen2_audio(config: HfConfig) -> DecoderSpec:
+    """Qwen2-Audio. Its config leaves out sizes of the text model."""
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 32)
+    config = {**config, "text_config": {"hidden_size": 4096, **sizes, **config["text_config"]}}
+    return replace(_text(config, "qwen2"), media=MediaSpec("qwen2_audio", config))
 
 
 def idefics3(config: HfConfig) -> DecoderSpec:

@@ -12,6 +12,7 @@ from quire.options.multimodal import MultiModalConfig
 from quire_multimodal.families.base import Frames
 from quire_multimodal.fetch import MOST_BYTES, fetch
 from quire_multimodal.pictures import MediaError, decode, decode_frames, picture
+from quire_multimodal.sounds import decode_sound
 
 # By the type of a part: the modality. The field that says where it is has the name of the type, or of _FIELDS.
 PARTS = {
@@ -61,11 +62,12 @@ def _media_part(where: str, kind: str, part: Mapping[str, Any]) -> MediaPart:
     value, uuid = part.get(_FIELDS.get(kind, kind)), part.get("uuid")
     if isinstance(value, Mapping):
         uuid = value.get("uuid", uuid)
-        if kind == "input_audio":
-            return MediaPart(where, "audio", value.get("data"), uuid)
+        data = value.get("data")
         value = value.get("url")
+        if kind == "input_audio":
+            value = f"data:;base64,{data}" if isinstance(data, str) else None
     if kind != "image_pil" and not isinstance(value, str):
-        raise MediaError(f"{where}: it must have a URL")
+        raise MediaError(f"{where}: it must have {'data' if kind == 'input_audio' else 'a URL'}")
     if uuid is not None and (not isinstance(uuid, str) or not 0 < len(uuid) <= 256):
         raise MediaError(f"{where}: uuid must be a string of 1 to 256 characters")
     return MediaPart(where, PARTS[kind], value, uuid)
@@ -74,18 +76,22 @@ def _media_part(where: str, kind: str, part: Mapping[str, Any]) -> MediaPart:
 class Sources:
     """Gets the media that requests name, as far as the options allow it."""
 
-    def __init__(self, options: MultiModalConfig) -> None:
+    def __init__(self, options: MultiModalConfig, sample_rate: int) -> None:
+        """sample_rate: of the sounds that the model hears."""
+        self._sample_rate = sample_rate
         path = options.allowed_local_media_path
         self._folder = None if path is None else Path(path).resolve()
         self._domains = options.allowed_media_domains
 
     def load(self, part: MediaPart) -> Any:
-        """A picture, or the Frames of a video. Raises MediaError, which names the part."""
+        """A picture, the Frames of a video, or the samples of a sound. Raises MediaError, which names the part."""
         try:
             if not isinstance(part.source, str):
                 return picture(part.source)
             if part.modality == "video":
                 return self._video(part.source)
+            if part.modality == "audio":
+                return decode_sound(self._read(part.source), self._sample_rate)
             return decode(self._read(part.source))
         except MediaError as error:
             raise MediaError(f"{part.where}: {error}") from error

@@ -22,7 +22,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
         if (file := directory / name).is_file():
             found = json.loads(file.read_text(encoding="utf-8"))
             settings |= {key: value for key, value in found.items() if not isinstance(value, dict) or key == "size"}
-            settings |= found.get("image_processor") or {}
+            settings |= found.get("image_processor") or found.get("feature_extractor") or {}
             settings |= {key: found[key] for key in ("crop_size", "max_image_size") if key in found}
     return settings
 

@@ -1,4 +1,4 @@
-"""Puts pictures into prompts: placeholders become as many tokens as an item has embeddings."""
+"""Puts pictures and sounds into prompts: placeholders become as many tokens as an item has embeddings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.loading.metadata import load_generation_config
 from quire.messages.media import Buffer, EncoderLimits, MediaItem, MediaPlace
 from quire.models.spec import MediaSpec
 from quire.options.multimodal import MultiModalConfig
@@ -18,8 +19,11 @@ from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
 from quire_multimodal.embeds import CHUNK, buffer_of, decode_embeddings
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
+from quire_multimodal.families.whisper import Sounds
 from quire_multimodal.pictures import MOST_FRAMES, MediaError, picture
 from quire_multimodal.preprocessing import read_settings
+from quire_multimodal.sounds import sound
+from quire_multimodal.speech import Speech
 
 MOST_ITEMS = 999  # of a modality in a prompt, unless limit_mm_per_prompt says otherwise, as in vLLM
 
@@ -42,10 +46,13 @@ class MediaProcessor:
     ) -> None:  # fmt: skip
         """spec: None for a model that takes embeddings only. hidden_size: of these."""
         self.tokenizer, self.limits, self.most_items = tokenizer, limits, options.limit_mm_per_prompt
-        self.load = Sources(options).load
         self._spec, self._embeds_size = spec, hidden_size if options.enable_prompt_embeds else 0
         self._settings = {**read_settings(directory), **options.mm_processor_kwargs}
         self._family = None if spec is None else self._load({})
+        self.load = Sources(options, 0 if self._family is None else self._family.sample_rate).load
+        self.speech: Speech | None = None  # of a model that makes transcripts
+        if isinstance(self._family, Sounds):
+            self.speech = self._family.speech(tokenizer, load_generation_config(directory))
 
     def _load(self, settings: Mapping[str, Any]) -> Family:
         assert self._spec is not None
@@ -54,8 +61,14 @@ class MediaProcessor:
         def token(token_id: int) -> str:
             return self.tokenizer.id_to_token(token_id) or ""
 
-        family: Family = module.Pictures(self._spec.config, {**self._settings, **settings}, token)
+        make = getattr(module, "Pictures", None) or module.Sounds
+        family: Family = make(self._spec.config, {**self._settings, **settings}, token)
         return family
+
+    @property
+    def needs_media(self) -> bool:
+        """Whether a prompt must have an item."""
+        return self._family is not None and self._family.crossed > 0
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -63,8 +76,8 @@ class MediaProcessor:
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """By modality: the text that stands for an item in a prompt."""
-        return {name: kind.placeholder for name, kind in self.kinds.items()}
+        """By modality: the text that stands for an item in a prompt. What has none cannot be in chats."""
+        return {name: kind.placeholder for name, kind in self.kinds.items() if kind.placeholder}
 
     def split(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[MediaPart]]:
         """See split_content."""
@@ -89,8 +102,8 @@ class MediaProcessor:
         """The tokens of a prompt with its media.
 
         data: by modality, one item or several: PIL images or arrays; for a video, a list of them, or an array [frames,
-        height, width, 3]. uuids: names of the items, by which others can share their embeddings; None for one that has
-        none. kwargs: settings of the preprocessing. Raises MediaError.
+        height, width, 3]; for a sound, see `sound`. uuids: names of the items, by which others can share their
+        embeddings; None for one that has none. kwargs: settings of the preprocessing. Raises MediaError.
         """
         family = self._family
         if family is None:
@@ -108,6 +121,8 @@ class MediaProcessor:
             if len(names) != len(items):
                 raise MediaError(f"multi_modal_uuids has {len(names)} names for {len(items)} items of {modality}")
             prepared[modality] = [_prepare(family, modality, item) for item in items]
+        if family.crossed:
+            return self._beside(family, prompt, prepared, uuids, kwargs)
         token_ids = self._tokens(family, prompt, prepared, add_special_tokens)
         media, placed = [], list[tuple[int, Placed]]()
         for modality, items in prepared.items():
@@ -115,17 +130,33 @@ class MediaProcessor:
             for positions, item, name in zip(_positions(family, modality, items, token_ids), items, names, strict=True):
                 key = _key(modality, item, name, kwargs)
                 place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), family.whole)
-                tensors = {n: Buffer(str(a.dtype), list(a.shape), a.tobytes()) for n, a in item.tensors.items()}
-                media.append(MediaItem(place, modality, tensors))
+                media.append(MediaItem(place, modality, _buffers(item)))
                 placed.append((positions[0], Placed(positions, item)))
         media.sort(key=lambda item: item.place.start)
+        self._check_sizes(media)
+        placed.sort(key=lambda pair: pair[0])
+        rotary = family.rotary_positions(token_ids, [item for _, item in placed])
+        return Expanded(token_ids, media, b"" if rotary is None else rotary.astype(np.int32).tobytes())
+
+    def _beside(
+        self, family: Family, prompt: str | list[int], prepared: Mapping[str, Sequence[Prepared]],
+        uuids: Mapping[str, Any], kwargs: Mapping[str, Any] | None,
+    ) -> Expanded:  # fmt: skip
+        """A prompt of a model that reads its item by cross-attention. Its text has all special tokens already."""
+        found = [(modality, item) for modality, items in prepared.items() for item in items]
+        if len(found) != 1:
+            raise MediaError(f"this model takes one item of {', '.join(family.kinds)} in a prompt, got {len(found)}")
+        [(modality, item)] = found
+        key = _key(modality, item, next(iter(_as_list(uuids.get(modality))), None), kwargs)
+        media = [MediaItem(MediaPlace(key, 0, 1, [], crossed=family.crossed), modality, _buffers(item))]
+        self._check_sizes(media)
+        return Expanded(self.tokenizer.encode(prompt, False) if isinstance(prompt, str) else list(prompt), media)
+
+    def _check_sizes(self, media: Sequence[MediaItem]) -> None:
         try:
             self.limits.check(item.place for item in media)
         except ValueError as error:
             raise MediaError(str(error)) from error
-        placed.sort(key=lambda pair: pair[0])
-        rotary = family.rotary_positions(token_ids, [item for _, item in placed])
-        return Expanded(token_ids, media, b"" if rotary is None else rotary.astype(np.int32).tobytes())
 
     def embeddings(self, value: Any) -> Expanded:
         """A prompt of embeddings. value: a tensor or an array [tokens, hidden], or the base64 text of one. Raises
@@ -181,7 +212,13 @@ def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
+def _buffers(item: Prepared) -> dict[str, Buffer]:
+    return {name: Buffer(str(a.dtype), list(a.shape), a.tobytes()) for name, a in item.tensors.items()}
+
+
 def _as_items(modality: str, values: Any) -> list[Any]:
+    if modality == "audio" and isinstance(values, tuple):  # (array, rate)
+        return [values]
     if modality != "video":
         return _as_list(values)
     several = isinstance(values, list | tuple) and bool(values)
@@ -193,6 +230,8 @@ def _as_items(modality: str, values: Any) -> list[Any]:
 def _prepare(family: Family, modality: str, value: Any) -> Prepared:
     if modality == "image":
         return family.image(picture(value))
+    if modality == "audio":
+        return family.audio(sound(value, family.sample_rate))
     frames = value if isinstance(value, Frames) else Frames([picture(frame) for frame in value])
     if not 0 < len(frames.images) <= MOST_FRAMES * 8:
         raise MediaError(f"a video has 1 to {MOST_FRAMES * 8} frames, got {len(frames.images)}")

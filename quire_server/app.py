@@ -28,6 +28,7 @@ from quire_server import (
     responses_api,
     text_routes,
     token_generation,
+    transcriptions,
 )
 from quire_server.adapters import Adapters
 from quire_server.adapters import router as adapter_router
@@ -83,6 +84,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig, model_names: list[str]) -> F
         pooling,
         control,
         prefixes,
+        transcriptions,
     )
     for router in (*(module.router for module in apis), adapter_router):
         app.include_router(router, dependencies=bearer)

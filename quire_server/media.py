@@ -1,8 +1,9 @@
 """The pictures of a chat request: they are fetched and decoded in threads, a few at a time."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.engine.async_llm import AsyncLLM
 from quire.engine.processor import Processor, PromptFields
@@ -10,6 +11,8 @@ from quire.messages.errors import error_text
 from quire_server.errors import ApiError
 from quire_server.messages import MEDIA_PARTS
 
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 AT_ONCE = 4  # items that are fetched or decoded at the same time, each of which may take hundreds of MB
 
 
@@ -61,11 +64,15 @@ class MediaLoader:
 
     async def _load(self, part: Any) -> Any:
         assert self._media is not None
+        try:
+            return await self.in_turn(self._media.load, part)
+        except ValueError as error:
+            raise _refusal(error) from error
+
+    async def in_turn(self, function: Callable[[Argument], Result], argument: Argument) -> Result:
+        """Call a function that decodes, in a thread, and few of them at a time."""
         async with self._turns:
-            try:
-                return await asyncio.to_thread(self._media.load, part)
-            except ValueError as error:
-                raise _refusal(error) from error
+            return await asyncio.to_thread(function, argument)
 
 
 def _first_part(messages: list[Any]) -> str:

@@ -127,6 +127,30 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
+class TranscriptSegment(TypedDict):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class Transcript(TypedDict):
+    """task, language, duration and segments: with verbose_json. text, srt and vtt are plain text."""
+
+    text: str
+    usage: dict[str, Any]
+    task: NotRequired[str]
+    language: NotRequired[str]
+    duration: NotRequired[float]
+    segments: NotRequired[list[TranscriptSegment]]
+
+
 class Tokens(TypedDict):
     count: int
     max_model_len: int

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import AttentionBackend, CacheBackend
 from quire.kvcache.specs import attention_spec, group_entries
 from quire.layers.attention_spec import CacheShape
 from quire.layers.forward_state import ForwardState, pick
@@ -53,8 +53,9 @@ class TransformersModel(Model):
         for layer, paged in zip(layers, self._layers, strict=True):
             layer.module.quire_attention = paged
 
-    def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
+    def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         for spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
+            assert isinstance(backend, AttentionBackend)
             for index, entry in enumerate(spec.entries):
                 layer = self._layers[entry.layer]
                 layer.backend, layer.cache = backend, backend.view(blocks, index)

@@ -82,24 +82,28 @@ def _fitting(limits: SchedulerLimits, kv: KVCacheSize) -> SchedulerLimits:
 
 
 def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) -> EncoderCache | None:
-    """The encoder cache of an engine that takes pictures or embeddings. Raises ConfigError."""
+    """The encoder cache of an engine that takes pictures, sounds or embeddings. Raises ConfigError."""
     if spec.media is None and not config.multimodal.enable_prompt_embeds:
         return None
-    parallel = config.parallel
+    parallel, crossed = config.parallel, spec.crossed > 0
     two_way, levels = (spec.media.two_way, spec.media.levels) if spec.media is not None else (False, 0)
     for name, given, reason in (
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size > 1, "ranks divide tokens"),
         ("enable_sequence_parallel", parallel.enable_sequence_parallel, "ranks divide tokens"),
         ("enable_dbo", parallel.enable_dbo, "steps are divided"),
         ("kv_compression", config.cache.compression is not None, "keys of pictures are not scored"),
-        ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0), "later stages lack the pictures"),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and two_way,
-         "tokens of a picture see each other"),
+        ("pipeline_parallel_size", limits.stages > 1 and (two_way or levels > 0 or crossed), "later stages lack them"),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size > 1 and (two_way or crossed),
+         "tokens of a picture see each other" if two_way else "cross-attention reads one context"),
+        ("enable_lora", config.lora.enable_lora and crossed, "keys of an encoder have no adapters"),
+        ("kv_transfer_config", config.cache.transfer is not None and crossed, "keys of an encoder are not sent"),
         ("enable_prompt_embeds", config.multimodal.enable_prompt_embeds and spec.position_offset is not None,
          "the model adds positions to embeddings"),
     ):  # fmt: skip
         if given:
-            raise ConfigError(f"{name} cannot be used with pictures or embeddings as inputs here, since {reason}")
+            raise ConfigError(
+                f"{name} cannot be used with pictures, sounds or embeddings as inputs here, since {reason}"
+            )
     return EncoderCache(config.multimodal.limits(limits.max_num_batched_tokens, limits.longest_chunk))
 
 

@@ -133,6 +133,8 @@ class Processor:
         media, rotary = list[MediaItem](), b""
         if isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
             prompt, media, rotary = self._with_media(prompt, add_special_tokens, keep)
+        if self.media is not None and self.media.needs_media and not media:
+            raise ValueError("multi_modal_data: this model needs a sound in each prompt")
         text, token_ids, cache_salt = self.tokenize(prompt, add_special_tokens, keep, from_left)
         self.check_tokens(token_ids, self.vocab_size)
         self._check_room(len(token_ids))

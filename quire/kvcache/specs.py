@@ -70,12 +70,16 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
         """The most blocks that a request of `num_tokens` holds at once, if `chunk` tokens may be in flight."""
         raise NotImplementedError
 
+    def table_length(self, num_tokens: int, block_size: int) -> int:
+        """The length of the block table of a request of `num_tokens`."""
+        return -(-num_tokens // block_size)
+
     def new_blocks(self, table_length: int, num_tokens: int, block_size: int) -> range:
         """The indices at which a table of `table_length` needs new blocks, before `num_tokens` tokens are computed.
 
         Indices that the range leaves out get the null block.
         """
-        return range(table_length, -(-num_tokens // block_size))
+        return range(table_length, self.table_length(num_tokens, block_size))
 
     def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
         """The indices, from `first` on, of the blocks that have the content which their hash stands for, once a step
@@ -167,6 +171,38 @@ class StateSpec(KVCacheSpec, frozen=True, tag=True):
         return min(-(-num_tokens // block_size), -(-(1 + chunk) // block_size) + 1)
 
 
+class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
+    """Every query reads all tokens of an encoder, and none of the request's own (role "cross"). length: how many.
+
+    A request gets all of the blocks for its first step, which fills them. The prefix cache does not know them, so each
+    request begins with computed = 0.
+    """
+
+    length: int
+
+    def first_needed_token(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def tokens_kept(self, num_tokens: int, block_size: int = 1) -> int:
+        return self.length
+
+    def table_length(self, num_tokens: int, block_size: int) -> int:
+        return -(-self.length // block_size)
+
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        return self.table_length(num_tokens, block_size)
+
+    def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
+        return range(0)
+
+    def cached_prefix(self, hashes: Sequence[bytes], block_size: int, lookup: Lookup) -> tuple[int, list[Block]]:
+        return 0, []
+
+    def slots(self, tables: Ints, rows: Ints, positions: Ints, block_size: int) -> Ints:
+        """Nothing of the request's own tokens is stored."""
+        return positions * 0 - 1
+
+
 class StateShape(msgspec.Struct, frozen=True):
     """The sizes of a recurrent layer's state on one rank: one matrix for each head, and the last inputs of a
     convolution. decays: how many factors by which a head's state decays with a token: 1 or key_dim."""
@@ -194,7 +230,7 @@ class StateShape(msgspec.Struct, frozen=True):
         return rows * self.channels + self.state_numbers + drafts * self.token_numbers + 1
 
 
-ModelKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec | StateSpec
+ModelKVSpec = FullAttentionSpec | LatentSpec | SlidingWindowSpec | ChunkedSpec | StateSpec | CrossAttentionSpec
 
 
 def attention_spec(layers: Iterable[int], window: int | None = None, chunk: int | None = None) -> ModelKVSpec:

@@ -16,6 +16,7 @@ class CacheShape:
 
     holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
     how many ranks in a row cache the same, each for equally many query heads. chunk: see DecoderSpec.chunks.
+    crossed: see DecoderSpec.crossed.
     """
 
     num_heads: int
@@ -25,6 +26,7 @@ class CacheShape:
     holds_positions: bool = False
     holders: int = 1
     chunk: int | None = None
+    crossed: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class AttentionSpec:
     alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
     and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate,
     which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see those behind them,
-    and cache nothing.
+    and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper).
     """
 
     hidden_size: int
@@ -74,6 +76,7 @@ class AttentionSpec:
     input_size: int | None = None
     output_gate: bool = False
     is_causal: bool = True
+    key_bias: bool = True
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
@@ -131,7 +134,8 @@ class HeadShare:
         q, k = self.heads, self.kv_heads
 
         def part(name: str, total: int, first: int, count: int) -> OutputPart:
-            return OutputPart(names[name], total * dim, first * dim, (first + count) * dim)
+            has_bias = spec.key_bias or name != "k"
+            return OutputPart(names[name], total * dim, first * dim, (first + count) * dim, has_bias)
 
         if spec.output_gate:
             queries, gates = ([part("q", 2 * heads, 2 * h + which, 1) for h in q] for which in (0, 1))
@@ -198,7 +202,7 @@ class LayerPlace:
 
     window: number of tokens that a query sees, None for all. rotary: index of the layer's tables in
     ForwardState.rotary, None for a layer without rotary embedding. scale: the layer's own factor for the scores.
-    state_group: the KV group of its state.
+    state_group, cross_group: the KV groups of its state and of its cross-attention, if it has them.
     """
 
     kv_group: int
@@ -206,3 +210,4 @@ class LayerPlace:
     rotary: int | None = 0
     scale: float = 1.0
     state_group: int = 0
+    cross_group: int = 0

@@ -176,7 +176,10 @@ class ColumnParallelLinear:
         for p in parts if bias else ():
             assert self.bias is not None
             end = offset + p.stop - p.start
-            builder.part(f"{p.name}.bias", self.bias[offset:end], (p.rows,), slice(p.start, p.stop))
+            if p.has_bias:
+                builder.part(f"{p.name}.bias", self.bias[offset:end], (p.rows,), slice(p.start, p.stop))
+            else:
+                self.bias[offset:end].zero_()
             offset = end
 
     def __call__(self, x: Tensor) -> Tensor:

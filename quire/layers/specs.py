@@ -6,12 +6,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class OutputPart:
-    """Outputs [start, stop) of the checkpoint's linear layer `name`, which has `rows` outputs in all."""
+    """Outputs [start, stop) of the checkpoint's linear layer `name`, which has `rows` outputs in all. has_bias: False
+    for a part without, of a layer with one."""
 
     name: str
     rows: int
     start: int
     stop: int
+    has_bias: bool = True
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
 
     key: of the item's content. Equal keys have equal embeddings. spans: (first, count) of tokens that take embeddings
     in place of those of their ids, counted from `start`; the others are text, such as the ends of rows. whole: the
-    tokens see each other in both directions, so one step computes all of them.
+    tokens see each other in both directions, so one step computes all of them. crossed: how many embeddings the model
+    reads by cross-attention instead.
     """
 
     key: str
@@ -27,6 +28,7 @@ class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
     length: int
     spans: list[tuple[int, int]]
     whole: bool = False
+    crossed: int = 0
 
     @property
     def end(self) -> int:
@@ -34,7 +36,7 @@ class MediaPlace(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def num_embeds(self) -> int:
-        return sum(count for _, count in self.spans)
+        return self.crossed + sum(count for _, count in self.spans)
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.attention.base import CacheBackend
-from quire.kvcache.specs import CacheEntry, ModelKVSpec, attention_spec, group_entries
+from quire.attention.base import AttentionBackend, CacheBackend
+from quire.attention.cross import store_plan
+from quire.kvcache.specs import CacheEntry, CrossAttentionSpec, ModelKVSpec, attention_spec, group_entries
 from quire.layers.attention import Attention, EncoderAttention
 from quire.layers.attention_spec import AttentionSpec, CacheShape, LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
+from quire.layers.cross_attention import CrossAttention
 from quire.layers.delta import DeltaNet
 from quire.layers.embedding import LearnedPositions, LMHead, VocabParallelEmbedding
 from quire.layers.forward_state import ForwardState, pick
@@ -44,6 +46,8 @@ class DecoderLayer:
 
     A branch reads all tokens, and its results are summands of the ranks; see ResidualStream.
     """
+
+    cross: CrossAttention | None = None
 
     def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
         names = {key: name.replace("{i}", str(index)) for key, name in spec.names.items() if name is not None}
@@ -118,6 +122,30 @@ class PostNormLayer(DecoderLayer):
         return x, None
 
 
+class CrossLayer(DecoderLayer):
+    """Between its attention and its MLP, a layer of a decoder reads what an encoder has made of its input."""
+
+    cross: CrossAttention
+
+    def __init__(self, builder: Builder, spec: DecoderSpec, index: int, place: LayerPlace) -> None:
+        super().__init__(builder, spec, index, place)
+        names = {role: name.replace("{i}", str(index)) for role, name in spec.names.items() if name is not None}
+        self.cross_norm = make_norm(builder, names["cross_norm"], spec.hidden_size, spec.norm)
+        mixer = spec.mixers[index]
+        assert isinstance(mixer, AttentionSpec)
+        self.cross = CrossAttention(builder, mixer, names, place.cross_group)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream, tokens = self.residual_stream, state.inputs.positions
+        x, residual = self.attention_norm.add(x, residual)
+        x, residual = self.cross_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), residual)
+        out = self.cross(stream.whole(x, tokens), state, wanted)
+        x, residual = self.mlp_norm.add(stream.sum(out), stream.pick(residual, wanted, tokens))
+        return stream.sum(self.mlp(stream.whole(x, out))), residual
+
+
 class SingleLayer(DecoderLayer):
     """One branch: a mixer or an MLP (Mamba-2, Nemotron-H)."""
 
@@ -133,6 +161,7 @@ class SingleLayer(DecoderLayer):
 
 LAYERS = {
     "sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer, "single": SingleLayer,
+    "cross": CrossLayer,
 }  # fmt: skip
 
 
@@ -155,6 +184,9 @@ class LayerStack:
                     kv_spec, shape = attention_spec([layer], chunk=chunk), replace(shape, chunk=chunk)
                 kept.append(kv_spec)
                 shapes.append(shape)
+                if spec.crossed and isinstance(shape, CacheShape):
+                    kept.append(CrossAttentionSpec((CacheEntry(layer, "cross"),), spec.crossed))
+                    shapes.append(replace(shape, crossed=spec.crossed))
             self.kv_specs = group_entries(kept, max_model_len, shapes)
             shape_of = {kv_spec.entries[0]: shape for kv_spec, shape in zip(kept, shapes, strict=True)}
             self.cache_shapes = [shape_of[kv_spec.entries[0]] for kv_spec in self.kv_specs]
@@ -170,14 +202,26 @@ class LayerStack:
             rotary = spec.rotary[i]
             table = None if rotary is None else variants.index(rotary)
             scale = spec.score_scales[i] if spec.score_scales else 1.0
-            groups = group_of.get(CacheEntry(i), 0), group_of.get(CacheEntry(i, "state"), 0)
-            place = LayerPlace(groups[0], windows[i], table, scale, groups[1])
+            groups = [group_of.get(CacheEntry(i, role), 0) for role in ("kv", "state", "cross")]
+            place = LayerPlace(groups[0], windows[i], table, scale, groups[1], groups[2])
             self.layers.append(make_layer(builder, spec, i, place))
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
+        self.backends = backends
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
             for index, entry in enumerate(kv_spec.entries):
-                self.layers[entry.layer - self.first_layer].mixer.bind(backend, backend.view(blocks, index))
+                layer = self.layers[entry.layer - self.first_layer]
+                reader: Any = layer.cross if entry.role == "cross" else layer.mixer
+                reader.bind(backend, backend.view(blocks, index))
+
+    def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
+        layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]
+        backend = self.backends[group]
+        assert isinstance(backend, AttentionBackend)
+        plan = store_plan(backend, blocks, len(states))
+        for cross in layers:
+            assert cross is not None
+            cross.store(states, plan)
 
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}

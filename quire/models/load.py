@@ -1,6 +1,7 @@
 """Builds the model of this rank: spec, layers, weights."""
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,8 @@ def load_model(
     if spec.media is not None:
         towers = import_module(f"quire_multimodal.towers.{spec.media.family}")
         model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, spec.media)
+        if hasattr(towers, "output_rules"):
+            model.output_rules = partial(towers.output_rules, directory, spec.media)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}

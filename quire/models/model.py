@@ -16,6 +16,7 @@ from quire.ops import Kernels
 from quire.parallel.experts import ExpertRanks
 from quire.parallel.pipeline import Stage
 from quire.parallel.residual_stream import ResidualStream
+from quire.sampling.logits_processors import MakeProcessor
 
 Shape = CacheShape | StateShape  # what one rank caches in one layer
 
@@ -40,6 +41,7 @@ class Model(Protocol):
     residual_stream: which tokens are the rank's own, whose norms and residual sums it computes. parts: what the rank
     has of which tensors of the checkpoint; nothing, if there was none. sees: whether it takes
     pictures, and whether tokens have several rotary positions (DecoderSpec.has_sections). tower: in the first stage.
+    output_rules: makes the logits processor of a model whose output has rules of its own.
     """
 
     kernels: Kernels
@@ -58,12 +60,18 @@ class Model(Protocol):
     parts: Parts = {}  # noqa: RUF012
     sees: tuple[bool, bool] = False, False
     tower: Tower | None = None
+    output_rules: MakeProcessor | None = None
 
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         """Give the layers of each group their backend, and each layer a view of its own entry in all blocks.
 
         memory: for each group, uint8 [blocks, bytes]: the part of all blocks in which its entries lie, from the start
         """
+
+    def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
+        """Fill the blocks of a request in a KV group of cross-attention. states: the tower's result, [tokens, hidden];
+        blocks: their ids, [blocks], int64"""
+        raise TypeError("the model has no cross-attention")
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions: [tokens] -> [own tokens, hidden]"""

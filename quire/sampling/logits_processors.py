@@ -22,7 +22,7 @@ vLLM's plugins differ in two points. They are told of rows that move, but Quire'
 logits for each row of the batch, but a step of Quire samples at places: some rows have none, others have several.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -109,6 +109,9 @@ class LogitsProcessor:
         """Change `logits` [all places, vocab], float32, in place, at the places `at`. There is at least one place, and
         all places belong to requests that asked for this processor."""
         raise NotImplementedError
+
+
+MakeProcessor = Callable[[EngineConfig, torch.device], LogitsProcessor]
 
 
 class LogitsProcessors:

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.ops import Kernels
 from quire.ops.memory import upload
 from quire.ops.reference.sampling import scale
-from quire.sampling.logits_processors import Ints, LogitsProcessor, LogitsProcessors, SamplingPlaces, load_plugins
+from quire.sampling.logits_processors import Ints, LogitsProcessors, MakeProcessor, SamplingPlaces, load_plugins
 from quire.sampling.logprobs import TopLogprobs
 from quire.sampling.penalties import Penalties
 from quire.sampling.token_rules import AllowedTokenIds, BadWords, LogitBias, MinTokens, RequestFunctions
@@ -66,15 +66,18 @@ class Sampler:
        (seed, position).
     """
 
-    def __init__(self, kernels: Kernels, config: EngineConfig, device: torch.device) -> None:
-        """Raises ConfigError for a plugin that cannot be loaded."""
+    def __init__(
+        self, kernels: Kernels, config: EngineConfig, device: torch.device, own: MakeProcessor | None = None
+    ) -> None:
+        """own: makes a logits processor of the model's own. Raises ConfigError for a plugin that cannot be loaded."""
         self.argmax, self.log_softmax = kernels.argmax, kernels.log_softmax
         self.sample_gumbel, self.keep_top_k_top_p = kernels.sample_gumbel, kernels.keep_top_k_top_p
         self.accept_or_resample = kernels.accept_or_resample
         mode = config.sampling.logprobs_mode
         self._scores_processed, self._scores_are_logits = mode.startswith("processed"), mode.endswith("logits")
         rules = AllowedTokenIds, BadWords, MinTokens, LogitBias, RequestFunctions
-        kinds: list[type[LogitsProcessor]] = [*rules, *load_plugins(config.sampling.logits_processors), Penalties]
+        kinds: list[MakeProcessor] = [*rules, *load_plugins(config.sampling.logits_processors), Penalties]
+        kinds += [] if own is None else [own]
         self.processors = LogitsProcessors([kind(config, device) for kind in kinds], config.scheduler.max_num_seqs)
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, TopLogprobs | None]:

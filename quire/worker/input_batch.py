@@ -94,7 +94,10 @@ class InputBatch:
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One column more than max_model_len: the last token of a full row is sampled but never computed.
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)
-        self.block_tables = np.zeros((len(kv_specs), rows, -(-max_model_len // block_size)), np.int32)
+        # Tables of cross-attention have this length from the beginning.
+        self._least_width = max((spec.table_length(0, block_size) for spec in kv_specs), default=0)
+        width = max(self._least_width, -(-max_model_len // block_size))
+        self.block_tables = np.zeros((len(kv_specs), rows, width), np.int32)
         self.num_tokens = np.zeros(rows, np.int64)
         self.num_unread = np.zeros(rows, np.int64)  # tokens among them that are being sampled
         self.num_computed = np.zeros(rows, np.int64)
@@ -196,7 +199,7 @@ class InputBatch:
     def gather(self, flat: FlatBatch) -> dict[str, Array]:
         """The inputs that depend on tokens and block tables. On a device that works late, the op flat_batch makes them.
         Block tables are as wide as the longest request needs."""
-        width = -(-int(flat.seq_lens.max(initial=1)) // self.block_size)
+        width = max(-(-int(flat.seq_lens.max(initial=1)) // self.block_size), self._least_width)
         return {
             "input_ids": self.token_ids[flat.token_rows, flat.positions].astype(np.int64),
             "slot_mapping": self._slots(flat),

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kvcache.specs import CrossAttentionSpec
 from quire.layers.step_inputs import Array
 from quire.layers.step_media import StepMedia
 from quire.messages.media import Buffer, MediaItem, MediaPlace
@@ -27,6 +28,9 @@ class MediaInputs:
 
     def __init__(self, model: Model, batch: InputBatch) -> None:
         target = model.kernels.target
+        self._model, self._batch = model, batch
+        cross = [group for group, spec in enumerate(batch.kv_specs) if isinstance(spec, CrossAttentionSpec)]
+        self._cross_groups = cross
         self.tower, self.device, self.dtype = model.tower, target.device, target.dtype
         self.hidden_size, self.has_sections = model.hidden_size, batch.has_sections
         self._is_first = model.stage.layers.start == 0
@@ -70,6 +74,8 @@ class MediaInputs:
             first, end = int(flat.query_start_loc[request]), int(flat.seq_lens[request])
             start = end - (int(flat.query_start_loc[request + 1]) - first)
             for place in self._places[row]:
+                if place.crossed and start == 0:
+                    self._store(row, place)
                 for begin, count in place.spans:
                     lowest, highest = (min(max(start - place.start - begin, 0), count),
                                        min(max(end - place.start - begin, 0), count))  # fmt: skip
@@ -90,6 +96,13 @@ class MediaInputs:
         embeds = torch.cat(parts) if parts else torch.empty(0, hidden)
         levels = [embeds[:, i : i + hidden] for i in range(hidden, embeds.shape[1], hidden)]
         return replace(flat, media=StepMedia(tokens, embeds[:, :hidden], levels, spans))
+
+    def _store(self, row: int, place: MediaPlace) -> None:
+        """Fill the row's blocks of cross-attention, before its first tokens read them."""
+        for group in self._cross_groups:
+            length = self._batch.kv_specs[group].table_length(0, self._batch.block_size)
+            blocks = self._batch.block_tables[group, row, :length].astype(np.int64)
+            self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device))
 
     def _rotary_offsets(self, flat: FlatBatch) -> Array:
         offsets = np.repeat(self._behind[flat.token_rows][None], AXES, 0)

@@ -14,6 +14,7 @@ from quire.attention.by_head import by_head
 from quire.attention.cells import CELLS
 from quire.attention.chunked import in_chunks
 from quire.attention.context import ContextAttention
+from quire.attention.cross import across
 from quire.attention.selection import choose_backend
 from quire.attention.states import StateBackend, matching_block_size
 from quire.config import ConfigError, EngineConfig
@@ -137,7 +138,7 @@ class Worker:
         forward = _forward(config, model, self.backends, staging, mesh, pipe)
         self.runner: Runner[Any]
         if not model.stage.has_head:
-            processors = None if pools else Sampler(model.kernels, config, device).processors
+            processors = None if pools else Sampler(model.kernels, config, device, model.output_rules).processors
             self.runner = StageRunner(model, batch, staging, forward, processors)
         elif model.pooler is not None:
             self.runner = PoolingRunner(model, model.pooler, batch, staging, forward, is_only_rank)
@@ -152,7 +153,7 @@ class Worker:
         self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
         block_bytes = self._page_bytes + (0 if self.drafter is None else self.drafter.entry_bytes)
         rank_bytes = replica.each(block_bytes)
-        useful = max_num_seqs * len(model.kv_specs) * -(-max_model_len // block_size) + 1
+        useful = max_num_seqs * sum(spec.table_length(max_model_len, block_size) for spec in model.kv_specs) + 1
         if device.type == "cuda":
             self._allocate(1, block_bytes)  # the dummy step needs a null block
             tokens = min(most_tokens, max_num_seqs * max_model_len)
@@ -199,7 +200,8 @@ class Worker:
         self, config: EngineConfig, model: Model, batch: InputBatch, staging: Staging, forward: Forward,
         is_only_rank: bool, most_tokens: int,
     ) -> ModelRunner:  # fmt: skip
-        sampler, drafter = Sampler(model.kernels, config, self.device.torch_device), None
+        sampler = Sampler(model.kernels, config, self.device.torch_device, model.output_rules)
+        drafter = None
         if self.drafter is not None:
             drafter = self.drafter.drafter(staging, sampler, most_tokens, model.hidden_size)
             forward.taps = dict(drafter.taps)
@@ -283,6 +285,8 @@ def _backends(
                     message = "cannot divide or compress the contexts of a model with attention chunks"
                     raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
                 backend = in_chunks(backend, cache.chunk)
+            elif cache.crossed:
+                backend = across(backend, cache.crossed)
             elif config.cache.compression is not None:
                 backend = by_head(backend)
             by_shape[cache] = backend

@@ -1,4 +1,4 @@
-"""What a family of models has to say about its pictures."""
+"""What a family of models has to say about its pictures and sounds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -55,21 +55,31 @@ class Placed:
 
 
 class Family(ABC):
-    """Preprocessing of one model's pictures."""
+    """Preprocessing of one model's pictures or sounds.
+
+    whole: whether the tokens of a picture see each other in both directions. crossed: how many embeddings the model
+    reads by cross-attention; then a prompt has one item, and no token stands for it. sample_rate: of sounds.
+    """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
-    whole = False  # whether the tokens of a picture see each other in both directions
+    whole = False
+    crossed = 0
+    sample_rate = 0
 
     @abstractmethod
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
         """config: the checkpoint's config.json. settings: of its processor, with the user's changes. token: the text of
         a token id."""
 
-    @abstractmethod
     def image(self, image: Image.Image) -> Prepared:
         """image: in RGB. Raises MediaError if the model cannot see it."""
+        raise NotImplementedError
 
     def video(self, frames: Frames) -> Prepared:
+        raise NotImplementedError
+
+    def audio(self, samples: Array) -> Prepared:
+        """samples: float32, `sample_rate` a second. Raises MediaError if the model cannot hear it."""
         raise NotImplementedError
 
     def rotary_positions(self, token_ids: list[int], placed: Sequence[Placed]) -> Array | None:

@@ -70,6 +70,7 @@ FEATURES = [
     "pinned prefixes",
     "KV compression",
     "multimodal input",
+    "cross-attention",
 ]
 
 

@@ -8,7 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.kvcache.specs import CacheEntry, KVCacheSize, KVCacheSpec, LatentSpec, attention_spec, group_entries
+from quire.kvcache.specs import (
+    CacheEntry,
+    CrossAttentionSpec,
+    KVCacheSize,
+    KVCacheSpec,
+    LatentSpec,
+    attention_spec,
+    group_entries,
+)
 
 BLOCK_SIZE = 16
 
@@ -35,8 +43,22 @@ def test_a_layer_may_keep_entries_in_several_roles() -> None:
     assert group.page_bytes(entry_bytes=100) == 600
 
 
+def test_cross_attention_has_a_group_whose_tables_are_whole_from_the_beginning() -> None:
+    kept = [*kept_by([None, None]), *(CrossAttentionSpec((CacheEntry(layer, "cross"),), 1500) for layer in range(2))]
+    cross, own = group_entries(kept, 448)
+    assert own == attention_spec([0, 1])
+    assert cross.entries == (CacheEntry(0, "cross"), CacheEntry(1, "cross"))
+    assert cross.layers == ()
+    assert cross.new_blocks(0, 5, BLOCK_SIZE) == range(94)
+    assert cross.new_blocks(94, 448, BLOCK_SIZE) == range(94, 94)
+    assert cross.max_blocks(1, 1, BLOCK_SIZE) == cross.max_blocks(448, 448, BLOCK_SIZE) == 94
+    assert cross.tokens_kept(448) == 1500
+    assert list(cross.full_blocks(0, 448, BLOCK_SIZE)) == []
+
+
 def test_a_cache_with_groups_of_all_kinds_travels_as_data() -> None:
-    specs = (attention_spec([0]), attention_spec([1, 2], 64), LatentSpec((CacheEntry(3, "indexer"),)))
+    cross = CrossAttentionSpec((CacheEntry(0, "cross"),), 1500)
+    specs = (attention_spec([0]), attention_spec([1, 2], 64), LatentSpec((CacheEntry(3, "indexer"),)), cross)
     size = KVCacheSize(100, (4096,), specs, "cpu, bfloat16", 16)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(size), type=KVCacheSize) == size
 

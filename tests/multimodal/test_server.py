@@ -71,6 +71,11 @@ def test_openais_client_gets_what_the_offline_engine_says(client, host, folder):
     assert ask(client, "What is this? ", image_part(data_url(encoded(picture(2))))) != output.outputs[0].text
 
 
+def test_a_model_that_does_not_hear_makes_no_transcripts(client):
+    with pytest.raises(BadRequestError, match="makes no transcripts"):
+        client.audio.transcriptions.create(model="demo", file=("a.wav", b"RIFF"))
+
+
 def test_a_stream_and_several_answers_with_pictures(client):
     part = image_part(data_url(encoded(picture(3), "JPEG")))
     whole = ask(client, "Say: ", part)

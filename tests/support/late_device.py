@@ -360,7 +360,7 @@ class LateExecutor(Executor):
                 forward.capture()
             if self.stream.queue:
                 self.stream.run_until(self.stream.queue[-1])
-        sampler = Sampler(kernels, llm.config, device.torch_device)
+        sampler = Sampler(kernels, llm.config, device.torch_device, self.real_model.output_rules)
         drafter = None if real.drafter is None else self.late_drafter(real.drafter, staging, sampler)
         forward.taps = {} if drafter is None else dict(drafter.taps)
         self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)

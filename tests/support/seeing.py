@@ -495,7 +495,8 @@ SEEING = {
     "InternVLForConditionalGeneration", "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "WhisperForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
 }  # fmt: skip
 
 

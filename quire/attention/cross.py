@@ -1,0 +1,49 @@
+"""Cross-attention: queries of a decoder see all of the tokens of an encoder, which are in blocks of their own.
+
+Each query is a request of its own to the backend that computes, namely the last of as many tokens as the encoder has.
+Causal attention shows it all of these. So every backend can do it, and none has to know.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, StepLayout
+from quire.ops.memory import upload
+
+
+def across(backend: AttentionBackend, length: int) -> AttentionBackend:
+    """A copy of the backend whose queries see the `length` tokens of an encoder."""
+    crossing = copy.copy(backend)
+
+    def plan(layout: StepLayout, previous: Any = None) -> Any:
+        return backend.plan(cross_layout(layout, length), previous)
+
+    crossing.plan = plan  # type: ignore[method-assign]
+    return crossing
+
+
+def cross_layout(layout: StepLayout, length: int) -> StepLayout:
+    """The layout in which each token of a step is a request. Nothing is stored."""
+    starts, slots = layout.query_start_loc, layout.slot_mapping
+    tokens = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
+    requests = torch.searchsorted(starts[1:].contiguous(), tokens[:-1], right=True).clamp(max=len(starts) - 2)
+    return replace(
+        layout, query_start_loc=tokens, seq_lens=torch.full_like(tokens[:-1], length),
+        slot_mapping=torch.full_like(slots, -1), block_table=layout.block_table.index_select(0, requests),
+        longest_prompt=0, tokens_per_request=1,
+    )  # fmt: skip
+
+
+def store_plan(backend: AttentionBackend, blocks: Tensor, length: int) -> Any:
+    """The plan with which a backend of `across` stores the keys and values of an encoder's tokens. blocks: the ids of
+    the request's blocks, [blocks], int64"""
+    size, device = backend.tokens_per_block, blocks.device
+    slots = (blocks[:, None] * size + torch.arange(size, device=device)).flatten()[:length]
+    bounds = upload(np.array([0, length], np.int32), device)
+    layout = StepLayout(bounds, bounds[1:], slots, blocks.int()[None], longest_prompt=length)
+    return type(backend).plan(backend, layout)  # the class's own plan, which `across` has replaced in the copy

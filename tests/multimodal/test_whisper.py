@@ -1,0 +1,217 @@
+"""Whisper against transformers: embeddings of the encoder, and the same greedy tokens however the work is cut up.
+
+The prompts have timestamps and none, a text before them and none, and the same sound twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.config import ConfigError
+from quire.engine.llm import LLM
+from quire.kvcache.specs import CrossAttentionSpec
+from quire.messages.sampling_params import SamplingParams
+from quire_multimodal.families.whisper import Sounds
+from quire_multimodal.mel import log_mel, mel_filters
+from quire_multimodal.preprocessing import read_settings
+from support.engines import assert_preempted, generate, make_llm, runner_of
+from support.hearing import (
+    DE,
+    EN,
+    NO_TIMES,
+    NUM_TOKENS,
+    POSITIONS,
+    PREVIOUS,
+    RATE,
+    SECONDS,
+    SOT,
+    TRANSCRIBE,
+    TRANSLATE,
+    continuation,
+    extractor,
+    network,
+    sound,
+    written,
+)  # fmt: skip
+from support.late_device import run_late
+
+COMBINES = [
+    "cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism",
+    "cross-attention × speculation",
+]
+
+MakeLLM = Callable[..., LLM]
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+BEFORE = [PREVIOUS, *range(20, 60)]
+PROMPTS = [
+    (0, [SOT, EN, TRANSCRIBE, NO_TIMES]),
+    (1, [SOT, DE, TRANSLATE]),
+    (2, [*BEFORE, SOT, EN, TRANSCRIBE, NO_TIMES]),
+    (0, [*BEFORE, SOT, EN, TRANSCRIBE]),
+    (3, [SOT, EN, TRANSCRIBE]),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> list[Any]:
+    return [(sound(number), continuation(folder, sound(number), prompt)) for number, prompt in PROMPTS]
+
+
+def check(llm: LLM, expected: list[Any]) -> None:
+    prompts = [{"prompt_token_ids": c.prompt, "multi_modal_data": {"audio": (s, RATE)}} for s, c in expected]
+    for (_, wanted), output in zip(expected, generate(llm, prompts, PARAMS), strict=True):
+        wanted.check(output.outputs[0].token_ids)
+
+
+def alone(make: MakeLLM, expected: list[Any]) -> None:
+    llm = make()
+    for item in expected:
+        check(llm, [item])
+
+
+def in_a_batch(make: MakeLLM, expected: list[Any]) -> None:
+    llm = make()
+    for _ in range(2):  # the second time, all embeddings are in the cache
+        check(llm, expected)
+
+
+def in_chunks(make: MakeLLM, expected: list[Any]) -> None:
+    check(make(max_num_batched_tokens=16), expected)
+
+
+def with_a_small_encoder_cache(make: MakeLLM, expected: list[Any]) -> None:
+    check(make(max_num_batched_tokens=64, encoder_cache_size=POSITIONS), expected)
+
+
+def preempted(make: MakeLLM, expected: list[Any]) -> None:
+    llm = make(num_gpu_blocks_override=40, max_model_len=100)
+    check(llm, expected * 3)
+    assert_preempted(llm)
+
+
+def two_steps_deep(make: MakeLLM, expected: list[Any]) -> None:
+    llm = make(max_num_batched_tokens=32)
+    run_late(llm)
+    check(llm, expected)
+
+
+def with_drafts(make: MakeLLM, expected: list[Any]) -> None:
+    check(make(speculative_config={"method": "suffix", "num_speculative_tokens": 3}), expected)
+
+
+def with_the_reference_kernels(make: MakeLLM, expected: list[Any]) -> None:
+    check(make(backend="reference", max_num_batched_tokens=32), expected)
+
+
+def on_two_ranks(make: MakeLLM, expected: list[Any]) -> None:
+    check(make(tensor_parallel_size=2), expected)
+
+
+WAYS = [
+    alone, in_a_batch, in_chunks, with_a_small_encoder_cache, preempted, two_steps_deep, with_drafts,
+    with_the_reference_kernels, on_two_ranks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_greedy_tokens_equal_transformers(folder, expected, way):
+    def make(backend: str = "cpu", **options: Any) -> LLM:
+        return make_llm(written(folder), backend, **{"max_model_len": 128, "max_num_seqs": 8, **options})
+
+    way(make, expected)
+
+
+def test_the_encoders_embeddings_equal_transformers(folder):
+    llm = make_llm(written(folder), max_model_len=128)
+    features = extractor()(sound(1), sampling_rate=RATE, return_tensors="pt").input_features
+    with torch.inference_mode():
+        wanted = network(folder).model.encoder(features).last_hidden_state[0]
+        made = runner_of(llm).model.tower("audio", {"mel": features[0]})
+    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("bins", "seconds"), [(20, SECONDS), (80, 30), (128, 30)])
+def test_spectra_have_the_values_of_transformers(tmp_path, bins, seconds):
+    from transformers import WhisperFeatureExtractor
+
+    made = WhisperFeatureExtractor(feature_size=bins, chunk_length=seconds)
+    made.save_pretrained(tmp_path)
+    assert np.abs(mel_filters(400, bins, RATE) - made.mel_filters).max() < 1e-15
+    settings = read_settings(tmp_path)
+    family = Sounds({"max_source_positions": 50 * seconds, "num_mel_bins": bins}, settings, str)
+    for samples in (sound(1, seconds), sound(2, seconds / 3), np.zeros(2000, np.float32)):
+        whole = np.zeros(seconds * RATE, np.float32)
+        whole[: len(samples)] = samples
+        ours = family.audio(samples).tensors["mel"]
+        # numpy's path of the extractor computes in float64, as here; torch's in float32
+        exact = made._np_extract_fbank_features(whole[None], "cpu")[0].astype(np.float32)
+        assert np.abs(ours - exact).max() <= 1e-6
+        assert np.abs(ours - made(samples, sampling_rate=RATE)["input_features"][0]).max() < 1e-3
+    assert log_mel(np.zeros(RATE, np.float32), mel_filters(400, bins, RATE), 400, 160).shape == (bins, 100)
+
+
+def test_blocks_of_cross_attention_are_allocated_once_and_freed(folder):
+    llm = make_llm(written(folder), max_model_len=128)
+    kv = llm.core.scheduler.kv
+    [(group, spec)] = [(g, s) for g, s in enumerate(kv.specs) if isinstance(s, CrossAttentionSpec)]
+    blocks = -(-POSITIONS // 16)
+    assert kv.max_blocks(128) == blocks + 8
+    prompt = {"prompt_token_ids": PROMPTS[0][1], "multi_modal_data": {"audio": (sound(1), RATE)}}
+    request = llm.processor.process("a", prompt, PARAMS).core_requests[0]
+    llm.core.add_request(request)
+    tables = []
+    while llm.core.has_unfinished:
+        llm.core.step()
+        for running in llm.core.scheduler.requests.values():
+            tables.append([block.block_id for block in running.block_tables[group]])
+    assert len(tables) > 2
+    assert all(table == tables[0] and len(table) == blocks for table in tables)
+    assert kv.pool.num_free == kv.pool.num_usable
+    assert spec.entries[0].role == "cross"
+
+
+def test_a_text_of_special_tokens_and_a_sound_at_another_rate_can_be_given(folder, expected):
+    llm = make_llm(written(folder), max_model_len=128)
+    text = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
+    samples, wanted = expected[0]
+    [output] = generate(llm, [{"prompt": text, "multi_modal_data": {"audio": samples}}], PARAMS)
+    assert output.prompt_token_ids == wanted.prompt
+    wanted.check(output.outputs[0].token_ids)
+    slow = sound(0, rate=8_000)
+    pair = np.stack([slow, slow])
+    for given in ((slow, 8_000), [(pair, 8_000)]):
+        [output] = generate(llm, [{"prompt": text, "multi_modal_data": {"audio": given}}], PARAMS)
+        assert len(output.outputs[0].token_ids) == NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ({"prompt_token_ids": [SOT]}, "needs a sound"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": []}}, "takes one item of audio"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": [sound(1), sound(2)]}}, "takes one item of audio"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"image": sound(1)}}, "takes no image"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": (sound(1, SECONDS + 1), RATE)}}, "longer than 2 s"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": (sound(1), 1)}}, "samples a second"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": (sound(1), "x")}}, "must be a number"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": np.zeros(9, int)}}, "array of floats"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": "x"}}, "array of floats"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": np.zeros(0)}}, "no samples"),
+        ({"prompt_token_ids": [SOT], "multi_modal_data": {"audio": np.array([np.nan])}}, "not finite"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_heard_is_refused(folder, prompt, reason):
+    llm = make_llm(written(folder), max_model_len=128)
+    with pytest.raises(ValueError, match=reason):
+        llm.generate([prompt], PARAMS, use_tqdm=False)
+
+
+def test_options_that_do_not_fit_are_refused(folder):
+    for option in ({"pipeline_parallel_size": 2}, {"enable_lora": True}, {"decode_context_parallel_size": 2}):
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            LLM(str(written(folder)), dtype="float32", **option)
