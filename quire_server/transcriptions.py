@@ -83,13 +83,18 @@ class TranscriptionRequest(Generation):
         return None
 
 
+def _not_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that a form may leave out. A form has no null."""
+    return {**{k: v for k, v in schema.items() if k != "anyOf"}, **schema.get("anyOf", [{}])[0]}
+
+
 def _form(model: type[TranscriptionRequest]) -> dict[str, Any]:
     """What /openapi.json says of the form."""
     names = (*(model.model_fields.keys() - Generation.model_fields.keys()), "model", "response_format", "stream",
              "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
              "repetition_penalty")  # fmt: skip
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    properties = {name: schema["properties"][name] for name in sorted(names)}
+    properties = {name: _not_null(schema["properties"][name]) for name in sorted(names)}
     file = {"type": "string", "format": "binary", "description": "WAV, FLAC, MP3 or Ogg, of at most 25 MiB."}
     form = {"type": "object", "required": ["file"], "properties": {"file": file, **properties}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}

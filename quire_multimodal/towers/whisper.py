@@ -88,6 +88,7 @@ class OutputRules(LogitsProcessor):
             self.tasks = {settings.get("decoder_start_token_id", -1)}
         self.never = torch.tensor(settings.get("suppress_tokens") or [], dtype=torch.int64, device=device)
         self.never_first = torch.tensor(settings.get("begin_suppress_tokens") or [], dtype=torch.int64, device=device)
+        self._never = torch.full((), _NEVER, device=device)  # a Python number would be copied to a GPU each time
         self._with_times = np.zeros(config.scheduler.max_num_seqs, bool)
 
     def add(self, row: int, request: NewRequest) -> bool:
@@ -97,8 +98,8 @@ class OutputRules(LogitsProcessor):
 
     def apply(self, logits: Tensor, at: SamplingPlaces) -> None:
         index, begins = self.upload(at.index), self.upload(at.index[at.num_output == 0])
-        logits[index[:, None], self.never] = _NEVER
-        logits[begins[:, None], self.never_first] = _NEVER
+        logits.index_put_((index[:, None], self.never), self._never)
+        logits.index_put_((begins[:, None], self.never_first), self._never)
         for place in self._with_times[at.rows].nonzero()[0].tolist():
             self._keep_times(logits[at.index[place]], at.token_ids(place)[1])
 
@@ -118,8 +119,7 @@ class OutputRules(LogitsProcessor):
                 logits[first : times[-1]] = _NEVER
         elif times:
             logits[first : times[-1] + 1] = _NEVER
-        if logits[first:].logsumexp(0) > logits[:first].max():
-            logits[:first] = _NEVER
+        logits[:first].masked_fill_(logits[first:].logsumexp(0) > logits[:first].max(), _NEVER)
 
 
 def make(builder: Builder, spec: MediaSpec) -> Encoder:

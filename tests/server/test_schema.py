@@ -44,7 +44,7 @@ READ = [
     *("/api/tags", "/api/ps", "/api/version"),
 ]
 POST = [*WITH_BODY, f"{RESPONSE}/cancel", "/reset_prefix_cache", "/ping", "/pause", "/resume", "/sleep", "/wake_up"]
-POST += ["/start_profile", "/stop_profile"]
+POST += ["/start_profile", "/stop_profile", "/v1/audio/transcriptions", "/v1/audio/translations"]
 OPERATIONS = [*(f"POST {path}" for path in POST), *(f"GET {path}" for path in READ), f"DELETE {RESPONSE}"]
 OPERATIONS.append("DELETE /v1/prefixes/{prefix_id}")
 CASES = [
