@@ -48,7 +48,7 @@ def test_cross_attention_has_a_group_whose_tables_are_whole_from_the_beginning()
     cross, own = group_entries(kept, 448)
     assert own == attention_spec([0, 1])
     assert cross.entries == (CacheEntry(0, "cross"), CacheEntry(1, "cross"))
-    assert cross.layers == ()
+    assert cross.layers == (0, 1)
     assert cross.new_blocks(0, 5, BLOCK_SIZE) == range(94)
     assert cross.new_blocks(94, 448, BLOCK_SIZE) == range(94, 94)
     assert cross.max_blocks(1, 1, BLOCK_SIZE) == cross.max_blocks(448, 448, BLOCK_SIZE) == 94
