@@ -1,4 +1,4 @@
-"""BitNet's linear layers (arXiv:2402.17764): weights are -1, 0 or 1 times one scale, and inputs are rounded to 8 bits."""
+"""BitNet's linear layers (arXiv:2402.17764): weights are -1, 0 or 1 times a scale, and inputs are rounded to 8 bits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
