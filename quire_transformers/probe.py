@@ -118,7 +118,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
 def _layer(call: Call, max_model_len: int) -> LayerAttention:
     """Raises ValueError for attention that Quire does not have."""
     others = call.others
-    if others.get("is_causal", getattr(call.module, "is_causal", True)) is False:
+    causal = others.get("is_causal")
+    if not (getattr(call.module, "is_causal", True) if causal is None else causal):
         raise ValueError("its tokens also see those behind them")
     for name in ("position_bias", "head_mask"):
         if others.get(name) is not None:
