@@ -60,15 +60,15 @@ class TransformersModel(Model):
                 layer.backend, layer.cache = backend, backend.view(blocks, index)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The ids themselves, [tokens]: the model has its own way to embed them."""
-        return ids
+        embedded: Tensor = self._body.get_input_embeddings()(ids)
+        return embedded
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}
     ) -> Tensor:
         assert not taps, "only drafters on the device need them"
         self._step.plans = state.plans
-        out = self._body(input_ids=x[None], position_ids=state.inputs.positions[None], use_cache=False)
+        out = self._body(inputs_embeds=x[None], position_ids=state.inputs.positions[None], use_cache=False)
         return pick(out.last_hidden_state[0], wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 Nothing is assumed from the names in a config. The model is run with an attention function in which each token attends
 to itself, and which records the queries, keys, values, masks and options with which each layer calls it. Then the last
-of eight tokens is put among other tokens, at another place, with its old position. If it has the same queries, keys and
-values as before in every layer, they depend on its id and position only, and so requests cannot disturb each other.
+of eight tokens is put among other tokens, at another place, with its old position, and the model is given embeddings in
+place of ids. If the token has the same queries, keys and values as before in every layer, they depend on its embedding
+and position only, and so requests cannot disturb each other.
 """
 
 from collections.abc import Callable
@@ -84,19 +85,18 @@ def probe(body: Any, vocab_size: int, recorder: Recorder, max_model_len: int) ->
     draw = torch.Generator().manual_seed(0)
     last, seen, agrees = _TOKENS - 1, list[Call](), False
 
-    def run(ids: Tensor, positions: Tensor) -> tuple[list[Call], Tensor]:
+    def run(positions: Tensor, **inputs: Tensor) -> tuple[list[Call], Tensor]:
         recorder.calls.clear()
-        device = body.device
-        out = body(input_ids=ids[None].to(device), position_ids=positions[None].to(device), use_cache=False)
+        out = body(position_ids=positions[None].to(body.device), use_cache=False, **inputs)
         return list(recorder.calls), out.last_hidden_state[0]
 
     for _ in range(_TRIES):
-        ids = torch.randint(vocab_size, (2 * _TOKENS,), generator=draw)
-        straight = torch.arange(_TOKENS)
-        seen, hidden = run(ids[:_TOKENS], straight)
-        moved_ids, moved = ids[_TOKENS:].clone(), straight.flip(0).clone()
-        moved_ids[_MOVED], moved[_MOVED] = ids[last], last
-        others, moved_hidden = run(moved_ids, moved)
+        ids = torch.randint(vocab_size, (2, _TOKENS), generator=draw)
+        positions = torch.arange(_TOKENS).expand(2, -1).clone()
+        ids[1, _MOVED], positions[1, _MOVED] = ids[0, last], last
+        ids = ids.to(body.device)
+        seen, hidden = run(positions[0], input_ids=ids[:1])
+        others, moved_hidden = run(positions[1], inputs_embeds=body.get_input_embeddings()(ids[1:]))
         pairs = [(hidden[last], moved_hidden[_MOVED])]
         for one, two in zip(seen, others, strict=True):
             pairs += [(a[:, last], b[:, _MOVED]) for a, b in ((one.q, two.q), (one.k, two.k), (one.v, two.v))]

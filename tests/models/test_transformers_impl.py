@@ -41,7 +41,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minicpm3": (
         "minicpm3",
-        {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
     ),
     "llama": ("llama", {}),
     "gpt_oss": (

@@ -215,7 +215,7 @@ class _Late:
 
 class LateModel(_Late):
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        size, dtype = self.real.spec.hidden_size, self.real.kernels.target.dtype
+        size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
         run = self.adapted(lambda: self.real.embed(ids, positions))
         return self.stream.launch(run, len(ids), size, dtype=dtype)
 
