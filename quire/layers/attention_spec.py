@@ -49,7 +49,7 @@ class AttentionSpec:
     temperature: of queries, by their positions. sinks: each head has a learned logit that takes part in the softmax.
     alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
     and v are computed, None for hidden_size. is_causal: False for encoders, whose tokens also see those behind them,
-    and cache nothing.
+    and cache nothing. sub_norm: of all heads' results as one vector, before the output projection (BitNet).
     """
 
     hidden_size: int
@@ -72,6 +72,7 @@ class AttentionSpec:
     transposed: bool = False
     input_size: int | None = None
     is_causal: bool = True
+    sub_norm: NormSpec | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)

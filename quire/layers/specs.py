@@ -34,7 +34,8 @@ class NormSpec:
 @dataclass(frozen=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
-    only `down` has a bias. The activation "xielu" has learned parameters (see layers/xielu.py)."""
+    only `down` has a bias. sub_norm: an RMS norm before `down` (BitNet). The activation "xielu" has learned parameters
+    (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -42,6 +43,7 @@ class MLPSpec:
     bias: bool = False
     transposed: bool = False
     down_bias: bool = False
+    sub_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)
