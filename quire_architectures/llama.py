@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from quire.layers.attention_spec import AttentionSpec, Temperature
-from quire.layers.specs import MLPSpec
+from quire.layers.specs import MLPSpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
+
+_LAYER = "model.layers.{i}."
 
 
 def llama(config: HfConfig, scale: float | None = None) -> DecoderSpec:
@@ -36,6 +38,16 @@ def arcee(config: HfConfig) -> DecoderSpec:
     mlp = MLPSpec(config["intermediate_size"], config.get("hidden_act", "relu2"), gated=False, bias=bias)
     spec = llama({"mlp_bias": False, **config})
     return replace(spec, mlps=(mlp,) * spec.num_layers)
+
+
+def bitnet(config: HfConfig) -> DecoderSpec:
+    """BitNet b1.58 (arXiv:2402.17764): squared ReLUs, and norms before the output and down projections."""
+    config = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, **config}
+    norm, spec = NormSpec("rms", config["rms_norm_eps"]), llama(config)
+    names = {"attention_sub_norm": f"{_LAYER}self_attn.attn_sub_norm", "mlp_sub_norm": f"{_LAYER}mlp.ffn_sub_norm"}
+    mixers = tuple(replace(mixer, sub_norm=norm) for mixer in spec.mixers if isinstance(mixer, AttentionSpec))
+    mlps = tuple(replace(mlp, sub_norm=norm) for mlp in spec.mlps if isinstance(mlp, MLPSpec))
+    return replace(spec, mixers=mixers, mlps=mlps, names={**spec.names, **names})
 
 
 def seed_oss(config: HfConfig) -> DecoderSpec:

@@ -48,6 +48,10 @@ class Attention(CachedAttention):
             self.k_norm = make_qk_norm(
                 builder, names["k_norm"], norm, over, dim, spec.num_kv_heads, share.kv_heads, k_weight
             )
+        self.sub_norm = None
+        if spec.sub_norm is not None:
+            name, weight = names["attention_sub_norm"], 0.0 if share.is_copy else 1.0
+            self.sub_norm = make_qk_norm(builder, name, spec.sub_norm, "all", dim, spec.num_heads, share.heads, weight)
         self.norm_after_rotary, self.qkv_clip = spec.norm_after_rotary, spec.qkv_clip
         self.temperature = spec.temperature
         self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
@@ -78,7 +82,7 @@ class Attention(CachedAttention):
         tokens are stored."""
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
-        tokens, heads, place = x.shape[0], self.num_heads, self.place
+        place = self.place
         q, k, v, gate = self.project(x)
         plan = state.plans[place.kv_group]
         if self.preparing is not None:
@@ -99,7 +103,10 @@ class Attention(CachedAttention):
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
-        out = pick(out[..., : self.head_dim].reshape(tokens, heads * self.head_dim), wanted)
+        out = pick(out[..., : self.head_dim], wanted)
+        if self.sub_norm is not None:
+            out = self.sub_norm(out)
+        out = out.reshape(len(out), self.num_heads * self.head_dim)
         if self.output_gate:
             out = self.kernels.gated_norm(out, pick(gate.flatten(1), wanted), None, 0.0, 1, False, "sigmoid")
         return self.out(out)

@@ -52,7 +52,8 @@ class AttentionSpec:
     alibi: see AlibiSlopes. transposed: the checkpoint keeps [in, out]. input_size: width of the vectors from which q, k
     and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate,
     which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see those behind them,
-    and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper).
+    and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: of all heads'
+    results as one vector, before the output projection (BitNet).
     """
 
     hidden_size: int
@@ -77,6 +78,7 @@ class AttentionSpec:
     output_gate: bool = False
     is_causal: bool = True
     key_bias: bool = True
+    sub_norm: NormSpec | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)

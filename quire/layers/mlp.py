@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from quire.layers.build import Builder
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear, inner_share
+from quire.layers.qk_norm import RMSNormOfAllHeads
 from quire.layers.specs import MLPSpec, OutputPart
 from quire.layers.xielu import XIELU
 from quire.ops import Kernels
@@ -78,6 +79,10 @@ class MLP:
             self.activation = XIELU(builder, names["activation"])
         else:
             self.activation = activation(builder.kernels, spec.activation, spec.gated)
+        self.sub_norm = None
+        if spec.sub_norm is not None:
+            inner = range(start, stop)
+            self.sub_norm = RMSNormOfAllHeads(builder, names["mlp_sub_norm"], spec.sub_norm, 1, size, inner, 1.0)
         down_bias = spec.bias or spec.down_bias
         self.down = RowParallelLinear(builder, names["down"], size, (start, stop), hidden, down_bias, spec.transposed)
 
@@ -86,5 +91,8 @@ class MLP:
         up = self.up(x)
         if self.gate_scale != 1:
             up[:, : self.inner] *= self.gate_scale
-        down = self.down(self.activation(up))
+        inner = self.activation(up)
+        if self.sub_norm is not None:
+            inner = self.sub_norm(inner[..., None])[..., 0]
+        down = self.down(inner)
         return down if self.down_scale == 1 else down * self.down_scale

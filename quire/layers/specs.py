@@ -36,8 +36,8 @@ class NormSpec:
 @dataclass(frozen=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)), or down(act(up(x))) if it is not gated. transposed: see LinearShape. down_bias: if
-    only `down` has a bias. multipliers: of gate and down (Falcon-H1). The activation "xielu" has learned parameters
-    (see layers/xielu.py)."""
+    only `down` has a bias. multipliers: of gate and down (Falcon-H1). sub_norm: an RMS norm before `down` (BitNet). The
+    activation "xielu" has learned parameters (see layers/xielu.py)."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -46,6 +46,7 @@ class MLPSpec:
     transposed: bool = False
     down_bias: bool = False
     multipliers: tuple[float, float] = (1.0, 1.0)
+    sub_norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)

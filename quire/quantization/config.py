@@ -13,6 +13,7 @@ from quire.quantization.integers import AWQ, GPTQ, PackedIntegers
 from quire.quantization.scaled import ScaledBytes
 from quire.quantization.scheme import Scheme
 from quire.quantization.tables import BITSANDBYTES_BLOCK, MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
+from quire.quantization.ternary import Ternary
 
 Settings = Mapping[str, Any]
 SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
@@ -237,6 +238,16 @@ def _bitsandbytes(settings: Settings) -> SchemeOf:
     return lambda name: scheme
 
 
+def _bitnet(settings: Settings) -> SchemeOf:
+    kind = _check(settings, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    mode = _check(settings, "quantization_mode", ("offline", "online"), "offline")
+    _check(settings, "use_rms_norm", (False,), False)
+    at_load = kind == "autobitlinear" and mode == "online"
+    scheme = Ternary("weight" if at_load else "weight_scale", multiplies=kind == "autobitlinear")
+    kept = settings.get("modules_to_not_convert") or ()
+    return lambda name: scheme if name.endswith("_proj") and not _matches(name, kept) else None
+
+
 _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
@@ -248,5 +259,6 @@ _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "mxfp4": lambda settings: lambda name: MXFP4 if ".experts." in name else None,  # gpt-oss
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
+    "bitnet": _bitnet,
     "bitsandbytes": _bitsandbytes,
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from test_parity import WAYS, in_chunks_of_24, name_of, two_steps_deep_in_chunks_preempted
 
@@ -171,13 +172,8 @@ def test_random_weights_need_no_checkpoint(cases, tmp_path):
 
 REFUSED = {
     "convolutions": ("lfm2", {"layer_types": ["conv", GLOBAL, "conv"]}, "tokens meet outside of attention"),
-    "states": ("mamba", {}, "keep a state"),
+    "states": ("mamba", {}, "needs a number as num_attention_heads"),
     "old-attention": ("bloom", {"n_layer": 2, "n_head": 4}, "transformers' attention interface"),
-    "chunks": (
-        "llama4_text",
-        {"attention_chunk_size": 32, "num_local_experts": 2, "head_dim": 16},
-        "neither causal nor that of a sliding window",
-    ),
     "longrope": ("phi3", NEW_VARIANTS["phi3-longrope"][1], "set max_model_len to at most 64"),
 }
 
@@ -186,8 +182,21 @@ REFUSED = {
 def test_models_that_would_be_wrong_are_refused(tmp_path, case):
     kind, config, message = REFUSED[case]
     write_checkpoint(tmp_path, kind, config)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         make_llm(tmp_path, model_impl="transformers")
+
+
+def test_masks_tell_their_windows():
+    from transformers import masking_utils as masks
+
+    from quire_transformers.probe import _window
+
+    assert _window(masks.causal_mask_function, 100) is None
+    assert _window(masks.sliding_window_causal_mask_function(20), 100) == 20
+    with pytest.raises(ValueError, match="neither causal nor that of a sliding window"):
+        _window(masks.chunked_causal_mask_function(32, torch.zeros(1, dtype=torch.int64)), 100)
+    with pytest.raises(ValueError, match="neither causal nor that of a sliding window"):
+        _window(masks.bidirectional_mask_function, 100)
 
 
 def edit(folder: Path, **fields: Any) -> None:

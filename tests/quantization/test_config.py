@@ -16,6 +16,7 @@ from quire.quantization.integers import AWQ, GPTQ, PackedIntegers
 from quire.quantization.scaled import ScaledBytes
 from quire.quantization.scheme import QuantizedWeight
 from quire.quantization.tables import MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
+from quire.quantization.ternary import Ternary
 from support.engines import generate, make_llm, runner_of
 from support.quantized import FORMATS, compressed, write_quantized
 
@@ -50,6 +51,8 @@ def test_a_checkpoint_without_quantization_is_dense():
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, ScaledBytes(FP8, (-1, -1))),
         ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, MODELOPT_NVFP4),
         (compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}), NVFP4),
+        ({"quant_method": "bitnet"}, Ternary("weight_scale", multiplies=False)),
+        ({"quant_method": "bitnet", "linear_class": "autobitlinear"}, Ternary("weight_scale", multiplies=True)),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
          TableCodes("nf4", 64, torch.float32)),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ScaledBytes(torch.int8, (1, -1))),

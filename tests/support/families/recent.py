@@ -60,6 +60,12 @@ RECENT: dict[str, Variant] = {
     ),
     "ernie4_5": ("ernie4_5", {"head_dim": 24, "tie_word_embeddings": True}, {"old_rope": True}),
     "ernie4_5-biases": ("ernie4_5", {"use_bias": True, "vocab_size": 321, "head_dim": 16}, {}),
+    "bitnet": ("bitnet", {}, {}),
+    "bitnet-biases": (
+        "bitnet",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 321},
+        {},
+    ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 24, "tie_word_embeddings": True}, {}),
 }
 RECENT_EXPERTS: dict[str, Variant] = {
