@@ -133,10 +133,10 @@ async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
         raise ApiError(501, "the server lacks packages for sound: pip install 'quire[audio]'") from error
     try:
         async with request.form(max_files=1, max_fields=MOST_FIELDS) as form:
-            file = form.get("file")
+            values, file = _values(form), form.get("file")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "file: a file is needed", param="file")
-            return validated(TranscriptionRequest, _values(form)), await file.read()
+            return validated(TranscriptionRequest, values), await file.read()
     except ClientDisconnect as error:
         raise ApiError(499, "the client closed the connection") from error
 

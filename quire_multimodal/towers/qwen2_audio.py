@@ -19,7 +19,8 @@ class Tower:
 
     def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """mel: [bins, frames], with silence behind the sound; frames: [1], those of the sound."""
-        x = self.encoder.states(tensors["mel"], (int(tensors["frames"][0]) - 1) // 2 + 1)
+        [frames] = tensors["frames"].tolist()
+        x = self.encoder.states(tensors["mel"], (frames - 1) // 2 + 1)
         x = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
         return self.linear(self.encoder.norm(x))[0]
 

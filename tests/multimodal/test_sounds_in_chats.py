@@ -91,11 +91,10 @@ def test_openais_client_sends_sounds_in_chats(client, folder):
     soundfile.write(file, sound(1), RATE, format="WAV", subtype="FLOAT")
     data = base64.b64encode(file.getvalue()).decode()
     path, _ = chat_written(folder)
-    prompt = {
-        "prompt": "user: Hear: <|audio_bos|><|AUDIO|><|audio_eos|>\nassistant:",
-        "multi_modal_data": {"audio": [sound(1)]},
-    }
     llm = make_llm(path, max_model_len=256)
+    text = "user: Hear: <|audio_bos|><|AUDIO|><|audio_eos|>\nassistant:"
+    token_ids = llm.frontend.tokenizer.encode(text, add_special_tokens=False)
+    prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"audio": [sound(1)]}}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     wanted = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].text
     assert ask(client, data) == wanted

@@ -24,7 +24,7 @@ from quire.options.vllm import (
     UNSUPPORTED_VALUES,
     VALUES,
 )
-from quire_server import adapters, admin_routes, chat, completions, control, text_routes
+from quire_server import adapters, admin_routes, chat, completions, control, text_routes, transcriptions
 from quire_server.protocol import UNSUPPORTED, UNSUPPORTED_IN_CHAT, WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
@@ -170,7 +170,7 @@ def test_options_with_other_meanings_and_of_quires_own_are_declared():
 
 
 def test_endpoints_that_are_said_to_be_absent_are():
-    modules = (adapters, admin_routes, chat, completions, control, text_routes)
+    modules = (adapters, admin_routes, chat, completions, control, text_routes, transcriptions)
     served = {route.path for module in modules for route in module.router.routes}
     assert len(absent("endpoints")) > 10
     assert not served & set(absent("endpoints"))

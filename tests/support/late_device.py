@@ -243,6 +243,10 @@ class LateModel(_Late):
         run = self.adapted(lambda: self.real.logits(hidden))
         return self.stream.launch(run, len(hidden), size, dtype=hidden.dtype)
 
+    def store_encoded(self, *arguments: Any) -> None:
+        """Fills blocks of the cache."""
+        self.stream.queue.append(lambda: self.real.store_encoded(*arguments))
+
 
 class LateHeadLayers(_Late):
     """The layers of a head. What surrounds them are operations of torch, if the head has the kernels "reference"."""
@@ -366,7 +370,7 @@ class LateExecutor(Executor):
         self.runner = ModelRunner(model, batch, staging, forward, sampler, drafter=drafter)
         self.runner.drafts_stay = scheduler.limits.depth > 1
         if real.media is not None:
-            self.runner.media = MediaInputs(self.real_model, batch)
+            self.runner.media = MediaInputs(model, batch)
 
     def late_drafter(self, drafter: Drafter, staging: Staging, sampler: Sampler) -> Drafter:
         """A drafter of the same kind over the same weights and the same cache."""
