@@ -84,8 +84,7 @@ class _Group:
         self.times, self.run, self.depth, self.num_blocks = times, run, replica.limits.depth, replica.num_blocks
         blocks, prefixes = 1 + replica.simulated_blocks(traffic), traffic.has_prefixes
         self.schedulers = [
-            Scheduler(replica.limits, blocks, list(replica.groups), replica.block_size, prefixes)
-            for _ in range(count)
+            Scheduler(replica.limits, blocks, list(replica.groups), replica.block_size, prefixes) for _ in range(count)
         ]
         self._rows: list[dict[int, Request]] = [{} for _ in range(count)]
         self._flights: deque[_Flight] = deque()
