@@ -35,6 +35,14 @@ class Replica:
     groups: Sequence[ModelKVSpec]
     block_size: int
 
+    def simulated_blocks(self, traffic: Traffic) -> int:
+        """Those that this traffic can tell from fewer. A small model has millions of others, which would take most of
+        the time to make."""
+        # A request of max_model_len tokens must fit, whatever the traffic.
+        lengths = [self.limits.max_model_len, *(arrival.prompt + arrival.output for arrival in traffic.arrivals)]
+        most = len(self.groups) * sum(length // self.block_size + 2 for length in lengths)
+        return min(self.num_blocks, most)
+
 
 @dataclass
 class Served:
@@ -72,11 +80,11 @@ class _Flight(NamedTuple):
 class _Group:
     """Replicas that run their steps together: those that share experts, or one alone."""
 
-    def __init__(self, replica: Replica, count: int, times: StepTimes, run: Run, caches_prefixes: bool) -> None:
-        self.times, self.run, self.depth = times, run, replica.limits.depth
+    def __init__(self, replica: Replica, count: int, times: StepTimes, run: Run, traffic: Traffic) -> None:
+        self.times, self.run, self.depth, self.num_blocks = times, run, replica.limits.depth, replica.num_blocks
+        blocks, prefixes = 1 + replica.simulated_blocks(traffic), traffic.has_prefixes
         self.schedulers = [
-            Scheduler(replica.limits, 1 + replica.num_blocks, list(replica.groups), replica.block_size, caches_prefixes)
-            for _ in range(count)
+            Scheduler(replica.limits, blocks, list(replica.groups), replica.block_size, prefixes) for _ in range(count)
         ]
         self._rows: list[dict[int, Request]] = [{} for _ in range(count)]
         self._flights: deque[_Flight] = deque()
@@ -112,7 +120,7 @@ class _Group:
             works.append(step_work(ends, step.num_tokens, len(requests) - sampled.count(_NOTHING), self.times.windows))
             results.append((scheduler, ModelRunnerOutput(step.step_id, sampled)))
             pool = scheduler.kv.pool
-            self.run.usage = max(self.run.usage, 1 - pool.num_free / pool.num_usable)
+            self.run.usage = max(self.run.usage, (pool.num_usable - pool.num_free) / self.num_blocks)
             self.run.most_running = max(self.run.most_running, len(scheduler.running))
         if not results:
             return False
@@ -147,7 +155,7 @@ def simulate(
     """
     run = Run([Served(arrival.time, arrival.prompt) for arrival in traffic.arrivals])
     num_groups, size = (1, replicas) if together else (replicas, 1)
-    groups = [_Group(replica, size, times, run, traffic.has_prefixes) for _ in range(num_groups)]
+    groups = [_Group(replica, size, times, run, traffic) for _ in range(num_groups)]
     router: Router[None] = Router(replicas)
     ready = range(replicas)
     events: list[tuple[float, int]] = []  # when a group has its next turn, and its number

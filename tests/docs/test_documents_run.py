@@ -55,11 +55,15 @@ EXTRA = {  # options of a document's servers, for what it says in words
 }
 COMMANDS = [command.text for command in chain.from_iterable(map(commands, GUIDES))]
 LONG = 'quire serve path/to/checkpoint --served-model-name small --api-key "$KEY" --max-model-len 8K'
-PLAN = "quire plan --model MODEL --gpus H100x8 --traffic rate=10,input=1024,output=256 --slo ttft=500ms"
 MORE = {  # what single commands get that would run for long, or ask, or may fail here
     LONG: "--max-model-len 2K",  # what the bundled model can do
-    # Layouts of eight GPUs and a thousand requests take minutes with a model as small as the bundled one.
-    PLAN: "--gpus H100 --traffic rate=10,input=64,output=8,requests=10",
+    # The bundled model bears thousands of requests a second, and the search for the highest load goes up to there.
+    **{
+        text: "--traffic rate=10,input=64,output=8,requests=10"
+        for text in COMMANDS
+        if text.startswith("quire plan --") and "--traffic rate=" in text
+    },
+    **{text: "--seconds 5" for text in COMMANDS if text.startswith("quire plan measure")},
     "quire doctor": "|| [ $? -eq 1 ]",  # it found something on this machine
     "quire rm qwen3:0.6b": "--yes",
     "quire bench throughput path/to/checkpoint": "--num-prompts 4 --input-len 16 --output-len 8",

@@ -140,6 +140,19 @@ def test_equal_beginnings_are_computed_once():
     assert [served.cached for served in run.requests] == [0, PIECE, PIECE]
 
 
+@pytest.mark.parametrize("groups", [[attention_spec([0])], [attention_spec([0]), attention_spec([1], window=50)]])
+def test_blocks_that_the_traffic_cannot_fill_change_nothing_but_the_usage(groups):
+    rng = random.Random(0)
+    arrivals = [Arrival(number, PIECE + rng.randint(1, 200), rng.randint(1, 40), (number % 3,)) for number in range(40)]
+    limits = SchedulerLimits(16, 64, 4096, depth=2)
+    enough, vast = (simulate(Traffic(arrivals), Replica(limits, blocks, groups, 16), Constant(), 2)
+                    for blocks in (1500, 10**12))  # fmt: skip
+    assert times_of(vast) == times_of(enough)
+    assert [served.cached for served in vast.requests] == [served.cached for served in enough.requests]
+    assert sum(served.preemptions for served in vast.requests) == 0
+    assert vast.usage * 10**12 == pytest.approx(enough.usage * 1500)
+
+
 def test_too_small_a_cache_preempts():
     run = simulate(Traffic([Arrival(0.0, 60, 60) for _ in range(8)]), replica(blocks=257, rows=8), Constant())
     assert sum(served.preemptions for served in run.requests) == 0

@@ -30,7 +30,7 @@ from support.hub import Hub, hub_environment
 HUGGING_FACE_IDS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct")
 GGUF_IDS = ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M",)
 CLIENTS = {"anthropic": "anthropic>=0.60", "ollama": "ollama>=0.5"}  # packages that get an environment of their own
-SECONDS = 600  # for a command, or the start of a server
+SECONDS = 1800  # for a command, or the start of a server, beside other work
 NAMES = """\
 from quire import LLM, AsyncLLM, SamplingParams
 model, prompts = None, ["Once upon a time"]
