@@ -92,7 +92,7 @@ def test_openais_client_sends_sounds_in_chats(client, folder):
     data = base64.b64encode(file.getvalue()).decode()
     path, _ = chat_written(folder)
     llm = make_llm(path, max_model_len=256)
-    text = "user: Hear: <|audio_bos|><|AUDIO|><|audio_eos|>\nassistant:"
+    text = "user: Hear: <|audio_bos|><|AUDIO|><|audio_eos|>assistant:"  # templates lose newlines behind blocks
     token_ids = llm.frontend.tokenizer.encode(text, add_special_tokens=False)
     prompt = {"prompt_token_ids": token_ids, "multi_modal_data": {"audio": [sound(1)]}}
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
