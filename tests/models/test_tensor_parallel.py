@@ -315,7 +315,8 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
     """In chunks and with preemptions, `depth` steps in flight on two ranks give transformers' tokens."""
     expected = references.continuations(variant)
     plain = make_llm(checkpoints.path(variant), num_gpu_blocks_override=200)
-    blocks = plain.core.scheduler.kv.max_blocks(MAX_MODEL_LEN) + 10
+    needed = plain.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
+    blocks = needed + min(needed, 10)
     llm = make_llm(
         checkpoints.path(variant), tensor_parallel_size=2, async_scheduling=depth == 2, num_gpu_blocks_override=blocks,
         max_num_batched_tokens=40,
