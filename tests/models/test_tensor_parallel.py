@@ -316,7 +316,7 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
     expected = references.continuations(variant)
     plain = make_llm(checkpoints.path(variant), num_gpu_blocks_override=200)
     needed = plain.core.scheduler.kv.max_blocks(MAX_MODEL_LEN)
-    blocks = needed + min(needed, 10)
+    blocks = needed + 10
     llm = make_llm(
         checkpoints.path(variant), tensor_parallel_size=2, async_scheduling=depth == 2, num_gpu_blocks_override=blocks,
         max_num_batched_tokens=40,
@@ -334,7 +334,8 @@ def check_two_processes(checkpoints: Checkpoints, references: References, varian
         made = tokens_of(generate(llm, [c.prompt for c in expected[:16]]))
         for continuation, token_ids in zip(expected, made, strict=False):
             continuation.check(token_ids)
-        assert_preempted(llm)
+        if needed > 2:  # else a request has all of its blocks from the beginning: it keeps nothing but a state
+            assert_preempted(llm)
         assert most_in_flight == depth
         # A request that the ranks refuse fails alone.
         llm.core.add_request(EngineCoreRequest("bad", [5, 99_999], GREEDY, seed=0, max_tokens=4))
