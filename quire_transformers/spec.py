@@ -58,12 +58,11 @@ def spec_of(config: HfConfig) -> DecoderSpec:
 
 def check_rotary(settings: Any, max_model_len: int) -> None:
     """Raises ValueError if rotary angles depend on the longest text of a step, which may be another request's."""
-    parameters = getattr(settings, "rope_parameters", None) or {}
+    parameters: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in by_layer or [parameters]:
         name = "original_max_position_embeddings"
-        original = rope.get(name) or getattr(settings, name, None)
-        longest = int(original or getattr(settings, "max_position_embeddings", 0))
+        longest: int = rope.get(name) or getattr(settings, name, None) or settings.max_position_embeddings
         if rope.get("rope_type") in ("dynamic", "longrope") and max_model_len > longest:
             raise ValueError(f"model_impl='transformers' cannot use {rope['rope_type']} scaling, which depends on the "
                              f"longest text of a batch; set max_model_len to at most {longest}")  # fmt: skip
