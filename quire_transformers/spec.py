@@ -58,7 +58,7 @@ def spec_of(config: HfConfig) -> DecoderSpec:
 
 def check_rotary(settings: Any, max_model_len: int) -> None:
     """Raises ValueError if rotary angles depend on the longest text of a step, which may be another request's."""
-    parameters = getattr(settings, "rope_parameters", None) or {}
+    parameters: dict[str, Any] = getattr(settings, "rope_parameters", None) or {}
     by_layer = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in by_layer or [parameters]:
         name = "original_max_position_embeddings"

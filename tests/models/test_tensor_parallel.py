@@ -283,7 +283,8 @@ def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, ranks
 def sums_of_a_layer(spec: DecoderSpec, layer: int) -> int:
     mixer, branches = spec.mixers[layer], 1 if spec.residual in ("parallel", "single") else 2
     normed = isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None and mixer.qk_norm_over == "all"
-    return branches + 2 * normed  # the squares of queries and of keys
+    sub_normed = sum(getattr(part, "sub_norm", None) is not None for part in (mixer, spec.mlps[layer]))
+    return branches + 2 * normed + sub_normed  # the squares of queries and of keys, and of a projection's inputs
 
 
 @pytest.mark.parametrize("variant", FIRST)
