@@ -144,6 +144,7 @@ SPEC_MUTATIONS: list[tuple[str, str, m.SpecMutation]] = [
     ("opt", "GELU", m.mlp(activation="gelu")),
     ("llama", "GELU", m.mlp(activation="gelu")),
     ("arcee", "GELU", m.mlp(activation="gelu")),
+    ("bitnet", "SiLU", m.mlp(activation="silu")),
     # experts
     ("llama4", "results are weighed", m.experts(weigh_inputs=False)),
     ("hunyuan_v1_moe", "not normalized", m.experts(normalize=False)),
@@ -186,6 +187,8 @@ TOKENS_KEPT: list[tuple[str, str, m.SpecMutation]] = [  # these show in probabil
     ("falcon", "GELU by tanh", m.mlp(activation="gelu_tanh")),
 ]
 MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
+    ("bitnet", "no norm before the output", m.without("mixer.sub_norm")),
+    ("bitnet", "no norm before the down projection", m.without("mlp.sub_norm")),
     # biases
     ("qwen2", "of q, k, v", m.zeroed(lambda layer: layer.mixer.qkv.bias)),
     ("qwen2", "of v", m.no_value_bias),
