@@ -355,6 +355,7 @@ def test_two_processes_say_what_one_does(checkpoints, references, variant, depth
     check_two_processes(checkpoints, references, variant, depth)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [variant for variant, size in SPLITS if size == 2])
 def test_two_steps_in_flight_on_two_processes_say_what_transformers_says(checkpoints, references, variant):

@@ -40,6 +40,7 @@ def test_weights_come_from_a_trainer(checkpoints, tmp_path, variant):
     check_update(checkpoints.path(variant), tmp_path, buckets=3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
 def test_every_family_takes_weights_from_a_trainer(checkpoints, tmp_path, family):
@@ -147,7 +148,7 @@ def test_a_trainer_that_is_silent_or_away_does_not_hold_the_engine_for_ever(chec
         with pytest.raises(ValueError, match="was not joined in 1 s"):
             llm.init_weights_update_group("127.0.0.1", trainer.port, world_size=3, timeout=1)  # the other never comes
     with Trainer(2) as trainer:
-        llm.init_weights_update_group(**trainer.place, timeout=2)
+        llm.init_weights_update_group(**trainer.place, timeout=8)
         with pytest.raises(ValueError, match=f"tensor {described(source)['names'][0]} has not come"):
             llm.update_weights_from_distributed(**described(source))
     with pytest.raises(ValueError, match="was not joined in 1 s"):
