@@ -19,7 +19,7 @@ class CachedAttention:
     backend: AttentionBackend | None = None  # set together with the cache, once its size is known
     cache: Tensor | None = None
 
-    def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
+    def bind(self, backend: AttentionBackend, cache: Tensor, role: str = "kv") -> None:
         self.backend, self.cache = backend, cache
 
 
@@ -58,7 +58,7 @@ class Attention(CachedAttention):
 
         self.preparing: PreparingBackend | None = None  # set if norms, rotation and storing can be one pass
 
-    def bind(self, backend: AttentionBackend, cache: Tensor) -> None:
+    def bind(self, backend: AttentionBackend, cache: Tensor, role: str = "kv") -> None:
         super().bind(backend, cache)
         norms, chosen = (self.q_norm, self.k_norm), self.kernels.chosen
         by_head = norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)

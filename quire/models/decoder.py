@@ -116,6 +116,10 @@ class LayerStack:
         """layers: those of this stage of a pipeline, None for all."""
         self.spec, self.kernels, self.residual_stream = spec, builder.kernels, builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
+        first = spec.mixers[own.start]
+        if isinstance(first, LatentAttentionSpec) and first.shares_selection:
+            raise ValueError(f"layer {own.start} attends to the tokens that the layer before selects, and must be in the "
+                             "same stage; give pipeline_layers, or lower pipeline_parallel_size")  # fmt: skip
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
         shapes = [
@@ -146,8 +150,10 @@ class LayerStack:
 
     def bind_cache(self, backends: Sequence[AttentionBackend], memory: Sequence[Tensor]) -> None:
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
-            for index, entry in enumerate(kv_spec.entries):
-                self.layers[entry.layer - self.first_layer].mixer.bind(backend, backend.view(blocks, index))
+            starts = kv_spec.starts(backend.entry_bytes)
+            for entry, start in zip(kv_spec.entries, starts[:-1], strict=True):
+                cache = backend.of_role(entry.role).view(blocks[:, start:], 0)
+                self.layers[entry.layer - self.first_layer].mixer.bind(backend, cache, entry.role)
 
     def run(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}

@@ -28,7 +28,7 @@ class HeadText:
             for s in head.cache_shapes
         ]
         self.backends = [choose_backend(shape, backend) for shape in shapes]
-        sizes = [spec.page_bytes(b.entry_bytes()) for spec, b in zip(head.kv_specs, self.backends, strict=True)]
+        sizes = [spec.page_bytes(b.entry_bytes) for spec, b in zip(head.kv_specs, self.backends, strict=True)]
         head.bind_cache(self.backends, [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in sizes])
 
     def run(self, x: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
