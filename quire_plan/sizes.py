@@ -141,6 +141,9 @@ def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
         total += _norm(mixer.norm, mixer.q_rank)
     total += _linear(mixer.hidden_size, mixer.kv_rank + mixer.rope_dim, mixer.bias) + _norm(mixer.norm, mixer.kv_rank)
     total += mixer.kv_rank * heads * (mixer.nope_dim + mixer.value_dim)
+    if mixer.selects and mixer.indexer is not None and mixer.q_rank is not None:  # whole on every rank
+        of_index, dim = mixer.indexer, mixer.indexer.head_dim
+        total += of_index.num_heads * (mixer.q_rank * dim + mixer.hidden_size) + (mixer.hidden_size + 2) * dim
     return total + heads * mixer.value_dim * mixer.hidden_size + mixer.hidden_size * mixer.bias
 
 
@@ -210,9 +213,13 @@ class Footprint:
 
     def entry(self, layer: int) -> int:
         """Bytes that a layer caches of a token."""
-        shape = self.spec.mixers[layer].cache_shape(self.share.group)
+        mixer = self.spec.mixers[layer]
+        shape = mixer.cache_shape(self.share.group)
         vectors = 2 if shape.value_dim is None else 1  # keys and values, or one latent
-        return vectors * shape.num_kv_heads * shape.head_dim * self.element_bytes
+        elements = vectors * shape.num_kv_heads * shape.head_dim
+        if isinstance(mixer, LatentAttentionSpec) and mixer.indexer is not None:
+            elements += mixer.selects * mixer.indexer.head_dim
+        return elements * self.element_bytes
 
     def cache(self, num_tokens: int) -> int:
         """Bytes of the KV cache of one request of so many tokens. A layer with a window keeps no more than that."""

@@ -32,8 +32,8 @@ class AttentionShape:
     absorbed form, arXiv:2405.04434): there is one KV head, only keys are stored, and the first value_dim elements of a
     key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache keeps cells of one byte (cells.py), None if
     it keeps elements of dtype. batch_invariant: whether the result of a token must depend on its own request alone, and
-    not on how the step was put together. by_slot: a latent cache of which single tokens are read (sparse attention): the
-    elements of a token lie together, and block tables list the slot of each key instead of blocks.
+    not on how the step was put together. by_slot: a latent cache of which single tokens are read (sparse attention):
+    the elements of a token lie together, and block tables list the slot of each key instead of blocks.
     """
 
     num_heads: int
@@ -88,9 +88,9 @@ class StepLayout:
 
 @dataclass
 class Selection:
-    """Which keys each token of a step may select, and the slots of those that it has selected, in order of position.
+    """Which keys each token of a step may select, and the slots of those that it selects, in order of position.
 
-    rows: [tokens], int32, indices of the tokens' requests in block_table, which lists blocks. seen: [tokens], int32, how
+    rows: [tokens], int32, indices of their requests in block_table, which lists blocks. seen: [tokens], int32, how
     many keys of its request a token sees, at least 1. slots: [tokens, most], int32; if a token sees more keys than
     `most`, it selects so many, and else all of them, behind which the row is arbitrary.
     """

@@ -29,12 +29,12 @@ class SparseAttention(AttentionBackend):
     def __init__(
         self, shape: AttentionShape, most: int, indexer_dim: int, choose: Callable[[AttentionShape], AttentionBackend]
     ) -> None:
-        """most: how many keys a token selects. indexer_dim: of the indexer's keys. choose: makes the backends of the
-        two kinds of entries."""
+        """most: how many keys a token selects. indexer_dim: of the indexer's keys. choose: makes the backend of the
+        latents; the keys have another one of its kind."""
         super().__init__(shape)
         self.most, self.latents = most, choose(replace(shape, by_slot=True))
-        self.keys = choose(replace(shape, num_heads=1, head_dim=indexer_dim, value_dim=indexer_dim))
-        self.name, self.capturable = self.latents.name, self.latents.capturable  # type: ignore[misc]
+        self.keys = type(self.latents)(replace(shape, num_heads=1, head_dim=indexer_dim, value_dim=indexer_dim))
+        self.name, self.capturable = self.latents.name, self.latents.capturable
         self.cache_dtype, self.block_shape = self.latents.cache_dtype, self.latents.block_shape
 
     @classmethod

@@ -26,8 +26,8 @@ Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashe
 
 
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention; "indexer" are
-    the keys by which sparse attention selects tokens (layers/indexer.py)."""
+    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention; "indexer"
+    is the key by which sparse attention selects a token (layers/indexer.py)."""
 
     layer: int
     role: str = "kv"

@@ -9,7 +9,6 @@ changes no product. Here scores are products in the model's own type with sums i
 Selections need whole scores, so every rank of a tensor group computes all heads, and all select the same tokens.
 """
 
-import torch
 from torch import Tensor
 
 from quire.attention.sparse import SparseAttention, SparsePlan

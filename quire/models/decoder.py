@@ -118,8 +118,8 @@ class LayerStack:
         own = range(spec.num_layers) if layers is None else layers
         first = spec.mixers[own.start]
         if isinstance(first, LatentAttentionSpec) and first.shares_selection:
-            raise ValueError(f"layer {own.start} attends to the tokens that the layer before selects, and must be in the "
-                             "same stage; give pipeline_layers, or lower pipeline_parallel_size")  # fmt: skip
+            raise ValueError(f"layer {own.start} attends to the tokens that the layer before selects, and must be in "
+                             "its stage; give pipeline_layers, or lower pipeline_parallel_size")  # fmt: skip
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
         shapes = [

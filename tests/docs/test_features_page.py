@@ -41,6 +41,7 @@ FEATURES = [
     "beam search",
     "experts",
     "latent attention",
+    "sparse attention",
     "sinks, soft caps and ALiBi",
     "GGUF",
     "one-byte KV cache",

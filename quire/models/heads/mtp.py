@@ -56,7 +56,9 @@ class PredictLayer(LayerStack):
         if not has(f"{prefix}{layout.hidden_norm}.weight"):
             raise ValueError(f"the checkpoint has no layer for multi-token prediction, {prefix}*")
         names = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in spec.names.items()}
-        mixer = next(m for m in reversed(spec.mixers) if not (isinstance(m, LatentAttentionSpec) and m.shares_selection))
+        mixer = next(
+            m for m in reversed(spec.mixers) if not (isinstance(m, LatentAttentionSpec) and m.shares_selection)
+        )
         one = replace(
             spec, num_layers=1, mixers=(mixer,), mlps=spec.mlps[-1:], windows=spec.windows[-1:],
             rotary=spec.rotary[-1:], names=names,
