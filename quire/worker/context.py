@@ -25,6 +25,9 @@ def check_context(shapes: Sequence[CacheShape], options: ParallelConfig) -> None
     if dcp * options.prefill_context_parallel_size > 1 and not shapes:
         raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size need a model with a KV "
                           "cache; leave them out")  # fmt: skip
+    if dcp * options.prefill_context_parallel_size > 1 and any(shape.indexer is not None for shape in shapes):
+        raise ConfigError("decode_context_parallel_size and prefill_context_parallel_size cannot divide the contexts "
+                          "of a model with sparse attention; leave them out")  # fmt: skip
     for shape in shapes:
         if shape.holders % dcp:
             raise ConfigError(f"decode_context_parallel_size={dcp} must divide the number of ranks that have the same "

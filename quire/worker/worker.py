@@ -272,11 +272,6 @@ def _backends(config: EngineConfig, kernels: Kernels, mesh: Mesh, model: Cached)
                 cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
             if (indexer := cache.indexer) is not None:
-                if context is not None:
-                    raise ConfigError(
-                        "decode_context_parallel_size and prefill_context_parallel_size cannot divide the "
-                        f"contexts of sparse attention, which {config.model.model} has; leave them out"
-                    )
                 by_shape[cache] = SparseAttention(shape, indexer.top_k, indexer.head_dim, choose)
                 continue
             by_shape[cache] = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)

@@ -34,13 +34,13 @@ class SparseWorld:
     index_heads: int = 5
     index_dim: int = 24
     same_keys: bool = False  # the indexer's keys are few different ones, so that many scores are equal
+    invariant: bool = False
     sparse: SparseAttention = field(init=False)
 
     def __post_init__(self) -> None:
         dtype, cell = self.kept
-        invariant = self.backend is not ReferenceAttention
         shape = AttentionShape(
-            self.heads, 1, self.dim, BLOCK, dtype, torch.device("cpu"), self.value_dim, cell, invariant
+            self.heads, 1, self.dim, BLOCK, dtype, torch.device("cpu"), self.value_dim, cell, self.invariant
         )  # fmt: skip
         if reason := self.backend.unsupported(shape):
             pytest.skip(reason)

@@ -29,6 +29,7 @@ def test_of_equal_scores_the_first_win(monkeypatch):
     SparseWorld(TritonAttention, FLOAT32, REQUESTS, same_keys=True).check(1e-5)
 
 
-def test_long_texts_have_several_programs(monkeypatch):
+@pytest.mark.parametrize("invariant", [False, True])
+def test_long_texts_have_several_programs(monkeypatch, invariant):
     monkeypatch.setattr(quire_triton.select, "_RUN", 64)
-    SparseWorld(TritonAttention, FLOAT32, [(150, 1), (0, 4)], 32, 8, 48, 32, 17, 32).check(1e-5)
+    SparseWorld(TritonAttention, FLOAT32, [(150, 1), (0, 4)], 32, 8, 48, 32, 17, 32, invariant=invariant).check(1e-5)
