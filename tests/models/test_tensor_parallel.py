@@ -179,6 +179,8 @@ SPLITS = [
     ("dots1", 2),
     ("minimax_m2", 2),
     ("glm4_moe_lite", 2),
+    ("deepseek_v32", 2),
+    ("glm_moe_dsa", 2),
     ("llama4", 2),  # one tensor with the gates and the ups of all experts, one behind the other
     ("deepseek_v3-without-groups", 2),  # biases
 ]
