@@ -36,14 +36,18 @@ def glm_moe_dsa(config: HfConfig) -> DecoderSpec:
     shares = [kind == "shared" for kind in indexer_types(config)]
     if shares[0]:
         raise ValueError("config.json says that the first layer shares the selection of a layer before")
-    mixers = tuple(replace(mixer, shares_selection=s) for mixer, s in zip(spec.mixers, shares, strict=True))
+    mixers = tuple(replace(mixer, shares_selection=s) for mixer, s in zip(latents(spec), shares, strict=True))
     return replace(spec, mixers=mixers)
 
 
 def with_indexers(spec: DecoderSpec, config: HfConfig, interleaved: bool = False) -> DecoderSpec:
     """The same with sparse attention."""
     indexer = IndexerSpec(config["index_n_heads"], config["index_head_dim"], config["index_topk"], interleaved)
-    return replace(spec, mixers=tuple(replace(mixer, indexer=indexer) for mixer in spec.mixers))
+    return replace(spec, mixers=tuple(replace(mixer, indexer=indexer) for mixer in latents(spec)))
+
+
+def latents(spec: DecoderSpec) -> list[LatentAttentionSpec]:
+    return [mixer for mixer in spec.mixers if isinstance(mixer, LatentAttentionSpec)]
 
 
 def indexer_types(config: HfConfig) -> list[str]:

@@ -81,6 +81,7 @@ class LatentAttention(CachedAttention):
         plan = state.plans[self.place.kv_group]
         q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
         if self.indexer is not None:
+            assert self.place.rotary is not None, "an indexer rotates its keys"
             self.indexer.select(x, q, state.rotary[self.place.rotary], cast(SparseAttention, self.backend), plan)
         q = self.q(q).view(tokens, self.num_heads, -1)
         compressed = self.kv_a(x)
