@@ -136,8 +136,13 @@ class CacheBackend(ABC):
         return -(-size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
     def view(self, memory: Tensor, entry_index: int) -> Tensor:
-        """A layer's cache: an entry of all blocks of `memory`, which is uint8 [blocks, bytes of a block]."""
-        start, size = entry_index * self.entry_bytes(), math.prod(self.block_shape) * self.cache_dtype.itemsize
+        """A layer's cache: an entry of all blocks of `memory`, which is uint8 [blocks, bytes of a block]. All entries
+        have the same role."""
+        return self.view_at(memory, entry_index * self.entry_bytes())
+
+    def view_at(self, memory: Tensor, start: int) -> Tensor:
+        """The same, of the entry that begins at byte `start` of each block."""
+        size = math.prod(self.block_shape) * self.cache_dtype.itemsize
         return memory[:, start : start + size].view(self.cache_dtype).view(len(memory), *self.block_shape)
 
     @abstractmethod

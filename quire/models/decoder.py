@@ -221,7 +221,7 @@ class LayerStack:
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
             starts = kv_spec.starts(backend.entry_bytes)
             for entry, start in zip(kv_spec.entries, starts[:-1], strict=True):
-                cache = backend.of_role(entry.role).view(blocks[:, start:], 0)
+                cache = backend.of_role(entry.role).view_at(blocks, start)
                 self.layers[entry.layer - self.first_layer].reader(entry.role).bind(backend, cache)
 
     def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:

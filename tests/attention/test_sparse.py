@@ -66,7 +66,7 @@ class SparseWorld:
         sizes = [self.sparse.entry_bytes("kv"), self.sparse.entry_bytes("indexer")]
         self.memory = torch.full((sum(needed) + 3, sum(sizes)), 255, dtype=torch.uint8)
         self.cache = self.sparse.view(self.memory, 0)
-        self.key_cache = self.sparse.of_role("indexer").view(self.memory[:, sizes[0] :], 0)
+        self.key_cache = self.sparse.of_role("indexer").view_at(self.memory, sizes[0])
 
     def run(self, parts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
         """A step with these parts of requests (request, first token, end): results and selected slots."""
