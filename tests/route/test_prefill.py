@@ -463,11 +463,12 @@ def test_the_same_prefix_goes_to_the_same_prefill_server(servers: list[StandIn])
     meet(servers)
     prefill = ("--prefill", servers[2].url, servers[3].url)
     with Proxy(*(s.url for s in servers[:2]), options=("--policy", "prefix", *prefill)) as proxy:
-        for number in range(6):
+        for number in range(12):
             proxy.post("/v1/completions", {"prompt": f"{PROMPT} {number}", "temperature": number})
-    none, all_of_them = sorted(len(server.received) for server in servers[2:])
-    assert none == 0
-    assert all_of_them >= 6  # a request may be sent again on a busy machine, when a connection that was idle has ended
+    few, most = sorted(len(server.received) for server in servers[2:])
+    # On a busy machine, a request may be sent again, also to the other, when a connection that was idle has ended.
+    assert few <= 1
+    assert most >= 11
 
 
 def test_metrics_tell_the_kinds_of_servers_apart(servers: list[StandIn]):
