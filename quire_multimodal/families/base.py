@@ -55,7 +55,8 @@ class Placed:
 
 
 class Family(ABC):
-    """Preprocessing of one model's pictures or sounds.
+    """Preprocessing of one model's pictures or sounds. A family has the methods of its kinds: `image`, `video` or
+    `audio`. A request with another modality is refused before (`MediaProcessor.check_count`), so those are not called.
 
     whole: whether the tokens of a picture see each other in both directions. crossed: how many embeddings the model
     reads by cross-attention; then a prompt has one item, and no token stands for it. sample_rate: of sounds.

@@ -12,7 +12,7 @@ from support.triton_kernels import INSTALLED, interpreter  # noqa: F401
 if not INSTALLED:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from test_states import BLOCK_SIZE, SHAPES, Texts, kernels
+from test_states import BLOCK_SIZE, SHAPES, Texts, check_gated_norm, kernels
 
 from quire_triton import states
 
@@ -49,13 +49,7 @@ def test_texts_in_steps_with_rejected_drafts(name, dtype):
 @pytest.mark.parametrize("options", [(True, "silu"), (False, "silu"), (False, "sigmoid")])
 @pytest.mark.parametrize("size", [24, 12, None])
 def test_gated_norms(dtype, options, size):
-    torch.manual_seed(0)
-    x, gate = torch.randn(5, 48)[:, :24].to(dtype), torch.randn(5, 24).to(dtype)
-    weight = None if size is None else torch.randn(24).to(dtype)
-    made, expected = (
-        k.gated_norm(x, gate, weight, 1e-5, size or 24, *options) for k in (KERNELS, kernels(dtype, True))
-    )
-    torch.testing.assert_close(made, expected, rtol=1e-5 if dtype == torch.float32 else 3e-2, atol=1e-6)
+    check_gated_norm(KERNELS, dtype, options, size, 3e-2)
 
 
 def test_time_steps():

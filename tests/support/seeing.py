@@ -386,8 +386,11 @@ def pixtral_processor(merge: int, longest: int) -> Callable[[Any], Any]:
     return make
 
 
-class PixtralStandIn:
-    """What transformers' processor does with pictures; the class itself cannot be made without torchvision."""
+class StandIn:
+    """What a processor of transformers does with pictures, where the class itself cannot be made without torchvision.
+    mark: what stands for a picture in a prompt. unit: what `texts` counts in."""
+
+    mark: str
 
     def __init__(self, pixels: Any, tokenizer: Any, unit: int) -> None:
         self.pixels, self.tokenizer, self.unit = pixels, tokenizer, unit
@@ -396,42 +399,46 @@ class PixtralStandIn:
         self.pixels.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
+    def texts(self, inputs: dict[str, Any]) -> list[str]:
+        """The text of each picture. inputs: the results of `pixels`, which lose what the model does not take."""
+        raise NotImplementedError
+
     def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
         [prompt] = text
         inputs: dict[str, Any] = {}
         if images:
             inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
-            texts = []
-            for height, width in inputs["image_sizes"].tolist():
-                row = "[IMG]" * (width // self.unit) + "[IMG_BREAK]"
-                texts.append((row * (height // self.unit)).removesuffix("[IMG_BREAK]") + "[IMG_END]")
-            pieces = prompt.split("[IMG]")
-            prompt = "".join(piece + made for piece, made in zip(pieces, [*texts, ""], strict=True))
+            pieces = prompt.split(self.mark)
+            prompt = "".join(piece + made for piece, made in zip(pieces, [*self.texts(inputs), ""], strict=True))
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-class OnevisionStandIn(PixtralStandIn):
-    """The same for LLaVA-OneVision. unit: embeddings of a tile. transformers' own method counts the others."""
+class PixtralStandIn(StandIn):
+    """unit: pixels of an edge of an embedding."""
 
-    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
+    mark = "[IMG]"
+
+    def texts(self, inputs: dict[str, Any]) -> list[str]:
+        rows = [
+            ("[IMG]" * (width // self.unit) + "[IMG_BREAK]", height // self.unit)
+            for height, width in inputs["image_sizes"].tolist()
+        ]
+        return [(row * count).removesuffix("[IMG_BREAK]") + "[IMG_END]" for row, count in rows]
+
+
+class OnevisionStandIn(StandIn):
+    """unit: embeddings of a tile. transformers' own method counts the others."""
+
+    mark = "<image>"
+
+    def texts(self, inputs: dict[str, Any]) -> list[str]:
         from transformers import LlavaOnevisionProcessor
 
-        [prompt] = text
-        inputs: dict[str, Any] = {}
-        if images:
-            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
-            bare = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
-            bare.image_processor, bare.num_image_tokens, bare.vision_aspect_ratio = (
-                self.pixels,
-                self.unit,
-                "anyres_max_3",
-            )
-            counts = [bare._get_number_of_features(*size, 56, 56) for size in inputs["image_sizes"].tolist()]
-            pieces = prompt.split("<image>")
-            prompt = "".join(p + "<image>" * c for p, c in zip(pieces, [*counts, 0], strict=True))
-        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        bare = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+        bare.image_processor, bare.num_image_tokens, bare.vision_aspect_ratio = self.pixels, self.unit, "anyres_max_3"
+        sizes = inputs["image_sizes"].tolist()
+        return [self.mark * bare._get_number_of_features(*size, 56, 56) for size in sizes]
 
 
 INTERN_SPECIAL = ("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
@@ -459,20 +466,13 @@ def internvl_processor(tokenizer: Any) -> Any:
     return InternStandIn(pixels, tokenizer, 4)
 
 
-class InternStandIn(PixtralStandIn):
-    """The same for InternVL. unit: embeddings of a tile."""
+class InternStandIn(StandIn):
+    """unit: embeddings of a tile."""
 
-    def __call__(self, text: list[str], images: Any, return_tensors: str) -> dict[str, Any]:
-        [prompt] = text
-        inputs: dict[str, Any] = {}
-        if images:
-            inputs = dict(self.pixels(images=images[0], return_tensors="pt"))
-            counts = [int(count) * self.unit for count in inputs.pop("num_patches")]
-            texts = [f"<img>{'<IMG_CONTEXT>' * count}</img>" for count in counts]
-            pieces = prompt.split("<IMG_CONTEXT>")
-            prompt = "".join(piece + made for piece, made in zip(pieces, [*texts, ""], strict=True))
-        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    mark = "<IMG_CONTEXT>"
+
+    def texts(self, inputs: dict[str, Any]) -> list[str]:
+        return [f"<img>{self.mark * (int(count) * self.unit)}</img>" for count in inputs.pop("num_patches")]
 
 
 MODELS: dict[str, Model] = {
