@@ -1,7 +1,9 @@
 """DeepSeek-V2 and V3, and Kimi-K2, which is a V3: latent attention, and many small experts besides shared ones that
-every token uses."""
+every token uses. DeepSeek-V3.2 and GLM-5: the same with sparse attention."""
 
-from quire.layers.attention_spec import LatentAttentionSpec
+from dataclasses import replace
+
+from quire.layers.attention_spec import IndexerSpec, LatentAttentionSpec
 from quire.layers.rotary_spec import rotary_spec, softmax_scale_factor
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
 from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, layer_windows
@@ -20,6 +22,44 @@ def deepseek(config: HfConfig) -> DecoderSpec:
         config, mixer=latent, mlp=mixtures(config, is_v3), rotary=rotary,
         names=NAMES["deepseek_moe"] | NAMES["deepseek"], ignored=with_draft_layers(config),
     )  # fmt: skip
+
+
+def deepseek_v32(config: HfConfig) -> DecoderSpec:
+    """DeepSeek-V3.2. Its indexers rotate halves, other than its attention."""
+    return with_indexers(deepseek({"first_k_dense_replace": 3, "norm_topk_prob": True, **config}), config)
+
+
+def glm_moe_dsa(config: HfConfig) -> DecoderSpec:
+    """GLM-5 and 5.1. Some layers may attend to the tokens that the layer before has selected."""
+    defaults = {"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1}
+    spec = with_indexers(deepseek({**defaults, **config}), config, bool(config.get("indexer_rope_interleave", True)))
+    shares = [kind == "shared" for kind in indexer_types(config)]
+    if shares[0]:
+        raise ValueError("config.json says that the first layer shares the selection of a layer before")
+    mixers = tuple(replace(mixer, shares_selection=s) for mixer, s in zip(latents(spec), shares, strict=True))
+    return replace(spec, mixers=mixers)
+
+
+def with_indexers(spec: DecoderSpec, config: HfConfig, interleaved: bool = False) -> DecoderSpec:
+    """The same with sparse attention."""
+    indexer = IndexerSpec(config["index_n_heads"], config["index_head_dim"], config["index_topk"], interleaved)
+    return replace(spec, mixers=tuple(replace(mixer, indexer=indexer) for mixer in latents(spec)))
+
+
+def latents(spec: DecoderSpec) -> list[LatentAttentionSpec]:
+    return [mixer for mixer in spec.mixers if isinstance(mixer, LatentAttentionSpec)]
+
+
+def indexer_types(config: HfConfig) -> list[str]:
+    """Of each layer: "full" for an indexer of its own, or "shared". Configs have a list, or a text with a letter for
+    each layer, or the number of layers for which an indexer is."""
+    layers, pattern = config["num_hidden_layers"], config.get("index_topk_pattern")
+    if config.get("indexer_types"):
+        return list(config["indexer_types"])
+    if pattern:
+        return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    every, offset = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
+    return ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
 
 
 def glm4_moe_lite(config: HfConfig) -> DecoderSpec:

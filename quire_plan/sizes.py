@@ -162,6 +162,9 @@ def _latent_attention(mixer: LatentAttentionSpec, share: Share) -> int:
         total += _norm(mixer.norm, mixer.q_rank)
     total += _linear(mixer.hidden_size, mixer.kv_rank + mixer.rope_dim, mixer.bias) + _norm(mixer.norm, mixer.kv_rank)
     total += mixer.kv_rank * heads * (mixer.nope_dim + mixer.value_dim)
+    if mixer.selects and mixer.indexer is not None and mixer.q_rank is not None:  # whole on every rank
+        of_index, dim = mixer.indexer, mixer.indexer.head_dim
+        total += of_index.num_heads * (mixer.q_rank * dim + mixer.hidden_size) + (mixer.hidden_size + 2) * dim
     return total + heads * mixer.value_dim * mixer.hidden_size + mixer.hidden_size * mixer.bias
 
 
@@ -237,6 +240,8 @@ class Footprint:
             if not isinstance(shape, StateShape):
                 vectors = 2 if shape.value_dim is None else 1  # keys and values, or one latent
                 total += vectors * shape.num_kv_heads * shape.head_dim * self.element_bytes
+            if isinstance(part, LatentAttentionSpec) and part.indexer is not None:
+                total += part.selects * part.indexer.head_dim * self.element_bytes
         return total
 
     def state(self, layer: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.layers.attention_spec import AttentionSpec, HeadShare
+from quire.options.declaration import ConfigError
 
 if TYPE_CHECKING:
     from quire.attention.base import AttentionBackend
@@ -73,9 +74,14 @@ def rank_layout(
     mixers: "Sequence[MixerSpec | None]", tp: "Communicator", kv_specs: "Sequence[KVCacheSpec]",
     backends: "Sequence[AttentionBackend]", block_bytes: int,
 ) -> RankLayout:  # fmt: skip
-    """The layout of a rank. mixers: of all layers of the model. kv_specs, backends: of the rank's KV groups."""
+    """The layout of a rank. mixers: of all layers of the model. kv_specs, backends: of the rank's KV groups.
+
+    Raises ConfigError for layers with more entries than one.
+    """
     groups = []
     for spec, backend in zip(kv_specs, backends, strict=True):
+        if len(spec.layers) < len(spec.entries):
+            raise ConfigError("kv_transfer_config cannot be used with a model with sparse attention; leave it out")
         num_heads, *rest = backend.block_shape
         shape, size = backend.shape, backend.cache_dtype.itemsize
         for number in rest:

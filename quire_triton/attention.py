@@ -192,13 +192,14 @@ def attend_kernel(
     OUT_DIM: tl.constexpr, LATENT: tl.constexpr, BLOCK_SIZE: tl.constexpr, CELL: tl.constexpr, NATIVE: tl.constexpr,
     SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BY_SLOT: tl.constexpr = False,
 ):  # fmt: skip
     """A program for each tile, some query heads of a KV head, and part of the keys.
 
     A KV head has GROUP query heads. A program computes HEADS of them, for TOKENS tokens. The elements of a head are
     split into MAIN + REST, which are powers of two (or REST is 0): 80 is 64 + 16, and 576 is 512 + 64. The values of a
     latent cache are the first elements of MAIN. ONE_TILE: whether each request has one tile, in which all of its keys
-    are masked.
+    are masked. BY_SLOT: whether the table lists the slot of each key, and not blocks.
     """
     # The last tiles of a prompt see the most keys. They start first, so that no long one is left at the end.
     tile, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2)
@@ -268,11 +269,15 @@ def attend_kernel(
             for key in range(phase_from, phase_to, KEYS):
                 keys = key + in_tile
                 exists = keys < to_key
-                if KEYS % BLOCK_SIZE == 0:  # tiles begin where blocks begin
-                    column, slot = key // BLOCK_SIZE + in_tile // BLOCK_SIZE, in_tile % BLOCK_SIZE
+                if BY_SLOT:
+                    slot = _each(table + keys, exists, phase == 2)
+                    block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
                 else:
-                    column, slot = keys // BLOCK_SIZE, keys % BLOCK_SIZE
-                block = _each(table + column, exists, phase == 2)  # keys that do not exist are read from block 0
+                    if KEYS % BLOCK_SIZE == 0:  # tiles begin where blocks begin
+                        column, slot = key // BLOCK_SIZE + in_tile // BLOCK_SIZE, in_tile % BLOCK_SIZE
+                    else:
+                        column, slot = keys // BLOCK_SIZE, keys % BLOCK_SIZE
+                    block = _each(table + column, exists, phase == 2)  # keys that do not exist are read from block 0
                 entry = plane + block.to(tl.int64) * block_stride
                 tokens = entry + slot * DIM
                 k = _lines(tokens, main, exists, DIM, LATENT and phase == 2, padded)

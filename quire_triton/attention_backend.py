@@ -7,14 +7,15 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, StepLayout
+from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.attention.tiles import Tile, choose_tiles
 from quire.gpu.cards import card_of
 from quire_triton.attention import attend_kernel, merge_kernel, prepare_kernel, store_kernel
+from quire_triton.select import CELLS as _CELLS
+from quire_triton.select import select
 from quire_triton.targets import INTERPRETED, precision
 
-_CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 _MOST_SPLITS = 64
 _FEWEST_KEYS = 128  # of a split
 _BUSY = 0.85  # the least share of the processors' time that is used, if all programs take equally long
@@ -82,7 +83,8 @@ class TritonAttention(PreparingBackend):
             if needed <= 2 * self._tiles.few.rows:
                 tile = self._tiles.few
             tile = replace(tile, rows=max(self._tiles.few.rows, triton.next_power_of_2(needed)))
-            splits = self._splits(requests, layout.block_table.shape[1] * self.shape.block_size)
+            longest = layout.block_table.shape[1] * (1 if self.shape.by_slot else self.shape.block_size)
+            splits = self._splits(requests, longest)
             return TritonPlan(layout, tile, self._group, layout.tokens_per_request, requests, splits, True)
         heads = triton.cdiv(self._group, triton.cdiv(self._group, tile.rows))
         tile_tokens = tile.rows // heads
@@ -135,6 +137,10 @@ class TritonAttention(PreparingBackend):
             enable_fp_fusion=False,
         )  # fmt: skip
 
+    def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
+        s = self.shape
+        select(q, weights, cache, selection, s.block_size, s.cell, self._card.has_float8)
+
     def attend(self, q: Tensor, cache: Tensor, plan: TritonPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
         s, layout, q = self.shape, plan.layout, _contiguous(q)
@@ -155,7 +161,7 @@ class TritonAttention(PreparingBackend):
             len(layout.seq_lens), plan.splits, heads, scores["scale"], soft_cap or 1.0, window or 0, self._plane,
             self._group, plan.heads, s.head_dim, self._main, self._rest, s.out_dim, self._planes == 1, s.block_size,
             self._cell, self._card.has_float8, sinks is not None, soft_cap is not None, window is not None, tile.rows,
-            plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), num_warps=tile.warps,
+            plan.tokens, tile.keys, plan.one_tile, plan.splits > 1, precision(s.dtype), s.by_slot, num_warps=tile.warps,
             num_stages=tile.stages, enable_fp_fusion=not s.batch_invariant,
             **self._registers(tile),
         )  # fmt: skip

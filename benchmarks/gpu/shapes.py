@@ -141,9 +141,14 @@ SHAPES: dict[str, Config] = {
     },
 }  # fmt: skip
 
+SHAPES["deepseek-v3.2"] = {
+    **SHAPES["deepseek-v3"], "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+}  # fmt: skip
+
 _LAYERS = {  # one of each kind; others need 1
-    "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "modernbert": 3, "embedding-gemma": 6,
-    "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
+    "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "deepseek-v3.2": 4, "modernbert": 3,
+    "embedding-gemma": 6, "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
 }  # fmt: skip
 
 
@@ -174,7 +179,7 @@ FORMATS: dict[str, Config] = {  # quantization_config of checkpoints
 def few_layers(name: str) -> Config:
     """The config with one layer of each kind; these launch the same kernels as all layers."""
     config = {**SHAPES[name], "num_hidden_layers": _LAYERS.get(name, 1)}
-    if name == "deepseek-v3":
+    if name.startswith("deepseek-v3"):
         config["first_k_dense_replace"] = 3
     return config
 

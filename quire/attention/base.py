@@ -32,7 +32,8 @@ class AttentionShape:
     absorbed form, arXiv:2405.04434): there is one KV head, only keys are stored, and the first value_dim elements of a
     key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache keeps cells of one byte (cells.py), None if
     it keeps elements of dtype. batch_invariant: whether the result of a token must depend on its own request alone, and
-    not on how the step was put together.
+    not on how the step was put together. by_slot: a latent cache of which single tokens are read (sparse attention):
+    the elements of a token lie together, and block tables list the slot of each key instead of blocks.
     """
 
     num_heads: int
@@ -44,6 +45,7 @@ class AttentionShape:
     value_dim: int | None = None
     cell: torch.dtype | None = None
     batch_invariant: bool = False
+    by_slot: bool = False
 
     @property
     def out_dim(self) -> int:
@@ -84,6 +86,21 @@ class StepLayout:
     by_head: "HeadLayout | None" = None  # of steps that have to do with compressed prompts
 
 
+@dataclass
+class Selection:
+    """Which keys each token of a step may select, and the slots of those that it selects, in order of position.
+
+    rows: [tokens], int32, indices of their requests in block_table, which lists blocks. seen: [tokens], int32, how
+    many keys of its request a token sees, at least 1. slots: [tokens, most], int32; if a token sees more keys than
+    `most`, it selects so many, and else all of them, behind which the row is arbitrary.
+    """
+
+    rows: Tensor
+    seen: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+
 class CacheBackend(ABC):
     """Owns the layout of what a kind of layers keeps in the cache.
 
@@ -107,14 +124,25 @@ class CacheBackend(ABC):
     def layout(self) -> str:
         """What besides the model's type says what the bytes of an entry mean."""
 
-    def entry_bytes(self) -> int:
+    def of_role(self, role: str) -> "CacheBackend":
+        """The backend to which the entries of a role belong, see CacheEntry."""
+        return self
+
+    def entry_bytes(self, role: str = "kv") -> int:
         """Bytes of an entry, the part of one layer in one block, padded so that all entries are aligned."""
+        if (owner := self.of_role(role)) is not self:
+            return owner.entry_bytes()
         size = math.prod(self.block_shape) * self.cache_dtype.itemsize
         return -(-size // ENTRY_ALIGNMENT) * ENTRY_ALIGNMENT
 
     def view(self, memory: Tensor, entry_index: int) -> Tensor:
-        """A layer's cache: an entry of all blocks of `memory`, which is uint8 [blocks, bytes of a block]."""
-        start, size = entry_index * self.entry_bytes(), math.prod(self.block_shape) * self.cache_dtype.itemsize
+        """A layer's cache: an entry of all blocks of `memory`, which is uint8 [blocks, bytes of a block]. All entries
+        have the same role."""
+        return self.view_at(memory, entry_index * self.entry_bytes())
+
+    def view_at(self, memory: Tensor, start: int) -> Tensor:
+        """The same, of the entry that begins at byte `start` of each block."""
+        size = math.prod(self.block_shape) * self.cache_dtype.itemsize
         return memory[:, start : start + size].view(self.cache_dtype).view(len(memory), *self.block_shape)
 
     @abstractmethod
@@ -167,6 +195,17 @@ class AttentionBackend(CacheBackend):
         the exponentiated scores, including the sink's. It allows merging partial results over disjoint keys, of which
         at most one may include the sinks.
         """
+
+    def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
+        """Select the keys with the highest scores for each token: fill selection.slots. Of keys with equal scores, the
+        first are selected. DeepSeek-V3.2's lightning indexer (arXiv:2512.02556, equation 1):
+
+            score of a key = sum over heads of weight * max(0, q . key)
+
+        cache: of the indexer's keys, latents whose value_dim is their head_dim. q: [tokens, heads, head_dim]; weights:
+        [tokens, heads], float32.
+        """
+        raise NotImplementedError(f"the {self.name} backend has no indexer")
 
 
 class PreparingBackend(AttentionBackend):

@@ -84,9 +84,9 @@ class AttentionByHead(AttentionBackend):
     def unsupported(cls, shape: Any) -> str | None:
         return None  # the other backend decides
 
-    def view(self, memory: Tensor, entry_index: int) -> Tensor:
+    def view_at(self, memory: Tensor, start: int) -> Tensor:
         self.slices = self.heads.view(memory.view(-1, self.heads.entry_bytes()), 0)
-        return super().view(memory, entry_index)
+        return super().view_at(memory, start)
 
     def plan(self, layout: StepLayout, previous: Any = None) -> ByHeadPlan:
         inner, by_head = self.inner.plan(layout), layout.by_head

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, StepLayout
+from quire.attention.base import AttentionShape, Preparation, PreparingBackend, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES
 from quire.ops.cpu.build import kernel, library
 
@@ -17,7 +17,7 @@ _CELLS = {None: 0, torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 class _Geometry(ctypes.Structure):
-    _names = "is_bf16 cells is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim"
+    _names = "is_bf16 cells is_latent heads kv_heads block_size head_dim padded_dim out_dim padded_out_dim by_slot"
     _fields_ = [(name, ctypes.c_int32) for name in _names.split()]
 
 
@@ -57,7 +57,7 @@ class CpuAttention(PreparingBackend):
         self.block_shape = (shape.num_kv_heads, 1 if is_latent else 2, shape.block_size * token)
         self._geometry = _Geometry(
             is_bf16, _CELLS[shape.cell], is_latent, shape.num_heads, shape.num_kv_heads, shape.block_size,
-            shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim),
+            shape.head_dim, _padded(shape.head_dim), shape.out_dim, _padded(shape.out_dim), shape.by_slot,
         )  # fmt: skip
         self._geometry_address = ctypes.addressof(self._geometry)
 
@@ -119,6 +119,15 @@ class CpuAttention(PreparingBackend):
             None if k_weight is None else k_weight.data_ptr(),
             q_weight is not None and q_weight.dtype is torch.float32, prep.eps, None if cos is None else cos.data_ptr(),
             None if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1], prep.interleaved,
+        )  # fmt: skip
+
+    def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
+        q, weights, slots = q.contiguous(), weights.contiguous(), selection.slots
+        kernel("quire_select", "pplllpplplpppll")(
+            self._geometry_address, q.data_ptr(), *q.shape[:2], q.stride(0), weights.data_ptr(), cache.data_ptr(),
+            cache.stride(0), selection.block_table.data_ptr(), selection.block_table.stride(0),
+            selection.rows.data_ptr(), selection.seen.data_ptr(), slots.data_ptr(), slots.shape[1],
+            torch.get_num_threads(),
         )  # fmt: skip
 
     def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape, Scores, StepLayout
+from quire.attention.base import AttentionBackend, AttentionShape, Scores, Selection, StepLayout
 from quire.attention.cells import SCALE_BYTES, from_bytes, to_bytes
 
 
@@ -51,6 +51,25 @@ class ReferenceAttention(AttentionBackend):
     def read(self, cache: Tensor, blocks: Tensor, plane: int) -> Tensor:
         return self._decode(cache[blocks.long(), :, plane]).transpose(1, 2).flatten(0, 1)
 
+    def _keys(self, cache: Tensor, table: Tensor, length: int, by_slot: bool = False) -> Tensor:
+        """The keys and values, or latents, of a request: [2 or 1, length, kv_heads, dim]"""
+        size = self.shape.block_size
+        if by_slot:
+            slots = table[:length].long()
+            return self._decode(cache[slots // size, :, :, slots % size].permute(2, 0, 1, 3))
+        blocks = table[: -(-length // size)].long()
+        return self._decode(cache[blocks].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :length])
+
+    def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
+        size, most = self.shape.block_size, selection.slots.shape[1]
+        for token, (row, seen) in enumerate(zip(selection.rows.tolist(), selection.seen.tolist(), strict=True)):
+            table, positions = selection.block_table[row], torch.arange(seen, device=q.device)
+            if seen > most:
+                keys = self._keys(cache, table, seen)[0, :, 0]
+                scores = weights[token] @ (q[token].float() @ keys.T).relu()
+                positions = scores.argsort(descending=True, stable=True)[:most].sort().values
+            selection.slots[token, : len(positions)] = table[positions // size] * size + positions % size
+
     def attend(self, q: Tensor, cache: Tensor, plan: StepLayout, **how: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = how.get("window"), how.get("soft_cap"), how.get("sinks")
         out = q.new_empty(*q.shape[:2], self.shape.out_dim)
@@ -59,9 +78,7 @@ class ReferenceAttention(AttentionBackend):
         group = self.shape.num_heads // self.shape.num_kv_heads
         for r, length in enumerate(lengths):
             start, end = starts[r], starts[r + 1]
-            blocks = plan.block_table[r, : -(-length // self.shape.block_size)].long()
-            kv = cache[blocks].permute(2, 0, 3, 1, 4).flatten(1, 2)[:, :length]  # [2, length, kv_heads, ...]
-            kv = self._decode(kv).repeat_interleave(group, dim=2)
+            kv = self._keys(cache, plan.block_table[r], length, self.shape.by_slot).repeat_interleave(group, dim=2)
             k, v = kv[0], kv[-1, ..., : self.shape.out_dim]  # [length, heads, head_dim], [length, heads, out_dim]
             scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), k) * how["scale"]
             if soft_cap is not None:

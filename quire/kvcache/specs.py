@@ -2,12 +2,13 @@
 
 An entry is what one layer keeps in one role. Entries that keep the same tokens form a KV group. Each group has its own
 block table for every request. All groups draw blocks of the same size from one pool. Entry j of a group is the j-th
-part of its blocks, so a block is as large as the group with the most entries.
+part of its blocks, so a block is as large as the group with the most bytes of entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 import msgspec
@@ -25,8 +26,9 @@ Lookup = Callable[[Iterable[bytes]], list[Block]]  # the blocks with these hashe
 
 
 class CacheEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention; "state" is
-    the state of a recurrent layer."""
+    """What one layer keeps in one role. The role "kv" is the keys and values, or the latents, of attention; "indexer"
+    is the key by which sparse attention selects a token (layers/indexer.py); "state" is the state of a recurrent
+    layer; "cross" is the keys and values of an encoder's tokens."""
 
     layer: int
     role: str = "kv"
@@ -54,9 +56,13 @@ class KVCacheSpec(msgspec.Struct, frozen=True, tag=True):
         """The same group with the entries of these layers only: what one stage of a pipeline keeps."""
         return msgspec.structs.replace(self, entries=tuple(entry for entry in self.entries if entry.layer in layers))
 
-    def page_bytes(self, entry_bytes: int) -> int:
-        """Bytes of a block that this group uses, if each entry takes `entry_bytes`."""
-        return len(self.entries) * entry_bytes
+    def starts(self, entry_bytes: Callable[[str], int]) -> list[int]:
+        """Where each entry begins in a block, and where the last one ends. entry_bytes: of a role."""
+        return [0, *accumulate(entry_bytes(entry.role) for entry in self.entries)]
+
+    def page_bytes(self, entry_bytes: Callable[[str], int]) -> int:
+        """Bytes of a block that this group uses."""
+        return self.starts(entry_bytes)[-1]
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
         """The first token whose entry a query at position `num_computed_tokens`, or a later one, reads."""

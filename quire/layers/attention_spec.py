@@ -16,7 +16,7 @@ class CacheShape:
 
     holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
     how many ranks in a row cache the same, each for equally many query heads. chunk: see DecoderSpec.chunks.
-    crossed: see DecoderSpec.crossed.
+    crossed: see DecoderSpec.crossed. indexer: of sparse attention.
     """
 
     num_heads: int
@@ -27,6 +27,7 @@ class CacheShape:
     holders: int = 1
     chunk: int | None = None
     crossed: int = 0
+    indexer: "IndexerSpec | None" = None
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,22 @@ class HeadShare:
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """What selects the tokens of sparse attention (see layers/indexer.py). top_k: how many a query attends to."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved_rotary: bool = False
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """The multi-head latent attention of a model.
 
     q_rank: None if queries are not compressed. nope_dim, rope_dim: elements of a query without and with rotation.
+    indexer: of sparse attention, None if a query attends to all tokens. shares_selection: the layer has no indexer of
+    its own, and attends to the tokens that the layer before has selected (GLM-5, arXiv:2603.12201).
     """
 
     hidden_size: int
@@ -174,6 +187,8 @@ class LatentAttentionSpec:
     scale: float
     bias: bool = False
     interleaved_rotary: bool = True
+    indexer: IndexerSpec | None = None
+    shares_selection: bool = False
 
     def heads(self, group: "Communicator") -> tuple[range, bool]:
         """This rank's heads, and whether they are a copy (see HeadShare)."""
@@ -182,11 +197,17 @@ class LatentAttentionSpec:
     def cache_shape(self, group: "Communicator") -> CacheShape:
         holders = 1 if self.num_heads % group.size else group.size
         return CacheShape(
-            len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank, holders=holders
+            len(self.heads(group)[0]), 1, self.kv_rank + self.rope_dim, self.kv_rank, holders=holders,
+            indexer=self.indexer,
         )  # fmt: skip
 
+    @property
+    def selects(self) -> bool:
+        """Whether the layer has an indexer of its own."""
+        return self.indexer is not None and not self.shares_selection
+
     def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
-        return LatentSpec((CacheEntry(layer),))
+        return LatentSpec(tuple(CacheEntry(layer, role) for role in ("kv", "indexer")[: 1 + self.selects]))
 
 
 def _share(total: int, rank: int, size: int) -> tuple[range, bool]:

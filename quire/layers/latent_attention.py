@@ -6,15 +6,21 @@ applied to the queries, and the map of the values to the result ("absorbed"), so
   cached of a token [ latent, normed | rotary key ]       latent: kv_rank, rotary key: rope_dim, shared by all heads
   query of a head   [ q_nope W_UK    | rotary query ]
   result of a head  ( sum of p * latent ) W_UV
+
+With an indexer, a query attends to the tokens that it selects (attention/sparse.py).
 """
+
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from quire.attention.sparse import SparseAttention
 from quire.layers.attention import CachedAttention
 from quire.layers.attention_spec import LatentAttentionSpec, LayerPlace
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState, pick
+from quire.layers.indexer import Indexer
 from quire.layers.linear import ColumnParallelLinear, LinearShape, ReplicatedLinear, RowParallelLinear, make_weight
 from quire.layers.lora import AdapterSlots, LowRank, Matrices, Piece
 from quire.layers.norm import make_norm
@@ -22,7 +28,8 @@ from quire.layers.specs import OutputPart
 
 
 class LatentAttention(CachedAttention):
-    """The attention of one layer. names: of q, or q_a, q_a_norm and q_b; of kv_a, kv_a_norm, kv_b and o."""
+    """The attention of one layer. names: of q, or q_a, q_a_norm and q_b; of kv_a, kv_a_norm, kv_b and o; and
+    those of the indexer."""
 
     def __init__(self, builder: Builder, spec: LatentAttentionSpec, names: dict[str, str], place: LayerPlace) -> None:
         self.spec, self.place = spec, place
@@ -41,6 +48,10 @@ class LatentAttention(CachedAttention):
             self.q_a = ReplicatedLinear(builder, names["q_a"], hidden, spec.q_rank, spec.bias)
             self.q_a_norm = make_norm(builder, names["q_a_norm"], spec.q_rank, spec.norm)
             self.q = ColumnParallelLinear(builder, spec.q_rank, parts("q_b", query_dim))
+        self.indexer: Indexer | None = None
+        if spec.indexer is not None and spec.selects:
+            assert spec.q_rank is not None, "the indexer reads compressed queries"
+            self.indexer = Indexer(builder, spec.indexer, names, hidden, spec.q_rank)
         self.kv_a = ReplicatedLinear(builder, names["kv_a"], hidden, spec.kv_rank + spec.rope_dim, spec.bias)
         self.kv_a_norm = make_norm(builder, names["kv_a_norm"], spec.kv_rank, spec.norm)
         shape = LinearShape(tuple(parts("kv_b", spec.nope_dim + spec.value_dim)), spec.kv_rank, 0, spec.kv_rank)
@@ -67,7 +78,11 @@ class LatentAttention(CachedAttention):
         assert self.backend is not None, "bind the cache first"
         assert self.cache is not None
         spec, tokens = self.spec, x.shape[0]
+        plan = state.plans[self.place.kv_group]
         q = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        if self.indexer is not None:
+            assert self.place.rotary is not None, "an indexer rotates its keys"
+            self.indexer.select(x, q, state.rotary[self.place.rotary], cast(SparseAttention, self.backend), plan)
         q = self.q(q).view(tokens, self.num_heads, -1)
         compressed = self.kv_a(x)
         latent = self.kv_a_norm(compressed[:, : spec.kv_rank])
@@ -78,7 +93,6 @@ class LatentAttention(CachedAttention):
         absorbed = self._adapted(
             0, x, q[..., : spec.nope_dim], self.linear_by_head(q[..., : spec.nope_dim], self.to_latent)
         )
-        plan = state.plans[self.place.kv_group]
         self.backend.store(self.cache, torch.cat([latent[:, None], k_rope], dim=-1), None, plan)
         out, _ = self.backend.attend(
             torch.cat([absorbed, q_rope], dim=-1), self.cache, plan, scale=spec.scale, window=self.place.window

@@ -73,6 +73,12 @@ class DecoderLayer:
                 self.mlp = MoE(builder, mlp, hidden, names)
         self.scale = 1.0 if scale is None else scale
 
+    def reader(self, role: str) -> Any:
+        """The part of the layer that reads its entry of a role, see CacheEntry."""
+        if role == "cross":
+            return self.cross
+        return self.mixer.indexer if role == "indexer" else self.mixer
+
     def __call__(
         self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -172,6 +178,10 @@ class LayerStack:
         """layers: those of this stage of a pipeline, None for all."""
         self.spec, self.kernels, self.residual_stream = spec, builder.kernels, builder.residual_stream
         own = range(spec.num_layers) if layers is None else layers
+        first = spec.mixers[own.start]
+        if isinstance(first, LatentAttentionSpec) and first.shares_selection:
+            raise ValueError(f"layer {own.start} attends to the tokens that the layer before selects, and must be in "
+                             "its stage; give pipeline_layers, or lower pipeline_parallel_size")  # fmt: skip
         windows = [w if w is not None and w < max_model_len else None for w in spec.windows]
         chunks = [c if c and c < max_model_len else None for c in spec.chunks or [None] * spec.num_layers]
         self.kv_specs: Sequence[ModelKVSpec] = []
@@ -209,10 +219,10 @@ class LayerStack:
     def bind_cache(self, backends: Sequence[CacheBackend], memory: Sequence[Tensor]) -> None:
         self.backends = backends
         for kv_spec, backend, blocks in zip(self.kv_specs, backends, memory, strict=True):
-            for index, entry in enumerate(kv_spec.entries):
-                layer = self.layers[entry.layer - self.first_layer]
-                reader: Any = layer.cross if entry.role == "cross" else layer.mixer
-                reader.bind(backend, backend.view(blocks, index))
+            starts = kv_spec.starts(backend.entry_bytes)
+            for entry, start in zip(kv_spec.entries, starts[:-1], strict=True):
+                cache = backend.of_role(entry.role).view_at(blocks, start)
+                self.layers[entry.layer - self.first_layer].reader(entry.role).bind(backend, cache)
 
     def store_encoded(self, states: Tensor, group: int, blocks: Tensor) -> None:
         layers = [self.layers[entry.layer - self.first_layer].cross for entry in self.kv_specs[group].entries]

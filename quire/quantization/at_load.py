@@ -11,8 +11,9 @@ from quire.layers.linear import LinearWeight, Quantizer
 from quire.quantization.scheme import Piece, QuantizedWeight
 
 _WHOLE_ROW = 2**30  # a group size that is larger than any number of inputs, so each output has one scale
-# Not quantized: a router and a gate are small, but decide how experts are used; kv_b is absorbed into other weights.
-_NOT_QUANTIZED = ("router", "shared_expert_gate", "kv_b")
+# Not quantized: a router, a gate and an indexer's weights are small, but decide which experts and tokens are used; kv_b
+# is absorbed into other weights.
+_NOT_QUANTIZED = ("router", "shared_expert_gate", "kv_b", "index_weights")
 _TABLES = ("lm_head", "embedding")  # these get 8 bits at least, since their errors directly change the logits
 
 

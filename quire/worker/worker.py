@@ -16,6 +16,7 @@ from quire.attention.chunked import in_chunks
 from quire.attention.context import ContextAttention
 from quire.attention.cross import across
 from quire.attention.selection import choose_backend
+from quire.attention.sparse import SparseAttention
 from quire.attention.states import StateBackend, matching_block_size
 from quire.config import ConfigError, EngineConfig
 from quire.kvcache.specs import KVCacheSize, StateShape
@@ -116,7 +117,7 @@ class Worker:
                 )
 
         if config.model.torch_compile:
-            methods = ("store", "prepare", "attend", "all_reduce", "reduce_scatter", "all_gather")
+            methods = ("store", "prepare", "attend", "select_from", "all_reduce", "reduce_scatter", "all_gather")
             for owner, method in product([*chosen, group.shortcut], methods):
                 if hasattr(owner, method):
                     hidden = torch.compiler.disable(getattr(owner, method))  # type: ignore[no-untyped-call]
@@ -149,7 +150,7 @@ class Worker:
         self.runner.in_lockstep = mesh.dp.size > 1
         self.runner.balancer = expert_balancer(model, config.parallel)
         groups = zip(model.kv_specs, self.backends, strict=True)
-        pages = [kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups]
+        pages = [kv_spec.page_bytes(backend.entry_bytes) for kv_spec, backend in groups]
         self._page_bytes = max(pages, default=ENTRY_ALIGNMENT)  # even a model without a cache has a null block
         block_bytes = self._page_bytes + (0 if self.drafter is None else self.drafter.entry_bytes)
         rank_bytes = replica.each(block_bytes)
@@ -279,6 +280,9 @@ def _backends(
                 cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
                 cache.value_dim, _cell(config, cache), target.batch_invariant,
             )  # fmt: skip
+            if (indexer := cache.indexer) is not None:
+                by_shape[cache] = SparseAttention(shape, indexer.top_k, indexer.head_dim, choose)
+                continue
             backend = choose(shape) if context is None else context(shape, mesh.cp, mesh.dcp, choose, kernels)
             if cache.chunk is not None:
                 if context is not None or config.cache.compression is not None:

@@ -42,6 +42,7 @@ FEATURES = [
     "experts",
     "latent attention",
     "recurrent layers",
+    "sparse attention",
     "sinks, soft caps and ALiBi",
     "GGUF",
     "one-byte KV cache",

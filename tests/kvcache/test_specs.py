@@ -40,7 +40,8 @@ def test_a_layer_may_keep_entries_in_several_roles() -> None:
     (group,) = group_entries(kept, 4096)
     assert group.layers == (0, 1, 2)
     assert [(e.layer, e.role) for e in group.entries] == [(i, role) for i in range(3) for role in ("kv", "indexer")]
-    assert group.page_bytes(entry_bytes=100) == 600
+    assert group.starts({"kv": 100, "indexer": 30}.__getitem__) == [0, 100, 130, 230, 260, 360, 390]
+    assert group.page_bytes(lambda role: 100) == 600
 
 
 def test_cross_attention_has_a_group_whose_tables_are_whole_from_the_beginning() -> None:
@@ -70,7 +71,7 @@ def every(nth: int, layers: int, window: int) -> list[int | None]:
 
 def fitting_tokens(specs: Sequence[KVCacheSpec], size: int, longest: int, entry_bytes: int) -> float:
     """Tokens, in requests of the full length, that fit into `size` bytes of cache."""
-    num_blocks = size / max(spec.page_bytes(entry_bytes) for spec in specs)
+    num_blocks = size / max(spec.page_bytes(lambda role: entry_bytes) for spec in specs)
     return longest * num_blocks / sum(spec.max_blocks(longest, 2048, BLOCK_SIZE) for spec in specs)
 
 

@@ -133,8 +133,8 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
 @pytest.mark.parametrize(("turn", "variant"), [*enumerate(v for v in FIRST if v not in STATES)])
 def test_every_family_does_so_in_one_division(checkpoints, references, turn, variant):
     path = checkpoints.path(variant)
-    if variant == "llama4":
-        with pytest.raises(ConfigError, match="cannot divide or compress the contexts"):
+    if variant in ("llama4", "deepseek_v32", "glm_moe_dsa"):
+        with pytest.raises(ConfigError, match=r"cannot divide .*the contexts"):
             divided(path, "pcp-2-over-stripes")
         return
     possible = [division for division in TRIED if DIVISIONS[division].is_possible(path)]

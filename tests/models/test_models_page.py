@@ -53,6 +53,7 @@ PEOPLE_CALL_IT = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
+    "deepseek_v32": "DeepSeek-V3.2",
     "llama4_text": "Llama 4 (text)",
     "arcee": "Arcee",
     "seed_oss": "Seed-OSS",
@@ -81,6 +82,7 @@ PEOPLE_CALL_IT = {
     "qwen3_5_text": "Qwen3.5 (text)",
     "qwen3_5_moe_text": "Qwen3.5 with experts (text)",
     "kimi_linear": "Kimi Linear",
+    "glm_moe_dsa": "GLM-5, GLM-5.1",
 }
 
 OTHER_NAMES = {
@@ -95,6 +97,10 @@ def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpe
     return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for _, mixer in spec.cached)
 
 
+def of_latents(has: Callable[[LatentAttentionSpec], object]) -> Callable[[DecoderSpec], object]:
+    return lambda spec: any(isinstance(mixer, LatentAttentionSpec) and has(mixer) for mixer in spec.mixers)
+
+
 def of_experts(has: Callable[[MoESpec], object]) -> Callable[[DecoderSpec], object]:
     return lambda spec: any(isinstance(mlp, MoESpec) and has(mlp) for mlp in spec.mlps)
 
@@ -107,6 +113,8 @@ def partial_rotation(spec: DecoderSpec) -> bool:
 FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("fewer KV heads", of_attention(lambda a: a.num_kv_heads < a.num_heads)),
     ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
+    ("sparse attention", of_latents(lambda a: a.indexer)),
+    ("shared selections", of_latents(lambda a: a.shares_selection)),
     ("state-space layers", lambda s: any(isinstance(mixer, Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("windows", lambda s: any(s.windows)),

@@ -47,6 +47,9 @@ class NoAttention(AttentionBackend):
     def store(self, cache: Tensor, k: Tensor, v: Tensor | None, plan: Any) -> None:
         assert k.device == META
 
+    def select_from(self, cache: Tensor, q: Tensor, weights: Tensor, k: Tensor, plan: Any) -> None:
+        assert q.device == weights.device == k.device == META
+
     def attend(self, q: Tensor, cache: Tensor, plan: Any, **options: Any) -> tuple[Tensor, Tensor]:
         assert q.device == META
         tokens, heads, _ = q.shape

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.texts
 
 COMBINES = [
     "chunked prefill, prefix caching, preemption, sliding window, two steps in flight",
-    "experts, latent attention, sinks, soft caps and ALiBi × chunked prefill, prefix caching, preemption, "
-    "sliding window, two steps in flight",
+    "experts, latent attention, sparse attention, sinks, soft caps and ALiBi × chunked prefill, prefix caching, "
+    "preemption, sliding window, two steps in flight",
     "recurrent layers × experts, latent attention, chunked prefill, prefix caching, preemption, two steps in flight",
 ]
 

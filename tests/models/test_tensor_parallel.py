@@ -181,6 +181,8 @@ SPLITS = [
     ("minimax_m2", 2),
     ("glm4_moe_lite", 2),
     ("bitnet", 2),  # norms of what the ranks have together
+    ("deepseek_v32", 2),
+    ("glm_moe_dsa", 2),
     ("llama4", 2),  # one tensor with the gates and the ups of all experts, one behind the other
     ("deepseek_v3-without-groups", 2),  # biases
 ]

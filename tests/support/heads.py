@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.attention.base import AttentionShape
+from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.selection import choose_backend
+from quire.attention.sparse import SparseAttention
 from quire.layers.forward_state import ForwardState
 from quire.layers.step_inputs import StepInputs, StepSize
 from quire.models.heads.head import ChainHead
@@ -27,8 +29,12 @@ class HeadText:
             AttentionShape(s.num_heads, s.num_kv_heads, s.head_dim, self.block_size, torch.float32, CPU, s.value_dim)
             for s in head.cache_shapes
         ]
-        self.backends = [choose_backend(shape, backend) for shape in shapes]
-        sizes = [spec.page_bytes(b.entry_bytes()) for spec, b in zip(head.kv_specs, self.backends, strict=True)]
+        choose = partial(choose_backend, pinned=backend)
+        self.backends: list[AttentionBackend] = [
+            choose(shape) if s.indexer is None else SparseAttention(shape, s.indexer.top_k, s.indexer.head_dim, choose)
+            for s, shape in zip(head.cache_shapes, shapes, strict=True)
+        ]
+        sizes = [spec.page_bytes(b.entry_bytes) for spec, b in zip(head.kv_specs, self.backends, strict=True)]
         head.bind_cache(self.backends, [torch.zeros(num_blocks, size, dtype=torch.uint8) for size in sizes])
 
     def run(self, x: Tensor, wanted: Tensor | None = None, positions: Tensor | None = None) -> Tensor:

@@ -60,7 +60,7 @@ class ModelModel:
             torch.device("cpu"), shapes[0].value_dim,
         )  # fmt: skip
         backends = [ReferenceAttention(shape)] * len(specs)
-        pages = (spec.page_bytes(backends[0].entry_bytes()) for spec in specs)
+        pages = (spec.page_bytes(backends[0].entry_bytes) for spec in specs)
         return rank_layout([mixer] * self.layers, group, specs, backends, max(*pages, 64))
 
 

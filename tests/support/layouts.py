@@ -195,6 +195,8 @@ HUB_LAYOUTS = {
     "falcon": falcon_hub,
     "gpt_neox": gpt_neox_hub,
     "deepseek_v3": deepseek_v3_hub,
+    "deepseek_v32": deepseek_v3_hub,
+    "glm_moe_dsa": deepseek_v3_hub,
     "glm4_moe": deepseek_v3_hub,
     "mimo": mimo_hub,
     "internlm2": internlm2_hub,

@@ -38,6 +38,10 @@ def attention(**fields: Any) -> SpecMutation:
     return lambda spec: replace(spec, mixers=tuple(_changed(mixer, fields) for mixer in spec.mixers))
 
 
+def indexer(**fields: Any) -> SpecMutation:
+    return attention(indexer=lambda indexer: _changed(indexer, fields))
+
+
 def norm(**fields: Any) -> SpecMutation:
     return lambda spec: replace(spec, norm=_changed(spec.norm, fields))
 

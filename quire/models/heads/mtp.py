@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quire.layers.attention_spec import LatentAttentionSpec
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState
 from quire.layers.linear import ReplicatedLinear
@@ -55,8 +56,11 @@ class PredictLayer(LayerStack):
         if not has(f"{prefix}{layout.hidden_norm}.weight"):
             raise ValueError(f"the checkpoint has no layer for multi-token prediction, {prefix}*")
         names = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in spec.names.items()}
+        mixer = next(
+            m for m in reversed(spec.mixers) if not (isinstance(m, LatentAttentionSpec) and m.shares_selection)
+        )
         one = replace(
-            spec, num_layers=1, mixers=spec.mixers[-1:], mlps=spec.mlps[-1:], windows=spec.windows[-1:],
+            spec, num_layers=1, mixers=(mixer,), mlps=spec.mlps[-1:], windows=spec.windows[-1:],
             rotary=spec.rotary[-1:], names=names,
         )  # fmt: skip
         self.target, self.hidden_first = target, layout.hidden_first

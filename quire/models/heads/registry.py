@@ -9,7 +9,9 @@ from quire.models.heads.mtp import deepseek_mtp, mimo_mtp
 
 HEADS: dict[str, HeadMaker] = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp_speculator": mlp_speculator}
 MTP_HEADS: dict[str, HeadMaker] = {
+    "DeepseekV32ForCausalLM": deepseek_mtp,
     "DeepseekV3ForCausalLM": deepseek_mtp,
     "Glm4MoeForCausalLM": deepseek_mtp,
+    "GlmMoeDsaForCausalLM": deepseek_mtp,
     "MiMoForCausalLM": mimo_mtp,
 }

@@ -10,6 +10,7 @@
 //   - a row's sums are formed in one order, however many rows and columns a kernel computes at a time;
 //   - a key that a row does not see adds exactly 0 to its sums: its probability is 0, and its value is a finite number.
 #include "attention.h"
+#include "attention_scores.h"
 #include "replay.h"
 #include "team.h"
 
@@ -32,39 +33,6 @@ struct Tile {
   const uint32_t *keys[TILE_LINES] = {}, *values[TILE_LINES] = {};
   const float *key_scales[TILE_LINES] = {}, *value_scales[TILE_LINES] = {};
 };
-
-// The kernels fetch the next tile while they compute. Into the second-level cache: the first one has too few fill
-// buffers to cover the latency of memory (measured: 12 ms a step where it is 15 into the first).
-inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
-
-// scores[r][16 c ...] = q[r] . keys of the c-th 16 tokens.
-template <class S, int R, int C>
-void score(const uint32_t* q, int words, const uint32_t* const* keys, int stride, float* scores,
-           const uint32_t* const* ahead) {
-  const typename S::Expand expand;
-  f32x16 sums[R][C] = {};
-  for (int w = 0; w < words / S::LINES; w++) {
-    u32x16 lines[C][S::LINES];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) expand(load_words(keys[c] + w * stride), lines[c]);
-    if (ahead)
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++)
-        if (ahead[c]) fetch(ahead[c] + w * stride);
-#pragma GCC unroll 4
-    for (int j = 0; j < S::LINES; j++)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        u32x16 word = splat(q[r * words + w * S::LINES + j]);
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sums[r][c] = dot<typename S::T>(sums[r][c], lines[c][j], word);
-      }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) store(scores + r * TILE_KEYS + c * LANES, sums[r][c]);
-}
 
 // out[r][from + 16 c ...] = out * rescale[r] + p[r] . values.
 template <class S, int R, int C>
@@ -141,7 +109,7 @@ struct Scratch {
   f32x16* sums;
 
   void reserve(int rows, const Geometry& g) {
-    const size_t keys_size = g.cells ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
+    const size_t keys_size = g.cells || g.by_slot ? TILE_KEYS * g.dim : 0, values_size = g.is_latent ? TILE_KEYS * g.out_pad : 0;
     const size_t needed = rows * (g.dim + TILE_KEYS + TILE_KEYS + 2 * g.out_pad + LANES) + 2 * g.out_pad + keys_size +
                           values_size + 2 * TILE_KEYS + 4 * (rows + LANES) + LANES;
     if (storage.size() < needed) storage.resize(needed);
@@ -187,6 +155,7 @@ struct Attention {
   // The lines of the tile at `base` that hold keys of the task.
   Tile tile_at(const Task& t, int head, int base) const {
     Tile tile;
+    if (g.by_slot) return tile;
     const int end = std::min(base + TILE_KEYS, last_key(t)), scales = g.block_size * g.dim / 4;
     for (int c = std::max(first_key(t) - base, 0) / LANES; base + c * LANES < end; c++) {
       const int token = base + c * LANES, offset = token % g.block_size;
@@ -198,6 +167,41 @@ struct Attention {
       if (!S::SCALED) continue;
       tile.key_scales[c] = reinterpret_cast<const float*>(keys + scales + offset);
       tile.value_scales[c] = reinterpret_cast<const float*>(values + scales + offset);
+    }
+    return tile;
+  }
+
+  // Brings the keys [from, to), which lie in the slots that the table lists, into the working memory: lines of keys,
+  // TILE_KEYS words apart. The other keys of these lines are zero.
+  Tile& gather_slots(const Task& t, int base, int from, int to, Tile& tile, Scratch& s) const {
+    const typename S::Expand expand;
+    const int32_t* slots = step.block_table + t.request * step.table_stride + base;
+    const int token_words = g.dim / TOKENS<S>;
+    if (S::SCALED) std::fill(s.scales, s.scales + 2 * TILE_KEYS, 0.0f);
+    for (int c = (from - base) / LANES; base + c * LANES < to; c++) {
+      const uint32_t* tokens[LANES];
+      for (int i = 0, key = c * LANES; i < LANES; i++, key++) {
+        const bool exists = base + key >= from && base + key < to;
+        const uint32_t* block = exists ? cache + slots[key] / g.block_size * block_stride : nullptr;
+        tokens[i] = exists ? block + slots[key] % g.block_size * token_words : nullptr;
+        if (!S::SCALED || !exists) continue;
+        const float* scales = reinterpret_cast<const float*>(block + g.block_size * token_words);
+        s.scales[key] = s.scales[TILE_KEYS + key] = scales[slots[key] % g.block_size];
+      }
+      uint32_t* to_line = reinterpret_cast<uint32_t*>(s.keys) + c * LANES;
+      tile.keys[c] = to_line;
+      for (int w = 0; w < token_words; w += LANES) {
+        const int count = std::min(LANES, token_words - w);
+        u32x16 lines[LANES] = {};
+        for (int i = 0; i < LANES; i++)
+          if (tokens[i]) memcpy(&lines[i], tokens[i] + w, count * sizeof(uint32_t));
+        quire::transpose(lines);
+        for (int i = 0; i < count; i++) {
+          u32x16 expanded[S::LINES];
+          expand(lines[i], expanded);
+          for (int j = 0; j < S::LINES; j++, to_line += TILE_KEYS) memcpy(to_line, &expanded[j], sizeof(expanded[j]));
+        }
+      }
     }
     return tile;
   }
@@ -273,11 +277,13 @@ struct Attention {
     const int rows = t.tokens * group();
     // Cells are expanded in registers where the kernels read them once, and else beforehand, once for all rows.
     const bool read_once = rows <= S::ROWS && (rows & (rows - 1)) == 0 && !g.is_latent;
-    const bool as_stored = !S::SCALED || read_once;
-    if (as_stored) score_rows<S>(rows, from - base, to - base, tile, g.block_size, ahead, s);
+    const bool as_stored = !g.by_slot && (!S::SCALED || read_once);
+    if (g.by_slot) score_rows<Whole<T>>(rows, from - base, to - base, gather_slots(t, base, from, to, tile, s), TILE_KEYS,
+                                        Tile{}, s);
+    else if (as_stored) score_rows<S>(rows, from - base, to - base, tile, g.block_size, ahead, s);
     else score_rows<Whole<T>>(rows, from - base, to - base, expand_keys(tile, ahead, s), TILE_KEYS, Tile{}, s);
 
-    if (S::SCALED) gather_scales(base, from, to, tile, ahead, s.scales);
+    if (S::SCALED && !g.by_slot) gather_scales(base, from, to, tile, ahead, s.scales);
     const bool masked = from > base || to < base + TILE_KEYS || to > t.position + 1 ||
                         (window && base < t.position + t.tokens - window);
     if (soft_cap) masked ? softmax<true, true>(t, base, from, to, s) : softmax<false, true>(t, base, from, to, s);
@@ -315,7 +321,7 @@ struct Attention {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.values);
     for (int c = 0; c < TILE_LINES; c++, to += LANES / PAIR<T> * g.out_pad) {
       if (!tile.keys[c]) continue;
-      transpose<T>(tile.keys[c], S::SCALED ? TILE_KEYS : g.block_size, g.out_pad, to);
+      transpose<T>(tile.keys[c], S::SCALED || g.by_slot ? TILE_KEYS : g.block_size, g.out_pad, to);
       tile.values[c] = to;
     }
     return tile;

@@ -17,6 +17,9 @@
 //
 // A block of a latent cache (MLA) is [kv_heads][1][block_size * dim]: keys, whose first out_dim elements are the values. A
 // tile of them is brought into the layout of values when it is visited, once for all query heads.
+//
+// Of a latent cache by slots (sparse attention), single tokens are read, so a block is [block_size][dim] elements, and for
+// cells as many scales behind them. A tile of the tokens that a query has selected is brought into the layout of keys.
 #pragma once
 
 #include "attention_cells.h"
@@ -35,6 +38,7 @@ struct Geometry {
   int32_t is_latent, heads, kv_heads, block_size;
   int32_t head_dim, dim;     // of queries and keys, and that padded
   int32_t out_dim, out_pad;  // of values and the result, and that padded
+  int32_t by_slot;           // whether block tables list the slot of each key
 
   int group() const { return heads / kv_heads; }
   // Keys of the shortest splits (see split_end). Merging a split costs 1 % of computing one of this size; with few KV

@@ -99,6 +99,11 @@ void store_tokens(const Geometry& g, uint32_t* cache, int64_t block_stride, cons
       if (slots[t] < 0) continue;
       const int64_t offset = slots[t] % block_size;
       uint32_t* keys = cache + slots[t] / block_size * (block_stride / N) + head * g.planes() * plane;
+      if (g.by_slot) {
+        S::encode(k + t * k_stride, g.head_dim, row, (float*)(keys + scales) + offset);
+        memcpy(keys + offset * dim / N, row, dim * sizeof(Element));
+        continue;
+      }
       if constexpr (!S::SCALED)
         if (offset % LANES == 0 && block_size % LANES == 0 && t + LANES <= std::min(first + STORE_TOKENS, tokens) &&
             follow(slots + t)) {

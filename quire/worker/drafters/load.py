@@ -65,7 +65,7 @@ class DrafterParts:
         if self.cached is None:
             return 0
         groups = zip(self.cached.kv_specs, self.backends, strict=True)
-        return sum(kv_spec.page_bytes(backend.entry_bytes()) for kv_spec, backend in groups)
+        return sum(kv_spec.page_bytes(backend.entry_bytes) for kv_spec, backend in groups)
 
     def bind_cache(self, blocks: Tensor, offset: int) -> None:
         """Let the drafter use the bytes of each block from `offset` on. blocks: uint8 [blocks, block_bytes]."""
@@ -74,7 +74,7 @@ class DrafterParts:
         memory = []
         for kv_spec, backend in zip(self.cached.kv_specs, self.backends, strict=True):
             memory.append(blocks[:, offset:])
-            offset += kv_spec.page_bytes(backend.entry_bytes())
+            offset += kv_spec.page_bytes(backend.entry_bytes)
         self.cached.bind_cache(self.backends, memory)
 
     def drafter(self, staging: Staging, sampler: Sampler, most_tokens: int, hidden_size: int) -> Drafter:

@@ -33,19 +33,28 @@ EXPERTS = {
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**EXPERTS, **LATENT, "num_key_value_heads": 4},
+    "deepseek_v32": {
+        **EXPERTS,
+        **LATENT,
+        "num_key_value_heads": 4,
+        "index_topk": 6,
+        "index_n_heads": 8,
+        "index_head_dim": 32,
+    },
     "glm4_moe": {**EXPERTS, "head_dim": 24, "attention_bias": True, "use_qk_norm": True},
     "mimo": {"head_dim": 24},
 }
 DEEPSEEK = ["enorm", "hnorm", "eh_proj", "shared_head.norm"]
 NAMES = {
     "deepseek_v3": [f"model.layers.{LAYERS}.{name}" for name in DEEPSEEK],
+    "deepseek_v32": [f"model.layers.{LAYERS}.{name}" for name in DEEPSEEK],
     "glm4_moe": [f"model.layers.{LAYERS}.{name}" for name in DEEPSEEK],
     "mimo": [
         f"model.mtp_layers.0.{name}"
         for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     ],
 }
-MAKERS = {"deepseek_v3": deepseek_mtp, "glm4_moe": deepseek_mtp, "mimo": mimo_mtp}
+MAKERS = {"deepseek_v3": deepseek_mtp, "deepseek_v32": deepseek_mtp, "glm4_moe": deepseek_mtp, "mimo": mimo_mtp}
 
 
 class Published:

@@ -20,6 +20,8 @@ _LATENT = {
     "v_head_dim": 24,
     "n_shared_experts": 2,
 }
+# Few of the tokens of most prompts. With 16 heads no score is zero: of equal scores, any may be selected.
+_SPARSE = {"q_lora_rank": 24, "n_shared_experts": 1, "index_topk": 24, "index_n_heads": 16, "index_head_dim": 32}
 
 EXPERTS: dict[str, Variant] = {
     "mixtral": (
@@ -151,6 +153,45 @@ EXPERTS: dict[str, Variant] = {
             "rope_parameters": rope(50_000.0, "yarn", mscale=1.0, mscale_all_dim=0.5, **YARN),
         },
         {"adds": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}, "seed": 4},
+    ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            **_LATENT,
+            **_SPARSE,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": rope(10_000.0, "yarn", mscale=1.0, mscale_all_dim=1.0, **YARN),
+        },
+        {
+            "old_rope": True,
+            "hub_layout": True,
+            "without": ["head_dim", "qk_head_dim", "layer_types", "mlp_layer_types"],
+            "adds": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+            "seed": 4,
+        },
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1, "rope_parameters": rope(1_000_000.0)},
+        {"hub_layout": True, "seed": 4},
+    ),
+    "glm_moe_dsa-shared-selections": (
+        "glm_moe_dsa",
+        {
+            **_LATENT,
+            **_SPARSE,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "index_topk": 16,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+        {"seed": 5},
     ),
     "glm4_moe": (
         "glm4_moe",

@@ -1,0 +1,102 @@
+"""What sparse attention reads and how long it takes, in a decoding step of one request, against dense latent attention.
+
+    python -m benchmarks.sparse_attention [--tokens 65536] [--heads 128 16]
+
+The shapes are DeepSeek-V3.2's, in bfloat16 on the CPU, one layer. Reads are counted from what the kernels are told to
+read, and proved: all latents that are not selected are then overwritten with NaN, and the result must not change.
+Dense attention runs in turns with the sparse one, over as many latents in the layout of its own kernel. Times are those
+of one thread on the processor, which other programs change little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.cpu import CpuAttention
+from quire.attention.sparse import SparseAttention
+
+BLOCK, TOP_K, INDEX_HEADS, INDEX_DIM, DIM, VALUE_DIM = 16, 2048, 64, 128, 576, 512
+SCALE = 192**-0.5
+
+
+def best(steps: list[Callable[[], object]], rounds: int) -> list[float]:
+    """The shortest time of each step on the processor, in milliseconds. The steps take turns."""
+    times = [float("inf")] * len(steps)
+    for _ in range(rounds):
+        for i, step in enumerate(steps):
+            started = time.thread_time()
+            step()
+            times[i] = min(times[i], (time.thread_time() - started) * 1e3)
+    return times
+
+
+def measure(heads: int, tokens: int, rounds: int) -> None:
+    shape = AttentionShape(heads, 1, DIM, BLOCK, torch.bfloat16, torch.device("cpu"), VALUE_DIM)
+    sparse, dense = SparseAttention(shape, TOP_K, INDEX_DIM, CpuAttention), CpuAttention(shape)
+    blocks = tokens // BLOCK
+    table = torch.randperm(blocks).int()[None]
+
+    def memory(backend: AttentionBackend) -> torch.Tensor:
+        return backend.view(torch.zeros(blocks, backend.entry_bytes(), dtype=torch.uint8), 0)
+
+    latents, keys, dense_latents = memory(sparse), memory(sparse.of_role("indexer")), memory(dense)
+
+    def layout(start: int, count: int) -> StepLayout:
+        positions = torch.arange(start, start + count)
+        slots = table[0, positions // BLOCK].long() * BLOCK + positions % BLOCK
+        bounds, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, count], [start + count]))
+        return StepLayout(bounds, lengths, slots, table, tokens_per_request=count)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size).bfloat16()
+
+    for start in range(0, tokens, 4096):  # the whole text is stored
+        part, k = layout(start, 4096), draw(4096, 1, DIM)
+        plan = sparse.plan(part)
+        sparse.store(latents, k, None, plan)
+        sparse.keys.store(keys, draw(4096, 1, INDEX_DIM), None, plan.inner)
+        dense.store(dense_latents, k, None, dense.plan(part))
+    q, index_q, weights = draw(1, heads, DIM), draw(1, INDEX_HEADS, INDEX_DIM), torch.randn(1, INDEX_HEADS)
+    last = layout(tokens - 1, 1)
+    plan, dense_plan = sparse.plan(last), dense.plan(last)
+
+    def select() -> None:
+        sparse.keys.select(index_q, weights, keys, plan.selection)
+
+    def attend() -> torch.Tensor:
+        return sparse.attend(q, latents, plan, scale=SCALE)[0]
+
+    def attend_to_all() -> torch.Tensor:
+        return dense.attend(q, dense_latents, dense_plan, scale=SCALE)[0]
+
+    times = best([select, attend, attend_to_all], rounds)
+    chosen = plan.selection.slots[0].unique()
+    result = attend()
+    read = torch.zeros(blocks * BLOCK, dtype=torch.bool)
+    read[chosen.long()] = True
+    latents.view(blocks, BLOCK, DIM)[~read.view(blocks, BLOCK)] = float("nan")
+    assert torch.equal(attend(), result), "a latent that was not selected has been read"
+    print(
+        f"{heads} heads, {tokens} tokens: {len(chosen)} latents read, {len(chosen) / tokens:.2%}; bytes: "
+        f"{len(chosen) * DIM * 2:,} of latents, {tokens * INDEX_DIM * 2:,} of the indexer's keys, dense "
+        f"{tokens * DIM * 2:,}; ms: {times[0]:.1f} to select, {times[1]:.1f} to attend, dense {times[2]:.1f}, "
+        f"ratio {times[2] / (times[0] + times[1]):.1f}"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=65_536)
+    parser.add_argument("--heads", type=int, nargs="+", default=[128, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        for number in arguments.heads:
+            measure(number, arguments.tokens, arguments.rounds)

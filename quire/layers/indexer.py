@@ -1,0 +1,45 @@
+"""The lightning indexer (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), which selects the tokens of sparse attention.
+
+It is a small attention of its own. A token has one key and several queries, from which follows a score for each pair:
+
+    score(t, s) = sum over heads j of weight(t, j) * max(0, q(t, j) . k(s))
+
+The published kernels compute it in FP8, after a rotation by a Hadamard matrix that makes rounding errors smaller and
+changes no product. Here scores are products in the model's own type with sums in float32, and nothing is rotated.
+Selections need whole scores, so every rank of a tensor group computes all heads, and all select the same tokens.
+"""
+
+from torch import Tensor
+
+from quire.attention.sparse import SparseAttention, SparsePlan
+from quire.layers.attention_spec import IndexerSpec
+from quire.layers.build import Builder
+from quire.layers.linear import ReplicatedLinear
+from quire.layers.norm import make_norm
+from quire.layers.specs import NormSpec
+
+
+class Indexer:
+    """The indexer of one layer. names: of index_q, index_k, index_k_norm and index_weights."""
+
+    def __init__(self, builder: Builder, spec: IndexerSpec, names: dict[str, str], hidden: int, q_rank: int) -> None:
+        self.spec, self.rotary_embedding = spec, builder.kernels.rotary_embedding
+        heads, dim = spec.num_heads, spec.head_dim
+        self.q = ReplicatedLinear(builder, names["index_q"], q_rank, heads * dim)
+        self.k = ReplicatedLinear(builder, names["index_k"], hidden, dim)
+        self.k_norm = make_norm(builder, names["index_k_norm"], dim, NormSpec("layer", 1e-6, bias=True))
+        self.weights = ReplicatedLinear(builder, names["index_weights"], hidden, heads)
+        self.scale = (heads * dim) ** -0.5
+
+    def bind(self, backend: SparseAttention, cache: Tensor) -> None:
+        """cache: the layer's entry for the indexer's keys."""
+        self.cache = cache
+
+    def select(
+        self, x: Tensor, compressed: Tensor, rotary: tuple[Tensor, Tensor], backend: SparseAttention, plan: SparsePlan
+    ) -> None:
+        """Select the tokens to which the step's tokens attend. x: [tokens, hidden]; compressed: what the queries of the
+        attention are made of, [tokens, q_rank]."""
+        q = self.q(compressed).view(len(x), self.spec.num_heads, self.spec.head_dim)
+        q, k = self.rotary_embedding(q, self.k_norm(self.k(x))[:, None], *rotary, self.spec.interleaved_rotary)
+        backend.select_from(self.cache, q, self.weights(x).float() * self.scale, k, plan)
