@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
 
 import numpy as np
 
@@ -22,8 +25,8 @@ from quire_plan.traffic import Traffic
 
 PERCENTILES = (50.0, 90.0, 99.0)
 SEARCHED = 1000  # requests of the traffic with which the breaking load is searched
+FACTORS = 1 / 1024, 1024  # of the traffic's rate: where the search ends
 _ROUNDS = 5  # of bisection: the load is found to within 2 %
-_FACTORS = 1 / 1024, 1024  # of the traffic's rate: where the search ends
 _HOPELESS = 10.0  # a request that waits for so many times the limit of TTFT ends a run of the search
 
 
@@ -122,8 +125,20 @@ def plan(task: Task, layouts: Sequence[Layout], processes: int = 1) -> Iterator[
     if processes == 1 or len(layouts) == 1:
         yield from (result_of(task, layout) for layout in layouts)
         return
-    with ProcessPoolExecutor(min(processes, len(layouts)), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(processes, len(layouts)), get_context("spawn"), _end_with_parent) as pool:
         yield from pool.map(result_of, [task] * len(layouts), layouts)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended: after a SIGKILL, nobody else tells it."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def result_of(task: Task, layout: Layout) -> Result:
@@ -157,7 +172,7 @@ def breaking_load(traffic: Traffic, limits: Sequence[Limit], run: Callable[[Traf
 
     best: Load | None = None
     low, high, factor = 0.0, math.inf, 1.0
-    while not (low and math.isfinite(high)) and _FACTORS[0] <= factor <= _FACTORS[1]:
+    while not (low and math.isfinite(high)) and FACTORS[0] <= factor <= FACTORS[1]:
         load = at(factor)
         if load.met:
             best, low, factor = load, factor, factor * 2

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire_bench.slo import METRICS, Limit
-from quire_plan.plan import PERCENTILES, Cost, Load, Result, Task, best_of
+from quire_plan.plan import FACTORS, PERCENTILES, Cost, Load, Result, Task, best_of
 
 
 def table(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
@@ -90,7 +90,7 @@ def _breaking_table(task: Task, results: Sequence[Result]) -> str:
             continue
         needed = "-" if result.needed is None else f"{result.needed * result.layout.tp * result.layout.pp}"
         cells = [str(result.layout), f"{at.rate:,.3g}", f"{at.output_tokens_per_second:,.0f}",
-                 _nearest(at, task.limits), needed]  # fmt: skip
+                 _limit_of(at, task), needed]  # fmt: skip
         if result.cost_at_breaking is not None:
             cost = result.cost_at_breaking
             cells += [f"{cost.per_million_output_tokens:.2f}", f"{cost.per_million_tokens:.2f}"]
@@ -98,14 +98,15 @@ def _breaking_table(task: Task, results: Sequence[Result]) -> str:
     return f"The highest load that meets {limits}\n{table(rows)}"
 
 
-def _nearest(load: Load, limits: Sequence[Limit]) -> str:
-    """The limit that is used up most."""
+def _limit_of(load: Load, task: Task) -> str:
+    """What is used up most at the highest load."""
+    if load.rate > 0.99 * FACTORS[1] * task.traffic.rate:
+        return "none up to here"
 
     def used(limit: Limit) -> float:
         return load.latencies.percentiles[limit.metric][limit.percentile] / limit.seconds
 
-    limit = max(limits, key=used)
-    return f"{limit.metric.upper()}"
+    return max(task.limits, key=used).metric.upper()
 
 
 def _advice(task: Task, results: Sequence[Result]) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from quire_plan.memory import EngineOptions
 from quire_plan.plan import Load, Task, best_of, breaking_load, cost_of, load_of, plan, result_of
 from quire_plan.simulate import simulate
 from quire_plan.traffic import Traffic, read_traffic
+from support.server import eventually
 
 H100 = DEVICES["H100"]
 
@@ -111,6 +115,40 @@ def test_without_limits_the_fastest_is_best(llama):
 def test_layouts_are_simulated_by_several_processes_alike(llama):
     made = task(llama, "rate=8,input=300,output=20,requests=30")
     assert list(plan(made, [Layout(dp=2), Layout(2)], 2)) == list(plan(made, [Layout(dp=2), Layout(2)]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
+def test_processes_end_with_the_one_that_started_them():
+    code = (
+        "from quire_plan.plan import _end_with_parent\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "import os, time\n"
+        "if __name__ == '__main__':\n"
+        "    with ProcessPoolExecutor(2, get_context('spawn'), _end_with_parent) as pool:\n"
+        "        print(pool.submit(os.getpid).result(), flush=True)\n"
+        "        pool.submit(time.sleep, 600).result()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    eventually(lambda: state_of(child) in ("gone", "Z"))
+
+
+def state_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[0]
+    except FileNotFoundError:
+        return "gone"
+
+
+def test_a_load_at_the_end_of_the_search_has_no_limit(llama):
+    made = task(llama, "rate=0.001,input=10,output=2,requests=10", limits=parse("itl=100s"))
+    (result,) = plan(made, [Layout()])
+    assert result.breaking is not None
+    assert "none up to here" in report.text(made, [result])
 
 
 def test_what_does_not_fit_is_said(llama):
