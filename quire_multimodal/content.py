@@ -100,7 +100,7 @@ class Sources:
         if url.startswith("data:video/jpeg;base64,"):  # single frames, as vLLM takes them
             pieces = url.partition(",")[2].split(",")
             return Frames([decode(_from_base64(piece)) for piece in pieces])
-        return Frames(decode_frames(self._read(url)))
+        return Frames(*decode_frames(self._read(url)))
 
     def _read(self, url: str) -> bytes:
         scheme = url[:16].partition(":")[0].lower()

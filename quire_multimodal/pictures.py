@@ -25,21 +25,24 @@ def decode(data: bytes) -> Image.Image:
     return to_rgb(_loaded(image))
 
 
-def decode_frames(data: bytes, most: int = MOST_FRAMES) -> list[Image.Image]:
-    """Evenly spaced frames of an animated image (GIF, WebP, PNG), `most` at most, in RGB. Raises MediaError."""
+def decode_frames(data: bytes, most: int = MOST_FRAMES) -> tuple[list[Image.Image], float]:
+    """Evenly spaced frames of an animated image (GIF, WebP, PNG), `most` at most, in RGB, and how many of them a second
+    has. Raises MediaError."""
     image = _open(data)
     count = int(getattr(image, "n_frames", 1))
     if count * image.width * image.height > 16 * MOST_PIXELS:
         raise MediaError(f"the video has {count} frames of {image.width} x {image.height} pixels, which are too many")
     chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()
-    frames = []
+    frames, milliseconds = [], 0.0
     for index in chosen:
         try:
             image.seek(index)
         except (OSError, EOFError, ValueError, SyntaxError) as error:
             raise MediaError("the video is damaged") from error
         frames.append(_loaded(image).convert("RGB"))
-    return frames
+        milliseconds += float(image.info.get("duration", 0))
+    shown = milliseconds * count / len(frames) / 1000  # seconds, as if all were shown as long as the chosen ones
+    return frames, len(frames) / shown if shown else 1.0
 
 
 def _open(data: bytes) -> Image.Image:

@@ -16,7 +16,8 @@ BILINEAR, BICUBIC = 2, 3  # of PIL.Image.Resampling, which checkpoints name by n
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """The checkpoint's settings of pictures: preprocessor_config.json, or a part of processor_config.json."""
+    """The checkpoint's settings of pictures: preprocessor_config.json, or a part of processor_config.json. "videos" are
+    the settings of videos, where a checkpoint has them."""
     settings: dict[str, Any] = {}
     for name in ("processor_config.json", "preprocessor_config.json"):
         if (file := directory / name).is_file():
@@ -24,6 +25,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
             settings |= {key: value for key, value in found.items() if not isinstance(value, dict) or key == "size"}
             settings |= found.get("image_processor") or found.get("feature_extractor") or {}
             settings |= {key: found[key] for key in ("crop_size", "max_image_size") if key in found}
+            if "video_processor" in found:
+                settings["videos"] = found["video_processor"]
+    if (file := directory / "video_preprocessor_config.json").is_file():
+        settings["videos"] = json.loads(file.read_text(encoding="utf-8"))
     return settings
 
 

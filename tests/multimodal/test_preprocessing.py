@@ -168,8 +168,11 @@ def test_pictures_are_upright_in_rgb_and_on_white():
 
 def test_frames_of_an_animation_are_evenly_spaced():
     frames = [drawn(i, 20, 20) for i in range(10)]
-    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert len(decode_frames(data, most=4)) == 4
+    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=200)
+    found, rate = decode_frames(data, most=4)
+    assert len(found) == 4
+    assert rate == 2.0  # 4 of 10 frames, which are shown for two seconds
+    assert decode_frames(saved(frames[0], "GIF"))[1] == 1.0
     assert decode(data).size == (20, 20)
     with pytest.raises(MediaError):
         decode_frames(data[:30])

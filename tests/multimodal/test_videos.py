@@ -12,13 +12,14 @@ import torch
 from quire.messages.sampling_params import SamplingParams
 from quire.worker.media import tensor_of
 from quire_multimodal.families.base import Frames
+from quire_multimodal.families.qwen_vl import Pictures
 from support.engines import make_llm, runner_of
 from support.seeing import FIRST, MODELS, picture, prepared
 
 MARK = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     path, _ = prepared(name, folder)
     network = type(MODELS[name].make()).from_pretrained(path, dtype=torch.float32).eval()
@@ -28,11 +29,13 @@ def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     request = llm.processor.process("v", prompt, SamplingParams()).core_requests[0]
     [item] = request.media
     tensors = {n: tensor_of(buffer, torch.device("cpu")) for n, buffer in item.tensors.items()}
-    assert tensors["grid"].tolist() == [3, 6, 8]
+    assert tensors["grid"].tolist() == ([3, 10, 12] if name == "qwen3_vl" else [3, 6, 8])
     with torch.inference_mode():
         ours = runner_of(llm).model.tower("video", tensors)
         found = network.model.get_video_features(tensors["pixels"].flatten(1), tensors["grid"][None])
     expected = torch.cat(list(found.pooler_output))
+    if name == "qwen3_vl":  # what is added to later layers follows
+        expected = torch.cat([expected, *(torch.cat(list(level)) for level in found.deepstack_features)], 1)
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
     ids = torch.tensor([request.prompt_token_ids])
     extra = {"second_per_grid_ts": torch.tensor([1.0])} if name == "qwen2_5_vl" else {}
@@ -42,6 +45,34 @@ def test_a_videos_embeddings_and_positions_equal_transformers(folder, name):
     made = np.frombuffer(request.rotary_positions, np.int32).reshape(3, -1)
     end = item.place.end  # transformers 5 lets the text behind a long video begin before its last frame
     assert torch.equal(torch.tensor(made[:, :end].copy()).long(), positions[:, 0, :end])
+
+
+def test_qwen3_vl_reads_times_between_the_frames(folder):
+    from transformers import Qwen3VLProcessor
+
+    path, _ = prepared("qwen3_vl", folder)
+    llm = make_llm(path, max_num_seqs=8)
+    frames = Frames([picture(i, 112, 84) for i in range(5)], fps=2.0)
+    prompt = {"prompt": f"See {MARK} here.", "multi_modal_data": {"video": frames}}
+    request = llm.processor.process("v", prompt, SamplingParams()).core_requests[0]
+    pad, start, end = FIRST + 1, FIRST + 2, FIRST + 3
+    encode = llm.frontend.tokenizer.encode
+    times = Qwen3VLProcessor._calculate_timestamps(None, list(range(5)), 2.0, 2)
+    expected = encode("See ")
+    for time in times:
+        expected += [*encode(f"<{time:.1f} seconds>", False), start, *[pad] * (5 * 6), end]
+    assert request.prompt_token_ids == [*expected, *encode(" here.", False)]
+
+
+@pytest.mark.parametrize("frames", [2, 4, 5, 40])
+@pytest.mark.parametrize("size", [(100, 80), (1920, 1080), (20, 300), (640, 641)])
+def test_sizes_of_videos_equal_transformers(size, frames):
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    family = Pictures({"model_type": "qwen3_vl", "vision_config": {}}, {}, str)
+    least, most = family.limits_of_videos
+    height, width = smart_resize(frames, size[1], size[0], factor=32, min_pixels=least, max_pixels=most)
+    assert family._size(*size, family.limits_of_videos, frames) == (width, height)
 
 
 def test_the_videos_of_onevision_equal_transformers(folder):
@@ -61,8 +92,9 @@ def test_the_videos_of_onevision_equal_transformers(folder):
     assert len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
-def test_a_video_is_answered_and_shares_its_embeddings(folder):
-    path, _ = prepared("qwen2_5_vl", folder)
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_video_is_answered_and_shares_its_embeddings(folder, name):
+    path, _ = prepared(name, folder)
     llm = make_llm(path, max_num_seqs=8, max_num_batched_tokens=24)
     frames = [picture(i, 84, 84) for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
