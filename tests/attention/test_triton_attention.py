@@ -37,7 +37,7 @@ def test_shapes(heads, kv_heads, dim, block, requests):
     World(build(TritonAttention, heads, kv_heads, dim, block, FLOAT32), requests).check()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kept", KINDS, ids=str)
 def test_types(kept, requests):
@@ -127,7 +127,7 @@ NORMS = ["model's type", "float32", None]
 ROTARIES = ["halves", "pairs", "part", None]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kept", "rotary", "norm"),
     # Every pair of two of the three.

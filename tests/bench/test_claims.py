@@ -9,6 +9,8 @@ from quire.loading.hub import bundled_model
 from quire_bench import claims
 from quire_cli.main import main
 
+pytestmark = pytest.mark.slow
+
 TINY = claims.Sizes(rounds=1, mixed=6, questions=3, document=64, streams=2, whale=96, articles=2, copies=2, stories=1)
 
 

@@ -18,6 +18,8 @@ from support.checkpoints import write_checkpoint
 from support.gguf_files import in_parts, write_gguf
 from support.hub import COMMIT, Hub, Machine
 
+pytestmark = pytest.mark.slow
+
 Q8, PARTS = "demo-Q8_0.gguf", [f"F16/model-F16-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
 
 

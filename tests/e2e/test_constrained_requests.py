@@ -20,7 +20,7 @@ from support.engines import GREEDY, assert_nothing_is_left, assert_preempted, co
 from support.grammars import EOS, AutomatonBackend, automaton, automaton_gate, follows, grammar
 from support.late_device import run_late
 
-pytestmark = pytest.mark.texts
+pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
 COMBINES = [
     "structured outputs, thinking budgets × chunked prefill, prefix caching, preemption, sliding window",

@@ -17,6 +17,8 @@ import pytest
 from support.server_process import Server
 from support.streams import MODEL, all_streams
 
+pytestmark = pytest.mark.slow
+
 COMBINES = ["replay after a crash, seeded sampling"]
 
 ARGUMENTS = ["--served-model-name", MODEL, "--dtype", "float32", "--logits-processors", "support.faults:Faults"]

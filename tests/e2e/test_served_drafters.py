@@ -18,6 +18,8 @@ from quire.config import ConfigError
 from quire.loading.hub import bundled_model
 from support.server_process import Server
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Tom has a cat. The cat likes Tom. Tom likes the"
 ASKED = {"return_spec_decode_metrics": True, "ignore_eos": True}
 

@@ -156,6 +156,7 @@ def test_many_slow_readers_do_not_hold_up_others():
     run(check())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_go_on_when_the_core_is_lost(expected, signal_number):
     async def check() -> None:
@@ -172,6 +173,7 @@ def test_requests_go_on_when_the_core_is_lost(expected, signal_number):
     run(check())
 
 
+@pytest.mark.slow
 def test_requests_with_grammars_go_on_when_the_core_is_lost():
     """The new core follows the tokens that were generated before, within forced stretches and between them."""
     strings = {"type": "array", "items": {"enum": ["hippopotamus", "rhinoceros", "crocodile"]}, "minItems": 9}
@@ -207,6 +209,7 @@ def test_requests_go_on_after_a_fault_in_a_step(expected, tmp_path: Path, fault)
     run(check())
 
 
+@pytest.mark.slow
 @pytest.mark.plain("its fault is at a token, and a step may compute several")
 def test_a_request_that_brings_the_core_down_twice_is_refused():
     async def check() -> None:
@@ -223,6 +226,7 @@ def test_a_request_that_brings_the_core_down_twice_is_refused():
     run(check())
 
 
+@pytest.mark.slow
 def test_a_core_that_fails_again_and_again_is_given_up():
     async def check() -> None:
         async with engine(**FAULTY) as llm:

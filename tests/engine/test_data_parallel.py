@@ -23,7 +23,7 @@ from quire.messages.outputs import RequestOutput
 from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from support.engines import core_processes
 
-pytestmark = pytest.mark.texts
+pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
 COMBINES = ["data parallelism × seeded sampling, n > 1, replay after a crash"]
 

@@ -156,7 +156,7 @@ def run(drafters: Drafters, references: References) -> Run:
     return run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
     ("kind", "target"),

@@ -20,7 +20,7 @@ from quire.messages.sampling_params import RequestOutputKind, SamplingParams
 from quire.parallel.mesh import open_meeting
 from support.engines import core_processes, generate, make_llm, tokens_of
 
-pytestmark = pytest.mark.texts
+pytestmark = [pytest.mark.texts, pytest.mark.slow]
 
 COMBINES = ["expert parallelism × data parallelism, replay after a crash, seeded sampling, new weights"]
 

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("triton")
 from support.stand_in import run_on_stand_in
 
+pytestmark = pytest.mark.slow
+
 # Torch's operations that launch nothing: they make views, allocate memory, or leave their argument as it is.
 NO_LAUNCH = {
     "alias", "as_strided", "detach", "empty", "empty_like", "expand", "new_empty", "permute", "reshape", "select",

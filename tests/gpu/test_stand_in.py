@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("triton")
 from support.stand_in import run_on_stand_in
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_whole_engine_runs_on_a_gpu_that_is_not_there():
     printed = run_on_stand_in("""

@@ -43,6 +43,7 @@ def logits_and_calls(path: Any, ranks: int, **options: Any) -> tuple[torch.Tenso
     return logits_of_ranks(runners, TEXT, CHUNKS), dict(calls)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "variant"), list(enumerate([*FIRST, "opt-post-norm-projections", "gpt_oss"])))
 def test_divided_tokens_give_the_same_logits(checkpoints, number, variant):
     ranks = 2 + number % 2

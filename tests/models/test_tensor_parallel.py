@@ -239,7 +239,7 @@ def test_every_family_is_split():
     assert {ALL_VARIANTS[variant][0] for variant, _ in SPLITS} == {ALL_VARIANTS[variant][0] for variant in FIRST}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("variant", "size"), SPLITS)
 def test_ranks_together_say_what_transformers_says(checkpoints, references, variant, size):
     executor = RankedExecutor(checkpoints.path(variant), size)
@@ -357,7 +357,7 @@ def test_two_processes_say_what_one_does(checkpoints, references, variant, depth
     check_two_processes(checkpoints, references, variant, depth)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [variant for variant, size in SPLITS if size == 2])
 def test_two_steps_in_flight_on_two_processes_say_what_transformers_says(checkpoints, references, variant):

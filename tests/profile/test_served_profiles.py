@@ -20,6 +20,8 @@ from support.long_traces import SECONDS, LongTraces
 from support.server import Host, eventually
 from support.server_process import Server
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
 
 

@@ -17,6 +17,8 @@ from support.route import Proxy
 from support.server import Answer, eventually, request
 from support.server_process import Server
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "Once upon a time", "max_tokens": 1800, "ignore_eos": True, "temperature": 0}
 STORY = "The king and the queen lived by the sea, and every morning they went for a walk. " * 8
 

@@ -23,6 +23,8 @@ from quire_server.processes import ApiProcesses
 from support.server import eventually
 from support.server_process import Server
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory-bytes", "64M")
 PROMPTS = [f"Once upon a time there were {i} little" for i in range(24)]
 

@@ -168,6 +168,7 @@ def test_an_engine_sleeps_and_wakes_up(host, service, expected):
         assert waiting.end()["text"] == expected["old"]
 
 
+@pytest.mark.slow
 def test_new_weights_are_taken_while_a_request_runs_and_the_cache_is_forgotten(host, service, expected, folder):
     other = {**LONG, "prompt": f"{TEXT} and {TEXT}", "max_tokens": 1}
     service.complete(**other)
@@ -262,6 +263,7 @@ def test_a_trainer_sends_weights_while_a_request_runs(host, service, expected, f
         assert (refused.status, refused.error["param"]) == (400, "group_name")
 
 
+@pytest.mark.slow
 def test_requests_run_while_a_trainer_is_awaited(host, service, expected):
     with Trainer(2, "other") as trainer:  # which waits in a group of another name
         answers: list[Any] = []

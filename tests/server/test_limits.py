@@ -105,6 +105,7 @@ def test_more_tokens_than_a_request_may_ask_for_are_refused(guarded):
 # ---- load
 
 
+@pytest.mark.slow
 def test_a_full_queue_answers_429(host: Host, server: Service):
     limited = host.serve(max_waiting_requests=3)
     with ThreadPoolExecutor(2) as pool:
@@ -260,6 +261,7 @@ def test_a_fault_of_the_server_is_answered_in_the_same_shape_and_can_be_traced(h
     assert broken.get("/health").status == 200
 
 
+@pytest.mark.slow
 def test_a_failed_engine_is_told_from_a_failed_request():
     host = Host(dtype="float32", kv_cache_memory_bytes=64 << 20)
     try:

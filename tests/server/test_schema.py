@@ -15,6 +15,8 @@ from schemathesis import GenerationMode
 
 from support.server import Host, Service, eventually
 
+pytestmark = pytest.mark.slow
+
 WITH_BODY = [
     "/v1/completions",
     "/v1/chat/completions",

@@ -25,6 +25,8 @@ from quire_transfer.sources import TcpSource
 from support.engines import make_llm
 from support.server import eventually
 
+pytestmark = pytest.mark.slow
+
 COMBINES = [
     "prefill and decode apart × prefix caching, chunked prefill, sliding window, latent attention, seeded sampling,"
     " n > 1, tensor parallelism, pipeline parallelism"

@@ -23,6 +23,8 @@ warnings.simplefilter("ignore")
 sys.path.append(sys.argv.pop())
 from benchmarks.gpu.tracing import stand_in
 from quire.gpu.cards import CARDS
+
+pytestmark = pytest.mark.slow
 rank, port, count = map(int, sys.argv[1:4])
 sizes, options = json.loads(sys.argv[4])
 with stand_in(CARDS["sm_90"], count):
