@@ -24,7 +24,7 @@ class ProfilerConfig:
 
     profiler: str | None = None
     torch_profiler_dir: str = ""
-    torch_profiler_with_stack: bool = False  # vLLM's is true; see docs/profiling.md
+    torch_profiler_with_stack: bool = True
     torch_profiler_with_flops: bool = False
     torch_profiler_use_gzip: bool = True
     torch_profiler_dump_cuda_time_total: bool = True

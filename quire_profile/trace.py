@@ -43,9 +43,6 @@ class TorchTrace:
         if torch._C._autograd._profiler_enabled():
             raise ValueError("another profiler of torch's records this process")
         options = self._options
-        if options.torch_profiler_with_stack:
-            logger.warning("torch's tracer of Python is not safe in processes with several threads, and may crash this "
-                           "one, also later; torch_profiler_with_stack=false does without it")  # fmt: skip
         self._profile = profile(
             activities=supported_activities(),  # type: ignore[no-untyped-call]
             record_shapes=options.torch_profiler_record_shapes,
@@ -66,6 +63,8 @@ class TorchTrace:
         recorded.stop()
         if write:
             self._write(recorded)
+        # What was recorded is freed here. When the garbage collector did that later, Kineto crashed (torch 2.13).
+        recorded.profiler = None
 
     def _write(self, recorded: profile) -> None:
         folder = Path(self._options.torch_profiler_dir)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -99,21 +97,6 @@ def test_steps_of_a_warm_up_are_dropped(path, tmp_path):
     run(llm)
     llm.stop_profile()
     assert traces(tmp_path)["rank0"]["step"] == 2
-
-
-@pytest.mark.slow
-def test_stacks_are_recorded_if_they_are_asked_for(path, tmp_path):
-    """In a process of its own, which they may crash."""
-    fields = {"profiler": "torch", "torch_profiler_dir": str(tmp_path), "torch_profiler_with_stack": True}
-    command = [sys.executable, "-m", "quire", "bench", "latency", str(path), "--dtype", "float32"]
-    sizes = ["--batch-size", "1", "--input-len", "8", "--output-len", "2", "--num-iters-warmup", "1"]
-    done = subprocess.run(
-        [*command, *sizes, "--profile", "--profiler-config", json.dumps(fields)], capture_output=True, text=True
-    )
-    assert "torch's tracer of Python is not safe" in done.stderr
-    [file] = tmp_path.iterdir()
-    with gzip.open(file) as trace:
-        assert any(event.get("cat") == "python_function" for event in json.load(trace)["traceEvents"])
 
 
 def test_a_profile_is_started_once_and_stopped_once(path, tmp_path):
