@@ -147,6 +147,8 @@ def _attention(mixer: AttentionSpec, share: Share) -> int:
     outputs = heads * (2 if mixer.output_gate else 1) + 2 * kv_heads
     total = _linear(mixer.input_size or mixer.hidden_size, outputs * dim, mixer.qkv_bias)
     total += heads * dim * mixer.hidden_size + mixer.hidden_size * mixer.output_bias
+    if mixer.sub_norm is not None:
+        total += _norm(mixer.sub_norm, heads * dim)
     if mixer.qk_norm is not None:
         total += _norm(mixer.qk_norm, dim * (2 if mixer.qk_norm_over == "head" else heads + kv_heads))
     return total + (heads if mixer.sinks else 0)
@@ -172,6 +174,8 @@ def _mlp(mlp: MLPSpec, hidden: int, share: Share) -> int:
     size = share.part(mlp.intermediate_size)
     down = size * hidden + hidden * (mlp.bias or mlp.down_bias)
     learned = 2 if mlp.activation == "xielu" else 0
+    if mlp.sub_norm is not None:
+        learned += _norm(mlp.sub_norm, size)
     return (2 if mlp.gated else 1) * _linear(hidden, size, mlp.bias) + down + learned
 
 
