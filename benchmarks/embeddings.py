@@ -75,13 +75,13 @@ def peer(python: str, name: str, model: str, file: str) -> Callable[[], tuple[fl
     return run
 
 
-def plot(path: Path, sentences: int, seconds: dict[str, list[float]]) -> None:
-    """Bars of sentences a second, the fastest above; a dot is a round."""
+def plot(path: Path, count: int, seconds: dict[str, list[float]], label: str = "sentences a second") -> None:
+    """Bars of what is done in a second, the fastest above; a dot is a round. count: in each of `seconds`."""
     from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
     figure = Figure(figsize=(8, 0.55 * len(seconds) + 1), layout="constrained")
     axis, order = figure.subplots(), sorted(seconds, key=lambda name: median(seconds[name]))
-    rates = {name: [sentences / each for each in seconds[name]] for name in order}
+    rates = {name: [count / each for each in seconds[name]] for name in order}
     bars = [median(rates[name]) for name in order]
     colours = ["#2563a8" if name.startswith("Quire") else "#7d8b99" for name in order]
     axis.bar_label(
@@ -90,7 +90,7 @@ def plot(path: Path, sentences: int, seconds: dict[str, list[float]]) -> None:
     for place, name in enumerate(order):
         axis.plot(rates[name], [place] * len(rates[name]), ".", color="#333333", ms=4)
     axis.invert_yaxis()
-    axis.set(xlabel="sentences a second", xlim=(0, 1.12 * max(map(max, rates.values()))))
+    axis.set(xlabel=label, xlim=(0, 1.12 * max(map(max, rates.values()))))
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
 
