@@ -13,7 +13,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _METHODS = {
     "gptq": "GPTQ", "awq": "AWQ", "autoawq": "AWQ", "auto-round": "AutoRound", "fp8": "FP8", "fbgemm_fp8": "FP8",
-    "bitnet": "BitNet", "mxfp4": "MXFP4", "modelopt": "ModelOpt", "modelopt_fp4": "ModelOpt",
+    "marlin": "Marlin", "bitnet": "BitNet", "mxfp4": "MXFP4", "modelopt": "ModelOpt", "modelopt_fp4": "ModelOpt",
 }  # fmt: skip
 _FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",

@@ -17,6 +17,7 @@ from quire.quantization.scaled import ScaledBytes
 from quire.quantization.scheme import QuantizedWeight
 from quire.quantization.tables import MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
 from quire.quantization.ternary import Ternary
+from quire_formats.marlin import Marlin
 from support.engines import generate, make_llm, runner_of
 from support.quantized import FORMATS, compressed, write_quantized
 
@@ -42,6 +43,10 @@ def test_a_checkpoint_without_quantization_is_dense():
         ({"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}, GPTQ(8, -1, 0)),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"}, AWQ(64)),
         ({"quant_method": "autoawq", "w_bit": 4, "q_group_size": 64}, AWQ(64)),
+        ({"quant_method": "marlin", "group_size": 128}, Marlin(128)),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, Marlin(-1)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "is_marlin_format": True}, Marlin(128)),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, Marlin(128, "qweight", "scales")),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
          GPTQ(4, 32, 1)),
         ({"quant_method": "fp8"}, ScaledBytes(FP8, (-1, -1))),
@@ -143,15 +148,18 @@ def pack(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "hqq"}, "'hqq' are not supported: supported: compressed-tensors, fp8"),
+        ({"quant_method": "quark"}, "'quark' are not supported: supported: compressed-tensors, fp8"),
         ({"quant_method": "gptq", "bits": 5}, "bits=5, which is not supported; supported: 2, 3, 4, 8"),
         ({"quant_method": "gptq"}, "bits=None"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "many"}, "group_size='many', which is no number of inputs"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "checkpoint_format='marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "exllama"}, "checkpoint_format='exllama'"),
+        ({"quant_method": "gptq", "bits": 8, "is_marlin_format": True}, "bits=8"),
+        ({"quant_method": "marlin", "desc_act": True}, "desc_act=True"),
+        ({"quant_method": "marlin", "sym": False}, "sym=False"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin", "zero_point": True}, "zero_point=True"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 7}}}, "bits=7"),
         ({"quant_method": "awq", "bits": 3}, "bits=3, which is not supported; supported: 4"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv', .*supported: 'gemm'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv', .*supported: 'gemm', 'marlin'"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"}, "packing_format='auto_round'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\], which is no pair"),
@@ -192,6 +200,6 @@ def test_the_engine_says_what_it_does_not_support(checkpoints, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(checkpoints.path("llama"), path)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
-    with pytest.raises(ValueError, match="hqq"):
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "quark"}}))
+    with pytest.raises(ValueError, match="quark"):
         make_llm(path)

@@ -27,6 +27,7 @@ class Format:
     quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
     group: int = 1  # inputs that must stay on one rank; 0: all of them
     left_over: Tensors = field(default_factory=dict)  # other tensors of each layer in such checkpoints
+    outputs: int = 1  # a layer has a multiple of this
 
 
 def integers(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +89,45 @@ def awq(group: int) -> Format:
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return Format(config, quantize, group)
+
+
+def marlin_places() -> tuple[list[int], list[int]]:
+    """(input, output) of each of the 1024 codes of a tile of Marlin's layout, 16 inputs and 64 outputs.
+
+    From the kernel's use of them: the codes of four blocks of 16 outputs are the operand B of `mma.m16n8k16`, in halves
+    of 8 outputs. Of such an operand, a thread has the output thread / 4, and in its two registers the pair of inputs
+    2 (thread mod 4) and the pair 8 behind it. A word has these eight codes, first all of even inputs, then the others,
+    since the kernel extracts two numbers at a time, 16 bits apart.
+    """
+    places = []
+    for thread in range(32):
+        for block in range(4):
+            held = [
+                (8 * register + 2 * (thread % 4) + odd, 16 * block + 8 * half + thread // 4)
+                for half in range(2)
+                for register in range(2)
+                for odd in range(2)
+            ]
+            places += held[::2] + held[1::2]
+    return [i for i, _ in places], [o for _, o in places]
+
+
+def marlin(group: int, config: dict[str, Any], names: tuple[str, str] = ("B", "s")) -> Format:
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        width, inputs = weight.shape[1], marlin_places()
+        size = width if group == -1 else group
+        codes, scales, zeros = integers(weight, 4, size, symmetric=True)
+        tiles = codes.T.unflatten(0, (-1, 16)).unflatten(2, (-1, 64)).transpose(1, 2)
+        if size == width:  # a thread needs the scales of its outputs in the result: two neighbours of each half block
+            order = [8 * half + 2 * thread + odd for thread in range(4) for half in range(4) for odd in range(2)]
+        else:  # those of its column of operands
+            order = [thread + 8 * half for thread in range(8) for half in range(8)]
+        packed = words(tiles[..., inputs[0], inputs[1]].flatten(1), 4)
+        stored = scales.T.unflatten(1, (-1, len(order)))[..., order].flatten(1).half()
+        tensors = dict(zip(names, (packed, stored), strict=True)) | {"workspace": torch.zeros(16, dtype=torch.int32)}
+        return tensors, meaning(codes, scales, zeros, [i // size for i in range(width)])
+
+    return Format({"bits": 4, "group_size": group, **config}, quantize, group, outputs=64)
 
 
 def compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
@@ -294,6 +334,13 @@ FORMATS = {
     "fp4": bitsandbytes("fp4", nested=False),
     "llm-int8": llm_int8(),
     "fp8-block": float8("24x32", {**FP8, "weight_block_size": [24, 32]}, "weight_scale_inv"),
+}
+
+# Formats that quire_formats reads
+FURTHER = {
+    "marlin": marlin(32, {"quant_method": "marlin"}),
+    "marlin-gptq": marlin(-1, {"quant_method": "gptq", "checkpoint_format": "marlin", "desc_act": False, "sym": True}),
+    "marlin-awq": marlin(64, {"quant_method": "awq", "version": "marlin", "zero_point": False}, ("qweight", "scales")),
 }
 
 
