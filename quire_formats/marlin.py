@@ -1,4 +1,4 @@
-"""Weights of four bits in the order in which the GPU kernel Marlin (https://github.com/IST-DASLab/marlin) reads them, as
+"""Weights of four bits in the order in which the kernel Marlin (https://github.com/IST-DASLab/marlin) reads them, as
 AutoGPTQ and AutoAWQ save them."""
 
 from collections.abc import Callable

@@ -23,6 +23,12 @@ SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 # zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
 _EXTRA = r"\.(weight_shape|(input|output|k|v|q|input_global)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
 
+# What HQQ's layers save besides, which the settings and the tensors' shapes say, too
+_HQQ_STATE = (
+    r"\.(nbits|group_size|shape|axis|packing|unpack_view_dtype|view_as_float|quant_scale|quant_zero|compute_dtype|"
+    r"offload_meta|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)$"
+)
+
 
 def _settings(config: Mapping[str, Any]) -> Settings:
     return config.get("quantization_config") or config.get("compression_config") or {}
@@ -61,7 +67,9 @@ def _plain(kind: str) -> str:
 
 def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Patterns of the names of tensors that are not parameters, in a checkpoint with this config.json."""
-    return (_EXTRA, r"\.workspace$") if _settings(config) else ()
+    if not _settings(config):
+        return ()
+    return (_EXTRA, r"\.workspace$", *([_HQQ_STATE] if quantization_kind(config) == "hqq" else []))
 
 
 def quantization_method(
@@ -91,7 +99,8 @@ def quantization_method(
 
 
 def _exceptions(settings: Settings) -> list[str]:
-    fields = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+    fields = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules",
+              "skip_modules")  # fmt: skip
     lists = [settings.get(name) or () for name in fields]
     return [name for names in lists for name in names] + ([] if settings.get("lm_head") else ["lm_head"])
 
@@ -274,6 +283,8 @@ _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "autoawq": _awq,
     "auto-round": _auto_round,
     "marlin": _of_package("marlin"),
+    "hqq": _of_package("hqq"),
+    "torchao": _of_package("torchao"),
     "mxfp4": lambda settings: lambda name: MXFP4 if ".experts." in name else None,  # gpt-oss
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,

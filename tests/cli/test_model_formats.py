@@ -10,7 +10,7 @@ import pytest
 
 from quire_cli.models.formats import format_of, quantization_of
 from quire_cli.models.words import age_text, count_text, size_text, speed_text
-from support.quantized import FORMATS
+from support.quantized import FORMATS, FURTHER
 
 SAFETENSORS = ["config.json", "model.safetensors"]
 
@@ -25,10 +25,12 @@ SAFETENSORS = ["config.json", "model.safetensors"]
         ("int8-channel", "compressed-tensors 8-bit"),
         ("float8-block", "compressed-tensors FP8"),
         ("fp8", "FP8"),
+        ("marlin", "Marlin 4-bit"),
+        ("hqq-8-bits", "HQQ 8-bit"),
     ],
 )
 def test_quantized_formats_have_names(form, name):
-    config = {"quantization_config": FORMATS[form].config, "torch_dtype": "bfloat16"}
+    config = {"quantization_config": {**FORMATS, **FURTHER}[form].config, "torch_dtype": "bfloat16"}
     assert quantization_of(config) == format_of(config, SAFETENSORS) == name
 
 

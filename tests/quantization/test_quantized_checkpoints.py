@@ -34,6 +34,7 @@ def wide(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("wide"), "llama", sizes)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FURTHER)
 def test_so_does_one_in_a_further_format(wide, tmp_path, name):
     quantized, dense = write_quantized(wide, tmp_path, FURTHER[name])
