@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.layers.build import Builder, WeightSlot
+from quire.layers.linear import LinearMethod
 from quire.loading.errors import ModelNotFoundError, WeightError
 from quire.loading.hub import read_json
 from quire.messages.errors import error_text
@@ -36,6 +37,10 @@ class Checkpoint(ABC):
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor with one of the `names`. Raises WeightError in formats whose tensors are not the model's."""
         raise WeightError("weights in this format can be replaced from a folder only")
+
+    def linear_method(self) -> Callable[[str], LinearMethod] | None:
+        """The `method_of` of a `Builder`, if the files and not config.json say how each layer is stored."""
+        return None
 
     def alias(self, name: str) -> str:
         """The checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger model."""
@@ -164,7 +169,11 @@ class TorchCheckpoint(Checkpoint):
             try:
                 tensors = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:  # a pickle can fail in any way
-                raise WeightError(f"{file} cannot be read safely: {error_text(error).splitlines()[0]}") from error
+                found = re.search(r"GLOBAL (\S+)", str(error))
+                needs = f"it needs the Python object {found[1]}; save the model as *.safetensors" if found else ""
+                raise WeightError(
+                    f"{file} cannot be read safely: {needs or error_text(error).splitlines()[0]}"
+                ) from error
             if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
                 raise WeightError(f"{file} is no table of tensors")
             self.names.update(tensors)

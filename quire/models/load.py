@@ -72,6 +72,9 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
         return Mxfp4Checkpoint(checkpoint)
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
+    if quantization_kind(config) == "torchao":
+        of_torchao: Checkpoint = import_module("quire_formats.torchao").TorchaoCheckpoint(checkpoint)
+        return of_torchao
     return checkpoint
 
 
@@ -120,7 +123,7 @@ def load_model(
     else:
         checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
         checkpoint = presented(checkpoint, description.config)
-        method_of = quantization_method(description.config, checkpoint.has)
+        method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
     choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)
     if config.model.torch_compile:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ SchemeOf = Callable[[str], Scheme | None]  # by the name of a layer
 # Tensors of quantized checkpoints that Quire does not need: activations and the KV cache keep the model's type, the
 # zero points of symmetric weights are known, and GPTQ writes biases of zeros where the model has none.
 _EXTRA = r"\.(weight_shape|(input|output|k|v|q|input_global)_scale|(input|weight)_zero_point)$|(_proj|\.w[123])\.bias$"
+
+# What HQQ's layers save besides, which the settings and the tensors' shapes say, too
+_HQQ_STATE = (
+    r"\.(nbits|group_size|shape|axis|packing|unpack_view_dtype|view_as_float|quant_scale|quant_zero|compute_dtype|"
+    r"offload_meta|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero)$"
+)
 
 
 def _settings(config: Mapping[str, Any]) -> Settings:
@@ -60,7 +67,9 @@ def _plain(kind: str) -> str:
 
 def extra_tensors(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Patterns of the names of tensors that are not parameters, in a checkpoint with this config.json."""
-    return (_EXTRA,) if _settings(config) else ()
+    if not _settings(config):
+        return ()
+    return (_EXTRA, r"\.workspace$", *([_HQQ_STATE] if quantization_kind(config) == "hqq" else []))
 
 
 def quantization_method(
@@ -83,19 +92,20 @@ def quantization_method(
         scheme = scheme_of(name)
         if scheme is None:
             return DenseWeight
-        quantized = has(f"{name}.{scheme.marker}") if has else not _matches(name, exceptions)
+        quantized = has(f"{name}.{scheme.marker}") if has else not matches(name, exceptions)
         return scheme if quantized else DenseWeight
 
     return method_of
 
 
 def _exceptions(settings: Settings) -> list[str]:
-    fields = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+    fields = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules",
+              "skip_modules")  # fmt: skip
     lists = [settings.get(name) or () for name in fields]
     return [name for names in lists for name in names] + ([] if settings.get("lm_head") else ["lm_head"])
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern matches the name. A pattern is one or more whole components of a name, or "re:" and a regular
     expression that matches its beginning.
 
@@ -117,7 +127,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _check(settings: Settings, field: str, accepted: Iterable[Any], default: Any = None) -> Any:
+def check_field(settings: Settings, field: str, accepted: Iterable[Any], default: Any = None) -> Any:
+    """The field's value. Raises ValueError if it is none of those that are accepted."""
     value, accepted = settings.get(field, default), tuple(accepted)
     if value not in accepted:
         listed = ", ".join(map(repr, accepted))
@@ -125,7 +136,8 @@ def _check(settings: Settings, field: str, accepted: Iterable[Any], default: Any
     return value
 
 
-def _group_size(settings: Settings, field: str = "group_size") -> int:
+def group_size_of(settings: Settings, field: str = "group_size") -> int:
+    """Inputs that share a scale, -1 for all. Raises ValueError if the field's value is something else."""
     value = settings.get(field, -1)
     if not isinstance(value, int) or value < -1:
         raise ValueError(f"quantization_config has {field}={value!r}, which is no number of inputs")
@@ -140,9 +152,20 @@ def _block(settings: Settings, field: str) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
+def _of_package(module: str) -> Callable[[Settings], SchemeOf]:
+    """The same for a format in the package quire_formats, which is imported when a checkpoint has it."""
+
+    def scheme_of(settings: Settings) -> SchemeOf:
+        made: SchemeOf = import_module(f"quire_formats.{module}").scheme_of(settings)
+        return made
+
+    return scheme_of
+
+
 def _gptq(settings: Settings) -> SchemeOf:
     form = "marlin" if settings.get("is_marlin_format") else settings.get("checkpoint_format", "gptq")
-    _check({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2"))
+    if check_field({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2", "marlin")) == "marlin":
+        return _of_package("marlin")(settings)
     overrides: Settings = settings.get("dynamic") or {}  # by GPTQModel; the checkpoint shows which layers are left out
 
     def scheme_of(name: str) -> Scheme:
@@ -151,27 +174,30 @@ def _gptq(settings: Settings) -> SchemeOf:
             if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
                 merged |= changes
                 break
-        return GPTQ(_check(merged, "bits", (2, 3, 4, 8)), _group_size(merged), 1 if form == "gptq" else 0)
+        return GPTQ(check_field(merged, "bits", (2, 3, 4, 8)), group_size_of(merged), 1 if form == "gptq" else 0)
 
     scheme_of("")
     return scheme_of
 
 
 def _awq(settings: Settings) -> SchemeOf:
-    _check(settings, "bits", (4,), settings.get("w_bit", 4))
-    _check({"version": str(settings.get("version", "gemm")).lower()}, "version", ("gemm",))
-    scheme = AWQ(_group_size({"group_size": settings.get("q_group_size", 128), **settings}))
+    check_field(settings, "bits", (4,), settings.get("w_bit", 4))
+    settings = {"group_size": settings.get("q_group_size", 128), **settings}
+    version = str(settings.get("version", "gemm")).lower()
+    if check_field({"version": version}, "version", ("gemm", "marlin")) == "marlin":
+        return _of_package("marlin")(settings)
+    scheme = AWQ(group_size_of(settings))
     return lambda name: scheme
 
 
 def _auto_round(settings: Settings) -> SchemeOf:
-    _check(settings, "extra_config", (None, {}))  # options of single layers
-    packing = _check(settings, "packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq"))
+    check_field(settings, "extra_config", (None, {}))  # options of single layers
+    packing = check_field(settings, "packing_format", ("auto_round:auto_gptq", "auto_round:auto_awq"))
     return _awq(settings) if packing.endswith("awq") else _gptq(settings)
 
 
 def _fp8(settings: Settings) -> SchemeOf:
-    _check(settings, "fmt", ("e4m3", "float8_e4m3fn", None))
+    check_field(settings, "fmt", ("e4m3", "float8_e4m3fn", None))
     scheme = ScaledBytes(torch.float8_e4m3fn, (-1, -1))
     if settings.get("weight_block_size") is not None:
         scheme = ScaledBytes(torch.float8_e4m3fn, _block(settings, "weight_block_size"), "weight_scale_inv")
@@ -180,8 +206,8 @@ def _fp8(settings: Settings) -> SchemeOf:
 
 def _compressed_tensors(settings: Settings) -> SchemeOf:
     sparsity, transforms = settings.get("sparsity_config") or {}, settings.get("transform_config") or {}
-    _check(sparsity, "format", ("dense",), "dense")
-    _check(transforms, "config_groups", (None, {}))
+    check_field(sparsity, "format", ("dense",), "dense")
+    check_field(transforms, "config_groups", (None, {}))
     groups = [
         (group.get("targets") or [], _compressed_group({"format": settings.get("format"), **group}))
         for group in (settings.get("config_groups") or {}).values()
@@ -189,7 +215,7 @@ def _compressed_tensors(settings: Settings) -> SchemeOf:
 
     def scheme_of(name: str) -> Scheme | None:
         linear = next((scheme for targets, scheme in groups if "Linear" in targets), None)
-        return next((scheme for targets, scheme in groups if _matches(name, targets)), linear)
+        return next((scheme for targets, scheme in groups if matches(name, targets)), linear)
 
     return scheme_of
 
@@ -198,21 +224,21 @@ def _compressed_group(group: Settings) -> Scheme:
     weights = group.get("weights") or {}
     tables = {"nvfp4-pack-quantized": NVFP4, "mxfp4-pack-quantized": MXFP4}
     others = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-    form = _check(group, "format", (*others, *tables))
+    form = check_field(group, "format", (*others, *tables))
     if form in tables:
-        _check(weights, "num_bits", (4,))
-        _check(weights, "group_size", (tables[form].group,), tables[form].group)
+        check_field(weights, "num_bits", (4,))
+        check_field(weights, "group_size", (tables[form].group,), tables[form].group)
         return tables[form]
-    size = _group_size({"group_size": weights.get("group_size") or -1})
+    size = group_size_of({"group_size": weights.get("group_size") or -1})
     strategy = weights.get("strategy") or ("tensor" if weights.get("group_size") is None else "group")
     symmetric, act_order = bool(weights.get("symmetric", True)), weights.get("actorder") in ("group", "dynamic", True)
     if form == "pack-quantized":
-        _check(weights, "type", ("int",))
-        _check({"strategy": strategy}, "strategy", ("group", "channel"))
-        return PackedIntegers(_check(weights, "num_bits", range(2, 9)), size, symmetric, act_order)
-    _check(weights, "num_bits", (8,))
-    dtype = {"int": torch.int8, "float": torch.float8_e4m3fn}[_check(weights, "type", ("int", "float"))]
-    _check({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block"))
+        check_field(weights, "type", ("int",))
+        check_field({"strategy": strategy}, "strategy", ("group", "channel"))
+        return PackedIntegers(check_field(weights, "num_bits", range(2, 9)), size, symmetric, act_order)
+    check_field(weights, "num_bits", (8,))
+    dtype = {"int": torch.int8, "float": torch.float8_e4m3fn}[check_field(weights, "type", ("int", "float"))]
+    check_field({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block"))
     blocks = {"tensor": (-1, -1), "channel": (1, -1), "group": (1, size)}
     block = blocks.get(strategy) or _block(weights, "block_structure")
     return ScaledBytes(dtype, block, symmetric=symmetric or dtype.is_floating_point)
@@ -224,28 +250,28 @@ def _modelopt(settings: Settings) -> SchemeOf:
         "FP8_PER_CHANNEL_PER_TOKEN": ScaledBytes(torch.float8_e4m3fn, (1, -1)),
         "NVFP4": MODELOPT_NVFP4,
     }
-    scheme = schemes[_check(settings, "quant_algo", schemes)]
+    scheme = schemes[check_field(settings, "quant_algo", schemes)]
     if scheme is MODELOPT_NVFP4:
-        _check(settings, "group_size", (16,), 16)
+        check_field(settings, "group_size", (16,), 16)
     return lambda name: scheme
 
 
 def _bitsandbytes(settings: Settings) -> SchemeOf:
     scheme: Scheme = ScaledBytes(torch.int8, (1, -1))
     if settings.get("load_in_4bit") or settings.get("_load_in_4bit"):
-        table = _check(settings, "bnb_4bit_quant_type", ("fp4", "nf4"), "fp4")
+        table = check_field(settings, "bnb_4bit_quant_type", ("fp4", "nf4"), "fp4")
         scheme = TableCodes(table, BITSANDBYTES_BLOCK, torch.float32)
     return lambda name: scheme
 
 
 def _bitnet(settings: Settings) -> SchemeOf:
-    kind = _check(settings, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
-    mode = _check(settings, "quantization_mode", ("offline", "online"), "offline")
-    _check(settings, "use_rms_norm", (False,), False)
+    kind = check_field(settings, "linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    mode = check_field(settings, "quantization_mode", ("offline", "online"), "offline")
+    check_field(settings, "use_rms_norm", (False,), False)
     at_load = kind == "autobitlinear" and mode == "online"
     scheme = Ternary("weight" if at_load else "weight_scale", multiplies=kind == "autobitlinear")
     kept = settings.get("modules_to_not_convert") or ()
-    return lambda name: scheme if name.endswith("_proj") and not _matches(name, kept) else None
+    return lambda name: scheme if name.endswith("_proj") and not matches(name, kept) else None
 
 
 _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
@@ -256,6 +282,9 @@ _METHODS: dict[str, Callable[[Settings], SchemeOf]] = {
     "awq": _awq,
     "autoawq": _awq,
     "auto-round": _auto_round,
+    "marlin": _of_package("marlin"),
+    "hqq": _of_package("hqq"),
+    "torchao": _of_package("torchao"),
     "mxfp4": lambda settings: lambda name: MXFP4 if ".experts." in name else None,  # gpt-oss
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,

@@ -13,7 +13,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _METHODS = {
     "gptq": "GPTQ", "awq": "AWQ", "autoawq": "AWQ", "auto-round": "AutoRound", "fp8": "FP8", "fbgemm_fp8": "FP8",
-    "bitnet": "BitNet", "mxfp4": "MXFP4", "modelopt": "ModelOpt", "modelopt_fp4": "ModelOpt",
+    "marlin": "Marlin", "hqq": "HQQ", "bitnet": "BitNet", "mxfp4": "MXFP4", "modelopt": "ModelOpt",
+    "modelopt_fp4": "ModelOpt",
 }  # fmt: skip
 _FILE_TYPES = {  # general.file_type, by llama.cpp's numbers
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -39,7 +40,7 @@ def quantization_of(config: Mapping[str, Any]) -> str | None:
     if not settings:
         return None
     method = str(settings.get("quant_method", "compressed-tensors")).lower()
-    bits: Any = settings.get("bits") or settings.get("w_bit")
+    bits: Any = settings.get("bits") or settings.get("w_bit") or _nested(settings).get("bits")
     if "config_groups" in settings:
         weights = _weights_of_group(settings)
         if weights.get("type") == "float":
@@ -60,6 +61,21 @@ def _weights_of_group(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     group: Any = next(iter(groups.values()), {}) if isinstance(groups, Mapping) else {}
     weights = group.get("weights") if isinstance(group, Mapping) else None
     return weights if isinstance(weights, Mapping) else {}
+
+
+def _nested(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Bits and group_size of weights in the formats that nest them, HQQ and torchao; empty in other formats, and if
+    kinds of layers have settings of their own."""
+    options, kinds = settings.get("quant_config"), settings.get("quant_type")
+    weights = options.get("weight_quant_params") if isinstance(options, Mapping) else None
+    if isinstance(weights, Mapping):
+        return {"bits": weights.get("nbits"), "group_size": weights.get("group_size")}
+    kind = kinds.get("default") if isinstance(kinds, Mapping) else None
+    if not isinstance(kind, Mapping):
+        return {}
+    fields = kind.get("_data")
+    group = fields.get("group_size") if isinstance(fields, Mapping) else None
+    return {"bits": 4 if str(kind.get("_type")).startswith("Int4") else 8, "group_size": group}
 
 
 def format_of(config: Mapping[str, Any], names: Collection[str]) -> str:
@@ -99,8 +115,9 @@ def gguf_bytes(kind: str) -> float:
 def quantized_bytes(config: Mapping[str, Any]) -> float:
     """Bytes of a parameter of a quantized layer in memory, as far as config.json tells."""
     settings = _settings(config)
-    group: Any = settings.get("group_size") or settings.get("q_group_size") or 0
-    bits: Any = settings.get("bits") or settings.get("w_bit") or 8
+    nested = _nested(settings)
+    group: Any = settings.get("group_size") or settings.get("q_group_size") or nested.get("group_size") or 0
+    bits: Any = settings.get("bits") or settings.get("w_bit") or nested.get("bits") or 8
     has_offsets = True
     if (floats := _four_bit_floats(settings)) is not None:
         bits, group, has_offsets = 4, floats, False

@@ -311,7 +311,7 @@ def test_show_says_why_a_model_cannot_run(tmp_path: Path, capsys):
     for changes, problem in (
         ({"architectures": ["BrandNew"]}, "architecture BrandNew is not supported"),
         ({"hidden_size": "large"}, "its config is not as expected"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quark"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 5}}, "bits=5"),
     ):
         (folder / "config.json").write_text(json.dumps({**config, **changes}))

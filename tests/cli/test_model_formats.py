@@ -10,9 +10,10 @@ import pytest
 
 from quire_cli.models.formats import format_of, quantization_of
 from quire_cli.models.words import age_text, count_text, size_text, speed_text
-from support.quantized import FORMATS
+from support.quantized import FORMATS, FURTHER
 
 SAFETENSORS = ["config.json", "model.safetensors"]
+INT4 = {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}}
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,12 @@ SAFETENSORS = ["config.json", "model.safetensors"]
         ("int8-channel", "compressed-tensors 8-bit"),
         ("float8-block", "compressed-tensors FP8"),
         ("fp8", "FP8"),
+        ("marlin", "Marlin 4-bit"),
+        ("hqq-8-bits", "HQQ 8-bit"),
     ],
 )
 def test_quantized_formats_have_names(form, name):
-    config = {"quantization_config": FORMATS[form].config, "torch_dtype": "bfloat16"}
+    config = {"quantization_config": {**FORMATS, **FURTHER}[form].config, "torch_dtype": "bfloat16"}
     assert quantization_of(config) == format_of(config, SAFETENSORS) == name
 
 
@@ -42,6 +45,8 @@ def test_quantized_formats_have_names(form, name):
         ({"torch_dtype": "float16"}, ["pytorch_model-00001-of-00002.bin"], "pytorch F16"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, SAFETENSORS, "MXFP4"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, SAFETENSORS, "bitsandbytes"),
+        ({"quantization_config": {"quant_method": "torchao", "quant_type": INT4}}, SAFETENSORS, "torchao 4-bit"),
+        ({"quantization_config": {"quant_method": "torchao", "quant_type": "odd"}}, SAFETENSORS, "torchao"),
         ({}, ["a-Q4_K_M.gguf"], "GGUF Q4_K_M"),
         ({}, ["a.q8_0-00001-of-00002.gguf", "a.q8_0-00002-of-00002.gguf"], "GGUF Q8_0"),
         ({}, ["a-Q4_K_M.gguf", "a-Q8_0.gguf"], "GGUF Q4_K_M, Q8_0"),

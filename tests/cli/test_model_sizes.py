@@ -25,7 +25,7 @@ from quire_plan.sizes import Footprint, parameters_of
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.engines import make_llm
 from support.gguf_files import write_gguf
-from support.quantized import FORMATS, write_quantized
+from support.quantized import FORMATS, FURTHER, write_quantized
 
 ALWAYS = ("llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "opt-without-biases", "granitemoehybrid", "kimi_linear")
 WIDE = {  # so wide that norms and the padding of panels do not matter
@@ -75,9 +75,9 @@ def test_the_memory_of_a_gguf_file_is_known(wide, tmp_path: Path, kind):
     assert footprint_of(file).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(file)), rel=0.02)
 
 
-@pytest.mark.parametrize("form", [None, "gptq", "awq", "packed-4-bits", "int8-channel", "fp8", "nf4", "nvfp4"])
+@pytest.mark.parametrize("form", [None, "gptq", "awq", "packed-4-bits", "int8-channel", "fp8", "nf4", "nvfp4", "hqq"])
 def test_the_memory_of_a_checkpoint_is_known(wide, tmp_path: Path, form):
-    path = wide if form is None else write_quantized(wide, tmp_path, FORMATS[form])[0]
+    path = wide if form is None else write_quantized(wide, tmp_path, {**FORMATS, **FURTHER}[form])[0]
     assert footprint_of(path).weights(None)[0] == pytest.approx(memory.weights_in_memory(built(path)), rel=0.02)
 
 

@@ -63,6 +63,7 @@ def test_single_default_sampling_parameters_can_be_overridden(path, source):
         ("awq", {"quantization_config": {"quant_method": "awq"}}, False),
         ("awq_marlin", {"quantization_config": {"quant_method": "awq"}}, False),
         ("gptq_marlin", {"quantization_config": {"quant_method": "gptq"}}, False),
+        ("marlin", {"quantization_config": {"quant_method": "marlin"}}, False),
         ("fp8", {"quantization_config": {"quant_method": "fp8"}}, False),
         ("compressed-tensors", {"compression_config": {"format": "pack-quantized"}}, False),
         ("auto_round", {"quantization_config": {"quant_method": "auto-round"}}, False),
@@ -81,7 +82,7 @@ def test_a_format_that_is_the_checkpoints_is_accepted(option, config, is_gguf):
         ("gptq", {"quantization_config": {"quant_method": "awq"}}, "the checkpoint, which is quantized with 'awq'"),
         ("awq", {}, "this one is not quantized; leave it out, or let int8 or int4 quantize the weights"),
         ("gguf", {}, "this one is not quantized"),
-        ("hqq", {}, "quantization='hqq' is not supported by Quire yet; supported: int8, int4, "),
+        ("quark", {}, "quantization='quark' is not supported by Quire yet; supported: int8, int4, "),
     ],
 )
 def test_a_format_that_is_not_the_checkpoints_is_an_error_that_names_its_own(option, config, message):

@@ -17,8 +17,10 @@ from quire.quantization.scaled import ScaledBytes
 from quire.quantization.scheme import QuantizedWeight
 from quire.quantization.tables import MODELOPT_NVFP4, MXFP4, NVFP4, TableCodes
 from quire.quantization.ternary import Ternary
+from quire_formats.hqq import HQQ
+from quire_formats.marlin import Marlin
 from support.engines import generate, make_llm, runner_of
-from support.quantized import FORMATS, compressed, write_quantized
+from support.quantized import FORMATS, FURTHER, compressed, hqq, write_quantized
 
 Q = "model.layers.3.self_attn.q_proj"
 BLOCK = {"strategy": "block", "block_structure": "8x16"}
@@ -42,6 +44,11 @@ def test_a_checkpoint_without_quantization_is_dense():
         ({"quant_method": "gptq", "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"}, GPTQ(8, -1, 0)),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM"}, AWQ(64)),
         ({"quant_method": "autoawq", "w_bit": 4, "q_group_size": 64}, AWQ(64)),
+        ({"quant_method": "marlin", "group_size": 128}, Marlin(128)),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, Marlin(-1)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "is_marlin_format": True}, Marlin(128)),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, Marlin(128, "qweight", "scales")),
+        (hqq(4, 64).config, HQQ(4, 64)),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
          GPTQ(4, 32, 1)),
         ({"quant_method": "fp8"}, ScaledBytes(FP8, (-1, -1))),
@@ -97,6 +104,14 @@ def test_without_a_checkpoint_the_lists_of_exceptions_do(field, entry, left_out)
     assert method("lm_head") is DenseWeight
 
 
+def test_kinds_of_layers_may_have_settings_of_their_own():
+    kinds = {"self_attn.q_proj": hqq(8, None).config["quant_config"], "mlp.up_proj": hqq(4, 64).config["quant_config"]}
+    settings = {"quant_method": "hqq", "quant_config": kinds}
+    assert scheme(settings, Q) == HQQ(8, None)
+    assert scheme(settings, UP) == HQQ(4, 64)
+    assert scheme(settings, "model.layers.3.mlp.down_proj") is DenseWeight
+
+
 def test_groups_of_layers_have_schemes_of_their_own():
     settings = compressed("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"})
     settings["config_groups"]["group_1"] = {
@@ -136,6 +151,12 @@ def test_only_the_experts_of_a_checkpoint_in_mxfp4_are_quantized():
     assert method(Q) is DenseWeight
 
 
+def hqq_with(**weights: Any) -> dict[str, Any]:
+    settings = hqq(4, 64).config
+    given = {**settings["quant_config"]["weight_quant_params"], **weights}
+    return {**settings, "quant_config": {**settings["quant_config"], "weight_quant_params": given}}
+
+
 def pack(**weights: Any) -> dict[str, Any]:
     return compressed("pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group", **weights})
 
@@ -143,15 +164,23 @@ def pack(**weights: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "hqq"}, "'hqq' are not supported: supported: compressed-tensors, fp8"),
+        ({"quant_method": "quark"}, "'quark' are not supported: supported: compressed-tensors, fp8"),
         ({"quant_method": "gptq", "bits": 5}, "bits=5, which is not supported; supported: 2, 3, 4, 8"),
         ({"quant_method": "gptq"}, "bits=None"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "many"}, "group_size='many', which is no number of inputs"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "checkpoint_format='marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "exllama"}, "checkpoint_format='exllama'"),
+        ({"quant_method": "gptq", "bits": 8, "is_marlin_format": True}, "bits=8"),
+        ({"quant_method": "marlin", "desc_act": True}, "desc_act=True"),
+        ({"quant_method": "marlin", "sym": False}, "sym=False"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin", "zero_point": True}, "zero_point=True"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": {"bits": 7}}}, "bits=7"),
         ({"quant_method": "awq", "bits": 3}, "bits=3, which is not supported; supported: 4"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv', .*supported: 'gemm'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv', .*supported: 'gemm', 'marlin'"),
+        ({"quant_method": "hqq"}, "quant_config=None"),
+        (hqq_with(nbits=3), "nbits=3, which is not supported; supported: 1, 2, 4, 8"),
+        (hqq_with(axis=0), "axis=0"),
+        (hqq_with(view_as_float=True), "view_as_float=True"),
+        (hqq_with(group_size="many"), "group_size='many', which is no number of weights"),
         ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"}, "packing_format='auto_round'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\], which is no pair"),
@@ -176,9 +205,9 @@ def test_what_is_not_supported_is_an_error_that_names_the_field(settings, messag
         scheme(settings)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed-4-bits-act-order", "fp8-block", "int8-asymmetric"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-4-bits-act-order", "fp8-block", "int8-asymmetric", "hqq"])
 def test_dummy_weights_are_of_the_same_form(checkpoints, tmp_path, name):
-    quantized, _ = write_quantized(checkpoints.path("qwen2"), tmp_path, FORMATS[name])
+    quantized, _ = write_quantized(checkpoints.path("qwen2"), tmp_path, {**FORMATS, **FURTHER}[name])
     bare = tmp_path / "bare"
     shutil.copytree(quantized, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     llm = make_llm(bare, load_format="dummy")
@@ -192,6 +221,6 @@ def test_the_engine_says_what_it_does_not_support(checkpoints, tmp_path):
     path = tmp_path / "model"
     shutil.copytree(checkpoints.path("llama"), path)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
-    with pytest.raises(ValueError, match="hqq"):
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "quark"}}))
+    with pytest.raises(ValueError, match="quark"):
         make_llm(path)

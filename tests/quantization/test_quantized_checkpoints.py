@@ -9,7 +9,7 @@ from quire.layers.linear import DenseWeight
 from quire.quantization.scheme import QuantizedWeight
 from support.checkpoints import write_checkpoint
 from support.engines import make_llm, runner_of, teacher_forced_logits
-from support.quantized import FORMATS, write_quantized
+from support.quantized import FORMATS, FURTHER, write_quantized
 from support.reference import load, logits, prompts
 
 pytestmark = pytest.mark.texts
@@ -25,6 +25,22 @@ def test_a_quantized_checkpoint_computes_with_exactly_the_weights_it_means(check
     layer = runner_of(llm).model.layers[0]
     assert isinstance(layer.mixer.qkv.weight, QuantizedWeight)
     assert isinstance(runner_of(llm).model.lm_head.weight, DenseWeight)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Layers whose outputs are multiples of 64."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 2}
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), "llama", sizes)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", FURTHER)
+def test_so_does_one_in_a_further_format(wide, tmp_path, name):
+    quantized, dense = write_quantized(wide, tmp_path, FURTHER[name])
+    llm = make_llm(quantized)
+    torch.testing.assert_close(teacher_forced_logits(llm, TEXT), logits(load(dense), TEXT), rtol=1e-4, atol=2e-4)
+    assert isinstance(runner_of(llm).model.layers[0].mixer.qkv.weight, QuantizedWeight)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8-block", "awq", "int8-channel"])

@@ -20,19 +20,26 @@ from quire.models.load import presented
 from quire.ops import Kernels, Target
 from quire.quantization.config import extra_tensors, quantization_method
 from quire.quantization.scheme import QuantizedWeight
-from support.quantized import FORMATS, Format, float8, packed
+from support.quantized import FORMATS, FURTHER, Format, float8, metadata_of, packed
 
 IN, ROWS = 192, {"q": 48, "k": 24, "v": 40}
+ALL = {**FORMATS, **FURTHER}
 
 
-def written(directory: Path, form: Format, rows: dict[str, int] = ROWS) -> dict[str, Tensor]:
+def rows_of(name: str, form: Format) -> int:
+    return -(-ROWS[name] // form.outputs) * form.outputs
+
+
+def written(directory: Path, form: Format) -> dict[str, Tensor]:
     """A checkpoint of the layers q, k, v in this format: what their weights mean."""
     torch.manual_seed(0)
-    tensors, meant = {}, {}
-    for name, count in rows.items():
+    tensors, meant, shapes = {}, {}, {}
+    for name in ROWS:
+        count = rows_of(name, form)
         parts, meant[name] = form.quantize(torch.randn(count, IN) * 0.1)
+        shapes[f"{name}_proj"] = meant[name].shape
         tensors |= {f"{name}_proj.{end}": part.contiguous() for end, part in parts.items()}
-    save_file(tensors, directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors", metadata_of(form, shapes))
     return meant
 
 
@@ -40,16 +47,16 @@ def loaded(directory: Path, form: Format, shape: LinearShape, dtype: torch.dtype
     config = {"quantization_config": form.config}
     checkpoint = presented(SafetensorsCheckpoint(directory), config)
     kernels = Kernels(Target(torch.device("cpu"), dtype))
-    builder = Builder(kernels, None, quantization_method(config, checkpoint.has))
+    builder = Builder(kernels, None, checkpoint.linear_method() or quantization_method(config, checkpoint.has))
     weight = make_weight(builder, shape)
     unwanted = tuple(f"^{name}_proj" for name in ROWS if all(p.name != f"{name}_proj" for p in shape.parts))
     load_weights(checkpoint, builder, (*extra_tensors(config), *unwanted), show_progress=False)
     return weight
 
 
-def a_part(draw: random.Random, name: str) -> OutputPart:
-    start, stop = sorted(draw.sample(range(ROWS[name] + 1), 2))
-    return OutputPart(f"{name}_proj", ROWS[name], start, stop)
+def a_part(draw: random.Random, name: str, rows: int) -> OutputPart:
+    start, stop = sorted(draw.sample(range(rows + 1), 2))
+    return OutputPart(f"{name}_proj", rows, start, stop)
 
 
 def a_range_of_inputs(draw: random.Random, group: int) -> tuple[int, int]:
@@ -59,12 +66,13 @@ def a_range_of_inputs(draw: random.Random, group: int) -> tuple[int, int]:
     return start * step, stop * step
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ALL)
 def test_any_outputs_of_fused_parts_and_any_range_of_inputs(tmp_path, name):
-    form, draw = FORMATS[name], random.Random(name)
+    form, draw = ALL[name], random.Random(name)
     meant = written(tmp_path, form)
-    for _ in range(16):
-        parts = tuple(a_part(draw, layer) for layer in draw.choices("qkv", k=draw.randint(1, 4)))
+    for _ in range(16 if name in FORMATS else 4):
+        layers = draw.choices("qkv", k=draw.randint(1, 4))
+        parts = tuple(a_part(draw, layer, rows_of(layer, form)) for layer in layers)
         start, stop = a_range_of_inputs(draw, form.group)
         weight = loaded(tmp_path, form, LinearShape(parts, IN, start, stop))
         expected = torch.cat([meant[p.name[0]][p.start : p.stop, start:stop] for p in parts])
@@ -145,6 +153,13 @@ def test_blocks_may_be_cut_by_the_edge_of_the_weight(tmp_path):
     torch.testing.assert_close(loaded(tmp_path, form, WHOLE).dense(), torch.cat(list(meant.values())))
     last = LinearShape(WHOLE.parts, IN, 160, 192)
     torch.testing.assert_close(loaded(tmp_path, form, last).dense(), torch.cat(list(meant.values()))[:, 160:])
+
+
+def test_marlins_layout_needs_whole_tiles(tmp_path):
+    form = FURTHER["marlin"]
+    written(tmp_path, form)
+    with pytest.raises(ValueError, match="q_proj has 192 inputs and 48 outputs, but Marlin's layout needs multiples"):
+        loaded(tmp_path, form, LinearShape((OutputPart("q_proj", 48, 0, 48),), IN, 0, IN))
 
 
 def test_a_checkpoint_that_is_not_what_its_config_says_is_an_error_that_names_the_tensor(tmp_path):

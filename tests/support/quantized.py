@@ -27,6 +27,8 @@ class Format:
     quantize: Callable[[Tensor], tuple[Tensors, Tensor]]
     group: int = 1  # inputs that must stay on one rank; 0: all of them
     left_over: Tensors = field(default_factory=dict)  # other tensors of each layer in such checkpoints
+    outputs: int = 1  # a layer has a multiple of this
+    torchao: tuple[str, int] | None = None  # class and group of each weight, for the files' metadata
 
 
 def integers(weight: Tensor, bits: int, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,6 +90,125 @@ def awq(group: int) -> Format:
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return Format(config, quantize, group)
+
+
+def marlin_places() -> tuple[list[int], list[int]]:
+    """(input, output) of each of the 1024 codes of a tile of Marlin's layout, 16 inputs and 64 outputs.
+
+    From the kernel's use of them: the codes of four blocks of 16 outputs are the operand B of `mma.m16n8k16`, in halves
+    of 8 outputs. Of such an operand, a thread has the output thread / 4, and in its two registers the pair of inputs
+    2 (thread mod 4) and the pair 8 behind it. A word has these eight codes, first all of even inputs, then the others,
+    since the kernel extracts two numbers at a time, 16 bits apart.
+    """
+    places = []
+    for thread in range(32):
+        for block in range(4):
+            held = [
+                (8 * register + 2 * (thread % 4) + odd, 16 * block + 8 * half + thread // 4)
+                for half in range(2)
+                for register in range(2)
+                for odd in range(2)
+            ]
+            places += held[::2] + held[1::2]
+    return [i for i, _ in places], [o for _, o in places]
+
+
+def marlin(group: int, config: dict[str, Any], names: tuple[str, str] = ("B", "s")) -> Format:
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        width, inputs = weight.shape[1], marlin_places()
+        size = width if group == -1 else group
+        codes, scales, zeros = integers(weight, 4, size, symmetric=True)
+        tiles = codes.T.unflatten(0, (-1, 16)).unflatten(2, (-1, 64)).transpose(1, 2)
+        if size == width:  # a thread needs the scales of its outputs in the result: two neighbours of each half block
+            order = [8 * half + 2 * thread + odd for thread in range(4) for half in range(4) for odd in range(2)]
+        else:  # those of its column of operands
+            order = [thread + 8 * half for thread in range(8) for half in range(8)]
+        packed = words(tiles[..., inputs[0], inputs[1]].flatten(1), 4)
+        stored = scales.T.unflatten(1, (-1, len(order)))[..., order].flatten(1).half()
+        tensors = dict(zip(names, (packed, stored), strict=True)) | {"workspace": torch.zeros(16, dtype=torch.int32)}
+        return tensors, meaning(codes, scales, zeros, [i // size for i in range(width)])
+
+    return Format({"bits": 4, "group_size": group, **config}, quantize, group, outputs=64)
+
+
+def hqq(bits: int, group: int | None) -> Format:
+    """Groups of the flattened weight, with zero points that are floats."""
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        parts = weight.float().reshape(-1, group or weight.shape[1])
+        low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+        scale = ((high - low) / (2**bits - 1)).half().float()
+        zero = (-low / scale).half().float()
+        codes = (parts / scale + zero).round().clamp(0, 2**bits - 1).int()
+        packed = sum(part << bits * i for i, part in enumerate(reversed(codes.chunk(8 // bits))))
+        tensors = {"W_q": packed.to(torch.uint8), "scale": scale.half(), "zero": zero.half()}
+        tensors |= {"nbits": torch.tensor(bits), "shape": torch.tensor(weight.shape), "axis": torch.tensor(1)}
+        return tensors, ((codes - zero) * scale).view(weight.shape)
+
+    weights = {"nbits": bits, "channel_wise": True, "group_size": group, "optimize": True, "round_zero": bits == 4}
+    options = {"weight_quant_params": {**weights, "axis": 1, "view_as_float": False}, "offload_meta": False}
+    options |= {"scale_quant_params": None, "zero_quant_params": None}
+    return Format({"quant_method": "hqq", "quant_config": options, "skip_modules": ["lm_head"]}, quantize, group or 1)
+
+
+def torchao(kind: str, group: int, zeros: bool = True, old_names: bool = False) -> Format:
+    """The class `kind` of torchao. group: inputs that share a scale; -1: all; 0: the whole weight has one scale."""
+    begin = "weight:" if old_names else "_weight_"
+
+    def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
+        outputs, inputs = weight.shape
+        size = inputs if group < 1 else group
+        if kind == "Float8Tensor":
+            rows = weight.flatten()[None] if group == 0 else weight
+            scale = rows.abs().amax(-1, keepdim=True) / 448
+            codes = (weight / scale).to(torch.float8_e4m3fn)
+            return {begin + "qdata": codes, begin + "scale": scale}, codes.float() * scale
+        bits = 8 if kind == "Int8Tensor" else 4
+        codes, scales, points = integers(weight, bits, size, symmetric=not zeros)
+        scales, centred = scales.bfloat16().float(), 2 ** (bits - 1)
+        if kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
+            stored = {"qdata": codes - centred, "zero_point": points - centred}
+            tensors = {begin + end: part.to(torch.int8) for end, part in stored.items()}
+            tensors[begin + "scale"] = scales
+            return tensors, meaning(codes, scales, points, [i // size for i in range(inputs)])
+        zero = ((centred - points) * scales).bfloat16()  # what is in the middle of the codes
+        means = (codes - 8).float() * scales.repeat_interleave(size, 1) + zero.float().repeat_interleave(size, 1)
+        if kind == "Int4Tensor":
+            tensors = {"qdata": paired((codes - 8) & 15).view(torch.int8), "scale": scales.T.bfloat16()}
+            return {begin + end: part for end, part in {**tensors, "zero_point": zero.T}.items()}, means
+        padded = torch.nn.functional.pad(codes, (0, -inputs % 1024, 0, -outputs % 8))
+        both = torch.stack([scales.bfloat16(), zero], dim=-1).transpose(0, 1)
+        both = torch.nn.functional.pad(both, (0, 0, 0, -outputs % 8, 0, padded.shape[1] // size - both.shape[0]))
+        return {begin + "qdata": tinygemm_words(padded), begin + "scale_and_zero": both}, means
+
+    return Format({"quant_method": "torchao"}, quantize, max(group, 1), torchao=(kind, group))
+
+
+def tinygemm_words(codes: Tensor) -> Tensor:
+    """[out, in] -> int32 [out / 8, in / 128, 32, 4], as the CUDA version of `_convert_weight_to_int4pack` describes it:
+    thread t has of each pair of tiles (16 inputs, 8 outputs each) the output t / 4 and the inputs 2 (t mod 4), the next
+    one, and those 8 behind these; in a word, those at even places come first."""
+    tiles = codes.unflatten(1, (-1, 4, 32)).unflatten(0, (-1, 8))  # [out / 8, 8, in / 128, 4, 32]
+    threads = []
+    for thread in range(32):
+        pair = 2 * (thread % 4)
+        held = [pair + 16 * tile + 8 * half + odd for tile in range(2) for half in range(2) for odd in range(2)]
+        threads.append(tiles[:, thread // 4, :, :, held[::2] + held[1::2]])
+    nibbles = torch.stack(threads, dim=2)  # [out / 8, in / 128, 32, 4, 8]
+    return words(nibbles.flatten(0, 3), 4).view(nibbles.shape[:4])
+
+
+def metadata_of(form: Format, shapes: dict[str, torch.Size]) -> dict[str, str] | None:
+    """Of a file with layers of these shapes."""
+    if form.torchao is None:
+        return None
+    kind, group = form.torchao
+    entries = {}
+    for layer, shape in shapes.items():
+        block = list(shape) if group == 0 else [1, shape[1] if group == -1 else group]
+        fields = {"block_size": block, "shape": list(shape), "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+        entries[f"{layer}.weight"] = json.dumps({"_type": kind, "_data": fields})
+    return {"tensor_names": json.dumps(list(entries)), **entries}
 
 
 def compressed(form: str, weights: dict[str, Any], **group: Any) -> dict[str, Any]:
@@ -296,24 +417,44 @@ FORMATS = {
     "fp8-block": float8("24x32", {**FP8, "weight_block_size": [24, 32]}, "weight_scale_inv"),
 }
 
+# Formats that quire_formats reads
+FURTHER = {
+    "marlin": marlin(32, {"quant_method": "marlin"}),
+    "marlin-gptq": marlin(-1, {"quant_method": "gptq", "checkpoint_format": "marlin", "desc_act": False, "sym": True}),
+    "marlin-awq": marlin(64, {"quant_method": "awq", "version": "marlin", "zero_point": False}, ("qweight", "scales")),
+    "hqq": hqq(4, 64),
+    "hqq-8-bits": hqq(8, 16),
+    "hqq-2-bits-a-row": hqq(2, None),
+    "hqq-groups-over-rows": hqq(4, 128),
+    "torchao-int8": torchao("Int8Tensor", -1, zeros=False),
+    "torchao-int8-groups": torchao("Int8Tensor", 32),
+    "torchao-intx": torchao("IntxUnpackedToInt8Tensor", 32),
+    "torchao-float8": torchao("Float8Tensor", -1),
+    "torchao-float8-tensor-0.14": torchao("Float8Tensor", 0, old_names=True),
+    "torchao-int4": torchao("Int4Tensor", 32),
+    "torchao-int4-tiles": torchao("Int4TilePackedTo4dTensor", 64),
+}
+
 
 def write_quantized(source: Path, directory: Path, form: Format, linear: str = LINEAR) -> tuple[Path, Path]:
     """(a checkpoint with the linear layers of `source` in this format, a dense checkpoint of the weights they mean)"""
     quantized, dense = directory / "quantized", directory / "dense"
     state = {name: t for file in source.glob("*.safetensors") for name, t in load_file(file).items()}
-    made, meant = {}, {}
+    made, meant, shapes = {}, {}, {}
     for name, tensor in state.items():
         made[name] = meant[name] = tensor
         if re.search(linear, name):
             del made[name]
             parts, meant[name] = form.quantize(tensor.float())
             stem = name.removesuffix(".weight")
+            shapes[stem] = tensor.shape
             made |= {
                 f"{stem}.{end}": part for end, part in parts.items() if end != "bias" or f"{stem}.bias" not in state
             }
-    for path, tensors in ((quantized, made), (dense, meant)):
+    for path, tensors, metadata in ((quantized, made, metadata_of(form, shapes)), (dense, meant, None)):
         shutil.copytree(source, path, ignore=shutil.ignore_patterns("*.safetensors*"))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, path / "model.safetensors", metadata)
     config = json.loads((source / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
     return quantized, dense
