@@ -70,8 +70,12 @@ STATES: dict[str, Variant] = {
          "mamba_norm_before_gate": True},
         {},
     ),
-    "qwen3_next": ("qwen3_next", {**_DELTA, **_EXPERTS}, {}),
-    "qwen3_5_text": ("qwen3_5_text", {**_DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True}, {}),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1}),
+    "qwen3_next": ("qwen3_next", {**_DELTA, **_EXPERTS}, {"hub_layout": True}),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {**_DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True},
+        {"hub_layout": True},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1, "hub_layout": True}),
     "kimi_linear": ("kimi_linear", _KIMI, {"hub_layout": True}),
 }  # fmt: skip
