@@ -28,7 +28,7 @@ _JAMBA = {
 
 STATES: dict[str, Variant] = {
     "mamba": ("mamba", {"state_size": 24, "time_step_rank": 12}, {}),
-    "falcon_mamba": ("falcon_mamba", {"time_step_rank": 12, "use_bias": True, "tie_word_embeddings": False}, {}),
+    "falcon_mamba": ("falcon_mamba", {"time_step_rank": 12, "tie_word_embeddings": False}, {}),
     "jamba": ("jamba", _JAMBA, {}),
     "jamba-biases": (
         "jamba",
