@@ -12,7 +12,7 @@ _QWEN = {
     "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
-_DRAFT_LAYERS = r"^mtp\."  # layers that predict further tokens
+_DRAFT_LAYERS = r"^mtp\."  # a layer that predicts further tokens, which heads/mtp.py reads
 
 
 def _has_attention(config: HfConfig) -> list[bool]:

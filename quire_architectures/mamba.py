@@ -1,12 +1,54 @@
-"""State-space models, and their hybrids with attention: Mamba-2, Bamba, Granite 4, Nemotron-H and Falcon-H1."""
+"""State-space models, and their hybrids with attention: Mamba, Falcon Mamba, Jamba, Mamba-2, Bamba, Granite 4,
+Nemotron-H and Falcon-H1."""
 
 from dataclasses import replace
 from typing import Any
 
 from quire.layers.attention_spec import AttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import HybridSpec, Mamba2Spec
-from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
+from quire.layers.state_spec import HybridSpec, Mamba2Spec, MambaSpec
+from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec, expert_count
+
+
+def mamba(config: HfConfig) -> DecoderSpec:
+    """Mamba and Falcon Mamba: layers of one branch, without attention. Falcon's has norms without weights inside."""
+    hidden, names, is_falcon = config["hidden_size"], NAMES["mamba2"] | NAMES["mamba"], "mixer_rms_eps" in config
+    if is_falcon or config["architectures"][0] == "FalconMambaForCausalLM":
+        names = names | {role: role for role in ("dt_norm", "b_norm", "c_norm")}
+    inner = config.get("intermediate_size") or config.get("expand", 2) * hidden
+    rank = config.get("time_step_rank", "auto")
+    mixer = MambaSpec(
+        hidden, inner, 1, config.get("state_size", 16), 1, config.get("conv_kernel", 4),
+        NormSpec("rms", config.get("mixer_rms_eps", 1e-6), affine=False), -(-hidden // 16) if rank == "auto" else rank,
+        conv_bias=bool(config.get("use_conv_bias", True)), bias=bool(config.get("use_bias", False)),
+    )  # fmt: skip
+    config = {"num_attention_heads": 1, "max_position_embeddings": 1 << 20, "tie_word_embeddings": True, **config}
+    return decoder_spec(
+        config, mixer=mixer, mlp=(None,) * config["num_hidden_layers"], rotary=None, residual="single", names=names,
+        norm=NormSpec("rms", config.get("layer_norm_epsilon", 1e-5)),
+    )  # fmt: skip
+
+
+def jamba(config: HfConfig) -> DecoderSpec:
+    """Jamba: Mamba with norms inside, every eighth layer attention without positions, every second one experts."""
+    hidden, rank, act = config["hidden_size"], config.get("mamba_dt_rank", "auto"), config.get("hidden_act", "silu")
+    norm = NormSpec("rms", config.get("rms_norm_eps", 1e-6))
+    state_space = MambaSpec(
+        hidden, config.get("mamba_expand", 2) * hidden, 1, config.get("mamba_d_state", 16), 1,
+        config.get("mamba_d_conv", 4), norm, -(-hidden // 16) if rank == "auto" else rank,
+        conv_bias=bool(config.get("mamba_conv_bias", True)), bias=bool(config.get("mamba_proj_bias", False)),
+    )  # fmt: skip
+    count, size = expert_count(config), config["intermediate_size"]
+    dense, experts = MLPSpec(size, act), MoESpec(count, config["num_experts_per_tok"], size, act, normalize=False)
+
+    def periodic(kind: str, period: int, offset: int) -> list[bool]:
+        every, first = config.get(f"{kind}_layer_period", period), config.get(f"{kind}_layer_offset", offset)
+        return [i % every == first for i in range(config["num_hidden_layers"])]
+
+    mlps = tuple(experts if has and count > 1 else dense for has in periodic("expert", 2, 1))
+    spec = decoder_spec(config, mlp=mlps, norm=norm, rotary=None, names=NAMES["bamba"] | NAMES["jamba"])
+    pairs = zip(spec.mixers, periodic("attn", 8, 4), strict=True)
+    return replace(spec, mixers=tuple(mixer if attends else state_space for mixer, attends in pairs))
 
 
 def mamba2(config: HfConfig) -> DecoderSpec:

@@ -9,7 +9,7 @@ from typing import Any
 from quire.kvcache.specs import StateShape
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LatentAttentionSpec
 from quire.layers.specs import MLPSpec, MoESpec, NormSpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec
 from quire.models.spec import CachedSpec, DecoderSpec
 
 
@@ -124,14 +124,18 @@ def _linear(inputs: int, outputs: int, bias: bool) -> int:
 
 
 def _mixer(mixer: CachedSpec, share: Share) -> int:
-    if isinstance(mixer, Mamba2Spec | DeltaSpec):
+    if isinstance(mixer, MambaSpec | Mamba2Spec | DeltaSpec):
         return _recurrent(mixer, share)
     return _attention(mixer, share) if isinstance(mixer, AttentionSpec) else _latent_attention(mixer, share)
 
 
-def _recurrent(mixer: Mamba2Spec | DeltaSpec, share: Share) -> int:
+def _recurrent(mixer: MambaSpec | Mamba2Spec | DeltaSpec, share: Share) -> int:
     hidden, shape = mixer.hidden_size, mixer.cache_shape(share.group)
     heads, channels, values = shape.heads, shape.channels, shape.heads * shape.value_dim
+    if isinstance(mixer, MambaSpec):
+        selected = mixer.rank + 2 * mixer.key_dim
+        total = _linear(hidden, 2 * channels, mixer.bias) + channels * (selected + mixer.rank + hidden) + selected
+        return total + channels * (mixer.conv_width + mixer.conv_bias + mixer.key_dim + 2) + hidden * mixer.bias
     if isinstance(mixer, Mamba2Spec):
         total = _linear(hidden, values + channels + heads, mixer.bias) + values * hidden + hidden * mixer.bias
         return total + channels * (mixer.conv_width + mixer.conv_bias) + 3 * heads + values * mixer.has_norm

@@ -109,7 +109,7 @@ def time_steps(x: Tensor, bias: Tensor, rate: Tensor, least: float, most: float)
 
 @triton.jit
 def _advance(state, key, value, rates, factor, DELTA: tl.constexpr):
-    state = state * rates[:, None]
+    state = state * rates
     if DELTA:
         value = value - tl.sum(state * key[:, None], 0)
     return state + key[:, None] * (factor * value)[None, :]
@@ -120,9 +120,10 @@ def _scan(
     out, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table, q_stride, q_head, k_stride, k_head,
     v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim, block_size, drafts,
     KEY_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
+    HAS_SKIP: tl.constexpr, SELECTIVE: tl.constexpr,
 ):  # fmt: skip
-    """KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a key decays for itself."""
+    """KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a key decays for itself. SELECTIVE: decay has a
+    rate for each element of the state, and scale and skip have an element for each of its columns."""
     request, head = tl.program_id(0), tl.program_id(1)
     i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known, exists = i < KEY_DIM, column < value_dim
@@ -134,26 +135,36 @@ def _scan(
     matrix = tl.load(state + source * page + place, mask=inside & (place * 0 + start > 0), other=0.0)
     at_v, per_head = heads // ratio * KEY_DIM, KEY_DIM if BY_CHANNEL else 1
     at_decay = at_v + heads * value_dim
-    at_scale, group = at_decay + heads * per_head, head // ratio
+    at_scale, group = at_decay + (0 if SELECTIVE else heads * per_head), head // ratio
+    of_scale = column if SELECTIVE else column * 0 + head
+    speed = tl.load(decay + place, mask=inside, other=0.0) if SELECTIVE else 0.0
     # What was computed before, but was not certain then.
     for position in range(tl.load(number + source * page, mask=start > 0, other=start), start):
         row = behind + source * page + (position % drafts) * token
         key = tl.load(row + group * KEY_DIM + i, mask=known, other=0.0)
         value = tl.load(row + at_v + head * value_dim + column, mask=exists, other=0.0)
-        rates = tl.load(row + at_decay + head * per_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)
-        matrix = _advance(matrix, key, value, rates, tl.load(row + at_scale + head), DELTA)
+        factor = tl.load(row + at_scale + of_scale, mask=exists, other=0.0)
+        if SELECTIVE:
+            rates = tl.exp(-speed * factor[None, :])
+        else:
+            of_head = row + at_decay + head * per_head
+            rates = tl.load(of_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)[:, None]
+        matrix = _advance(matrix, key, value, rates, factor, DELTA)
     for position in range(start, end):
         index = first + position - start
         key = tl.load(k + index * k_stride + group * k_head + i, mask=known, other=0.0).to(tl.float32)
         query = tl.load(q + index * q_stride + group * q_head + i, mask=known, other=0.0).to(tl.float32)
         value = tl.load(v + index * v_stride + head * value_dim + column, mask=exists, other=0.0).to(tl.float32)
-        of_head = decay + (index * heads + head) * per_head
-        rates = tl.load(of_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)
-        factor = tl.load(scale + index * scale_stride + head).to(tl.float32)
+        factor = tl.load(scale + index * scale_stride + of_scale, mask=exists, other=0.0).to(tl.float32)
+        if SELECTIVE:
+            rates = tl.exp(-speed * factor[None, :])
+        else:
+            of_head = decay + (index * heads + head) * per_head
+            rates = tl.load(of_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)[:, None]
         matrix = _advance(matrix, key, value, rates, factor, DELTA)
         found = tl.sum(matrix * query[:, None], 0)
         if HAS_SKIP:
-            found += tl.load(skip + head) * value
+            found += tl.load(skip + of_scale, mask=exists, other=0.0) * value
         tl.store(out + (index * heads + head) * value_dim + column, found, mask=exists)
         if ((position + 1) % block_size == 0) | (position + 1 == certain):
             for block_index in range(position // block_size, tl.cdiv(end, block_size)):
@@ -195,19 +206,35 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
     delta: bool,
 ) -> Tensor:  # fmt: skip
+    return _launch(q, k, v, decay, scale, skip, pages, plan, decay.shape[1] // v.shape[1], 1, delta)
+
+
+@reference.selective_scan.implementation("triton", supports=on_gpu)
+def selective_scan(
+    q: Tensor, k: Tensor, v: Tensor, steps: Tensor, rate: Tensor, skip: Tensor, pages: Pages, plan: StatePlan
+) -> Tensor:
+    return _launch(q[:, None], k[:, None], v[:, None], rate, steps, skip, pages, plan, 0, v.shape[1], False)[:, 0]
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
+    decays: int, scales: int, delta: bool,
+) -> Tensor:  # fmt: skip
+    """decays, scales: the numbers of each head's, see StateShape."""
     tokens, heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
     out = torch.empty(tokens, heads, value_dim, dtype=v.dtype, device=v.device)
-    requests, decays, page = len(plan.lengths), decay.shape[1] // heads, pages.state.stride(0)
+    requests, page = len(plan.lengths), pages.state.stride(0)
     at_v = key_heads * key_dim
     at_decay = at_v + heads * value_dim
     at_scale = at_decay + heads * decays
-    token = at_scale + heads
+    token = at_scale + heads * scales
     _scan[requests, heads, triton.cdiv(value_dim, _COLUMNS)](
         out, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
         plan.table, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0), page,
         plan.table.stride(0), heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, key_dim,
         triton.next_power_of_2(key_dim), _COLUMNS, decays > 1, delta, skip is not None,
+        decays == 0,
     )  # fmt: skip
     _keep[requests, triton.cdiv(token, 256) if plan.drafts else 1](
         pages.behind, pages.number, k, v, decay, scale, plan.starts, plan.lengths, plan.table, k.stride(0), k.stride(1),

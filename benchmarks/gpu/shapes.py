@@ -134,6 +134,12 @@ SHAPES: dict[str, Config] = {
         "num_shared_experts": 1, "routed_scaling_factor": 2.446, "model_max_length": 1_048_576,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "jamba-1.5-mini": {
+        "architectures": ["JambaForCausalLM"], "model_type": "jamba", "vocab_size": 65_536, "hidden_size": 4096,
+        "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_experts": 16, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_dt_rank": 256, "max_position_embeddings": 262_144, "attn_layer_period": 2, "attn_layer_offset": 1,
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -149,6 +155,7 @@ SHAPES["deepseek-v3.2"] = {
 _LAYERS = {  # one of each kind; others need 1
     "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "deepseek-v3.2": 4, "modernbert": 3,
     "embedding-gemma": 6, "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
+    "jamba-1.5-mini": 2,
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ class StateBackend(CacheBackend):
 
     @property
     def layout(self) -> str:
-        return f"{self.shape}, {self.drafts} drafts"
+        return f"{self.drafts} drafts"
 
     def plan(self, layout: StepLayout, previous: StatePlan | None = None) -> StatePlan:
         table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()

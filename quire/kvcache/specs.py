@@ -211,7 +211,8 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
 
 class StateShape(msgspec.Struct, frozen=True):
     """The sizes of a recurrent layer's state on one rank: one matrix for each head, and the last inputs of a
-    convolution. decays: how many factors by which a head's state decays with a token: 1 or key_dim."""
+    convolution. decays: how many factors by which a head's state decays with a token: 1, key_dim, or none if they
+    follow from its scales. scales: how many factors a head's values have: 1 or value_dim."""
 
     heads: int
     key_heads: int
@@ -220,6 +221,7 @@ class StateShape(msgspec.Struct, frozen=True):
     channels: int
     conv_width: int
     decays: int = 1
+    scales: int = 1
 
     @property
     def state_numbers(self) -> int:
@@ -228,7 +230,7 @@ class StateShape(msgspec.Struct, frozen=True):
     @property
     def token_numbers(self) -> int:
         """What the scan needs of a token: its keys, values, decays and scales."""
-        return self.key_heads * self.key_dim + self.heads * (self.value_dim + self.decays + 1)
+        return self.key_heads * self.key_dim + self.heads * (self.value_dim + self.decays + self.scales)
 
     def page_numbers(self, drafts: int) -> int:
         """The numbers of a page, see Pages."""

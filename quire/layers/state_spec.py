@@ -56,6 +56,22 @@ class Mamba2Spec(RecurrentSpec):
 
 
 @dataclass(frozen=True)
+class MambaSpec(RecurrentSpec):
+    """A state-space layer of the first Mamba (arXiv:2312.00752), whose heads are its channels (value_dim is 1), and
+    whose B and C are those of all channels. norm: of the input of time steps, B and C, for families that have the names
+    of these norms. rank: of the product that makes time steps."""
+
+    rank: int
+    conv_bias: bool = True
+    bias: bool = False
+
+    def cache_shape(self, group: "Communicator") -> StateShape:
+        """One matrix with a column for each channel of the rank, each of which decays for itself."""
+        channels = len(HeadShare.of(self, group).heads)
+        return StateShape(1, 1, self.key_dim, channels, channels, self.conv_width, decays=0, scales=channels)
+
+
+@dataclass(frozen=True)
 class DeltaSpec(RecurrentSpec):
     """A layer with the gated delta rule.
 

@@ -20,13 +20,14 @@ from quire.layers.forward_state import ForwardState, pick
 from quire.layers.hybrid import Hybrid
 from quire.layers.latent_attention import LatentAttention
 from quire.layers.linear import ReplicatedLinear
+from quire.layers.mamba import Mamba
 from quire.layers.mamba2 import Mamba2
 from quire.layers.mlp import MLP
 from quire.layers.moe import MoE
 from quire.layers.norm import make_norm
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.specs import MLPSpec
-from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec
+from quire.layers.state_spec import DeltaSpec, HybridSpec, Mamba2Spec, MambaSpec
 from quire.models.model import Model, Shape
 from quire.models.pooler import Pooler
 from quire.models.spec import DecoderSpec
@@ -35,6 +36,7 @@ from quire.parallel.pipeline import Stage
 MIXERS: dict[type, Callable[..., Any]] = {
     AttentionSpec: Attention,
     LatentAttentionSpec: LatentAttention,
+    MambaSpec: Mamba,
     Mamba2Spec: Mamba2,
     DeltaSpec: DeltaNet,
     HybridSpec: Hybrid,

@@ -10,7 +10,8 @@ from quire.options.declaration import ConfigError
 HOST_METHODS = "ngram", "suffix", "custom_class"
 DEVICE_METHODS = "draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "replay"
 METHODS = (*HOST_METHODS, *DEVICE_METHODS)
-_OTHER_NAMES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "mimo_mtp": "mtp", "ngram_gpu": "ngram"}  # vLLM's
+_MTP = "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"
+_OTHER_NAMES = {**dict.fromkeys(_MTP, "mtp"), "ngram_gpu": "ngram"}  # vLLM's
 _IMPORT_PATH = re.compile(r"[a-zA-Z_]\w*(\.[a-zA-Z_]\w*)+")
 _MOST_DRAFTS = 32
 _KINDS: dict[Any, tuple[type, ...]] = {  # of values

@@ -25,6 +25,7 @@ from support.requests import with_grammars
 TIGHT = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 24, "max_num_seqs": 12}
 LONGEST = 176 + 8
 WINDOWED = "qwen3-mixed-windows-biases"
+FEW_VARIANTS = ("deepseek_v3", "glm4_moe", "mimo", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def run(drafters: Drafters, references: References) -> Run:
         *((kind, "llama") for kind in CHAIN_HEADS),
         ("eagle3", WINDOWED),
         ("p-eagle", WINDOWED),
-        *(("mtp", variant) for variant in MTP_VARIANTS),
+        *(pytest.param("mtp", v, marks=[] if v in FEW_VARIANTS else pytest.mark.slow) for v in MTP_VARIANTS),
     ],
 )
 def test_chains_of_drafts(run: Run, references: References, kind, target, options):

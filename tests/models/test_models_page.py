@@ -10,7 +10,7 @@ import pytest
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec
 from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -73,6 +73,9 @@ PEOPLE_CALL_IT = {
     "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2, M2.1",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "mamba": "Mamba",
+    "falcon_mamba": "Falcon Mamba",
+    "jamba": "Jamba",
     "mamba2": "Mamba-2",
     "bamba": "Bamba",
     "granitemoehybrid": "Granite 4",
@@ -115,7 +118,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("latent attention", lambda s: any(isinstance(mixer, LatentAttentionSpec) for mixer in s.mixers)),
     ("sparse attention", of_latents(lambda a: a.indexer)),
     ("shared selections", of_latents(lambda a: a.shares_selection)),
-    ("state-space layers", lambda s: any(isinstance(mixer, Mamba2Spec) for _, mixer in s.cached)),
+    ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),

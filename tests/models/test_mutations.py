@@ -242,6 +242,12 @@ MODEL_MUTATIONS: list[tuple[str, str, m.ModelMutation]] = [
     ("qwen2_moe", "no shared expert", m.in_experts(lambda moe: setattr(moe, "shared", None))),
     ("deepseek_v2", "no shared expert", m.in_experts(lambda moe: setattr(moe, "shared", None))),
     # states
+    ("mamba", "states live longer", m.in_states(lambda mixer: mixer.rate.mul_(0.7))),
+    ("mamba", "no skip", m.in_states(lambda mixer: mixer.skip.zero_())),
+    ("falcon_mamba", "no bias of time steps", m.in_states(lambda mixer: mixer.dt_bias.zero_())),
+    ("falcon_mamba", "no norms inside", m.in_states(m.no_norms_inside)),
+    ("jamba", "one decay for each channel", m.in_states(lambda mixer: mixer.rate.copy_(mixer.rate.mean(0)))),
+    ("jamba", "no norms inside", m.in_states(m.no_norms_inside)),
     ("mamba2", "states live longer", m.in_states(lambda mixer: mixer.rate.sub_(0.3))),
     ("mamba2", "no skip", m.in_states(lambda mixer: mixer.skip.zero_())),
     ("mamba2", "no bias of the convolution", m.in_states(lambda mixer: mixer.conv_bias.zero_())),

@@ -18,6 +18,7 @@ from quire.engine.core import EngineCore
 from quire.executor.base import Executor
 from quire.kvcache.specs import StateSpec
 from quire.layers.attention_spec import AttentionSpec, HeadShare
+from quire.layers.state_spec import MambaSpec
 from quire.messages.changes import Change, TrainerOrder
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.sampling_params import SamplingParams
@@ -107,6 +108,9 @@ class RankedExecutor(Executor):
 
 
 SPLITS = [
+    ("mamba", 2),  # each rank its channels, and all of them together B and C
+    ("falcon_mamba", 2),
+    ("jamba", 2),
     ("mamba2", 2),
     ("mamba2-one-group-biases", 2),  # both ranks have the group, and norm it together
     ("bamba", 2),
@@ -287,7 +291,9 @@ def sums_of_a_layer(spec: DecoderSpec, layer: int) -> int:
     mixer, branches = spec.mixers[layer], 1 if spec.residual in ("parallel", "single") else 2
     normed = isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None and mixer.qk_norm_over == "all"
     sub_normed = sum(getattr(part, "sub_norm", None) is not None for part in (mixer, spec.mlps[layer]))
-    return branches + 2 * normed + sub_normed  # the squares of queries and of keys, and of a projection's inputs
+    selective = isinstance(mixer, MambaSpec)
+    # The squares of queries and of keys, and of a projection's inputs; and B, C and the input of time steps.
+    return branches + 2 * normed + sub_normed + selective
 
 
 @pytest.mark.parametrize("variant", FIRST)

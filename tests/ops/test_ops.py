@@ -374,7 +374,7 @@ def test_every_op_has_cases():
     of_batches = {"flat_batch", "append_tokens", "count_kept"}
     elsewhere = {
         "quantize", "quantized_linear", "grouped_quantized_linear", "encoder_attention", "merge_partials", *of_batches,
-        "causal_conv", "time_steps", "scan", "gated_norm",
+        "causal_conv", "time_steps", "scan", "selective_scan", "gated_norm",
     }  # fmt: skip
     assert {*CASES, *elsewhere} == set(OPS)
 

@@ -18,8 +18,9 @@ from quire_triton import states
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 KERNELS = SimpleNamespace(
-    causal_conv=states.causal_conv, time_steps=states.time_steps, scan=states.scan, gated_norm=states.gated_norm
-)
+    causal_conv=states.causal_conv, time_steps=states.time_steps, scan=states.scan, gated_norm=states.gated_norm,
+    selective_scan=states.selective_scan,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

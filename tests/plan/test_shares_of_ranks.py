@@ -51,7 +51,8 @@ def footprint_of(path: Path) -> Footprint:
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize(
-    "variant", ["llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "deepseek_v32", "qwen3", "falcon_h1", "qwen3_next"]
+    "variant",
+    ["llama", "gpt2", "gemma3", "mixtral", "deepseek_v3", "deepseek_v32", "qwen3", "falcon_h1", "qwen3_next", "jamba"],
 )
 def test_a_rank_has_as_many_bytes_as_counted(checkpoints, variant, tp):
     path = checkpoints.path(variant)

@@ -47,7 +47,9 @@ CHAIN_HEADS = ("eagle", "eagle3", "eagle3-own", "p-eagle")
 STATE_HEADS = ("medusa", "mlp_speculator")
 MODELS = ("same", "similar", "other", "pard")
 KINDS = (*MODELS, *CHAIN_HEADS, *STATE_HEADS)
-MTP_VARIANTS = ("deepseek_v3", "glm4_moe", "mimo")
+MTP_VARIANTS = (
+    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "mimo", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+)  # fmt: skip
 
 
 class Drafters:
@@ -112,10 +114,12 @@ class Drafters:
 def _with_random_layer(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
     """The norms and the projection before the layer have random weights instead of ones."""
     for name, tensor in tensors.items():
-        if re.search(r"(eh_proj|input_proj)\.weight$", name):
+        if re.search(r"(eh_proj|input_proj|mtp\.fc)\.weight$", name):
             tensors[name] = draw(name, *tensor.shape) / tensor.shape[1] ** 0.5
         elif re.search(r"(enorm|hnorm|shared_head\.norm|token_layernorm|hidden_layernorm|final_layernorm)\.w", name):
             tensors[name] = 1 + 0.3 * draw(name, *tensor.shape)
+        elif re.search(r"^mtp\.(norm|pre_fc_norm_\w+)\.weight$", name):  # to which 1 is added
+            tensors[name] = 0.3 * draw(name, *tensor.shape)
     return tensors
 
 

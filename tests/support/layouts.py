@@ -157,6 +157,17 @@ def mimo_hub(tensors: Tensors, config: Config) -> Tensors:
     return tensors
 
 
+def qwen_mtp_hub(tensors: Tensors, config: Config) -> Tensors:
+    """Qwen3-Next and Qwen3.5 have a layer with attention that predicts a second token."""
+    last, hidden = f"model.layers.{config['num_hidden_layers'] - 1}.", config["hidden_size"]
+    more = {
+        name.replace(last, "mtp.layers.0."): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)
+    }
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        more[f"mtp.{name}.weight"] = torch.ones(hidden)
+    return tensors | more | {"mtp.fc.weight": torch.ones(hidden, 2 * hidden)}
+
+
 def internlm2_hub(tensors: Tensors, config: Config) -> Tensors:
     """InternLM2 has other names, and one tensor for q, k and v, grouped by KV head."""
     renames = {
@@ -199,5 +210,8 @@ HUB_LAYOUTS = {
     "glm_moe_dsa": deepseek_v3_hub,
     "glm4_moe": deepseek_v3_hub,
     "mimo": mimo_hub,
+    "qwen3_next": qwen_mtp_hub,
+    "qwen3_5_text": qwen_mtp_hub,
+    "qwen3_5_moe_text": qwen_mtp_hub,
     "internlm2": internlm2_hub,
 }

@@ -151,6 +151,11 @@ def in_states(change: Callable[[Any], Any]) -> ModelMutation:
     return mutate
 
 
+def no_norms_inside(mixer: Any) -> None:
+    """The input of time steps, B and C are not normed."""
+    mixer.norms = [Norm()] * 3
+
+
 def one_decay(mixer: Any) -> None:
     """The elements of a key decay alike in all of its head."""
     mixer.dt_bias.copy_(mixer.dt_bias.view(mixer.num_heads, -1).mean(1).repeat_interleave(mixer.key_dim))

@@ -106,9 +106,9 @@ class References:
             kind, config, _ = ALL_VARIANTS[variant]
             count = NUM_PROMPTS if variant in VARIANTS or variant == FAMILIES[kind][0] else FEWER_PROMPTS
             texts = prompts(config.get("vocab_size", 320), count)
-            # transformers' Llama 4 counts padding in the positions by which it makes queries sharper, and its Mamba-2
+            # transformers' Llama 4 counts padding in the positions by which it makes queries sharper, and its Mamba
             # with a bias before the convolution reads padding.
-            alone = kind == "llama4_text" or (kind == "mamba2" and config.get("use_bias"))
+            alone = kind == "llama4_text" or config.get("use_bias") or config.get("mamba_proj_bias")
             batches = [[text] for text in texts] if alone else [texts]
             self._continuations[variant] = [c for batch in batches for c in greedy(self.model(variant), batch)]
         return self._continuations[variant]

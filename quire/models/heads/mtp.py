@@ -6,20 +6,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.layers.attention_spec import LatentAttentionSpec
+from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.build import Builder
 from quire.layers.forward_state import ForwardState
 from quire.layers.linear import ReplicatedLinear
 from quire.layers.norm import make_norm
 from quire.models.decoder import Decoder, LayerStack
-from quire.models.spec import HfConfig
+from quire.models.spec import HfConfig, MixerSpec
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where a checkpoint keeps its first such layer. The names, after `prefix`, are without ".weight".
 
-    hidden_first: in the input of the projection, the hidden state comes before the embedding.
+    layer: what stands before the names of the decoder layer's own tensors. hidden_first: in the input of the
+    projection, the hidden state comes before the embedding.
     """
 
     prefix: str
@@ -28,10 +29,11 @@ class Layout:
     projection: str = "eh_proj"
     final_norm: str = "shared_head.norm"
     hidden_first: bool = False
+    layer: str = ""
 
 
 class PredictLayer(LayerStack):
-    """One more layer like the target model's last (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+    """One more layer like the target model's last with attention (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
     From the hidden state h of a position and the embedding e of the next token, it computes
 
@@ -55,10 +57,9 @@ class PredictLayer(LayerStack):
         spec, prefix, size = target.spec, layout.prefix, target.spec.hidden_size
         if not has(f"{prefix}{layout.hidden_norm}.weight"):
             raise ValueError(f"the checkpoint has no layer for multi-token prediction, {prefix}*")
-        names = {role: name and name.replace("model.layers.{i}.", prefix) for role, name in spec.names.items()}
-        mixer = next(
-            m for m in reversed(spec.mixers) if not (isinstance(m, LatentAttentionSpec) and m.shares_selection)
-        )
+        renamed = prefix + layout.layer
+        names = {role: name and name.replace("model.layers.{i}.", renamed) for role, name in spec.names.items()}
+        mixer = next(mixer for mixer in reversed(spec.mixers) if _attends_alone(mixer))
         one = replace(
             spec, num_layers=1, mixers=(mixer,), mlps=spec.mlps[-1:], windows=spec.windows[-1:],
             rotary=spec.rotary[-1:], names=names,
@@ -90,6 +91,13 @@ class PredictLayer(LayerStack):
         return self.target.logits(hidden)
 
 
+def _attends_alone(mixer: MixerSpec | None) -> bool:
+    """Whether it is attention that needs no selection of the layer before."""
+    if isinstance(mixer, LatentAttentionSpec):
+        return not mixer.shares_selection
+    return isinstance(mixer, AttentionSpec)
+
+
 def deepseek_mtp(
     builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
 ) -> PredictLayer:
@@ -104,4 +112,12 @@ def mimo_mtp(
     layout = Layout(
         "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True
     )
+    return PredictLayer(builder, target, has, max_model_len, layout)
+
+
+def qwen_mtp(
+    builder: Builder, config: HfConfig, target: Decoder, has: Callable[[str], bool], max_model_len: int
+) -> PredictLayer:
+    """The HeadMaker of Qwen3-Next and Qwen3.5. Their layer has attention, while most of the model's have states."""
+    layout = Layout("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.")
     return PredictLayer(builder, target, has, max_model_len, layout)

@@ -5,7 +5,7 @@ from quire.models.heads.eagle3 import eagle3
 from quire.models.heads.head import HeadMaker
 from quire.models.heads.medusa import medusa
 from quire.models.heads.mlp_speculator import mlp_speculator
-from quire.models.heads.mtp import deepseek_mtp, mimo_mtp
+from quire.models.heads.mtp import deepseek_mtp, mimo_mtp, qwen_mtp
 
 HEADS: dict[str, HeadMaker] = {"eagle": eagle, "eagle3": eagle3, "medusa": medusa, "mlp_speculator": mlp_speculator}
 MTP_HEADS: dict[str, HeadMaker] = {
@@ -14,4 +14,7 @@ MTP_HEADS: dict[str, HeadMaker] = {
     "Glm4MoeForCausalLM": deepseek_mtp,
     "GlmMoeDsaForCausalLM": deepseek_mtp,
     "MiMoForCausalLM": mimo_mtp,
+    "Qwen3NextForCausalLM": qwen_mtp,
+    "Qwen3_5ForCausalLM": qwen_mtp,
+    "Qwen3_5MoeForCausalLM": qwen_mtp,
 }

@@ -110,19 +110,24 @@ void time_steps(const T* x, int64_t stride, int64_t rows, int64_t n, const float
   });
 }
 
+// How a state changes: as in the scan without and with delta, or as in the selective scan, where each element decays by
+// a rate of its own and each column has a scale of its own, the time step.
+enum Rule { PLAIN, DELTA, SELECTIVE };
+
 struct Sizes {
-  int64_t heads, key_heads, key_dim, value_dim, decays;
-  int64_t token() const { return key_heads * key_dim + heads * (value_dim + decays + 1); }
+  int64_t heads, key_heads, key_dim, value_dim, decays, scales;
+  int64_t token() const { return key_heads * key_dim + heads * (value_dim + decays + scales); }
 };
 
-// N vectors of the columns of a head's state; its rows are TILE apart. q, out: null for a token without a result.
-template <bool DELTA, int N>
+// N vectors of the columns of a head's state; its rows are TILE apart. decay: in a selective scan, the rates, with rows
+// that are TILE apart, too. q, out: null for a token without a result.
+template <Rule RULE, int N>
 void advance(float* state, int64_t key_dim, const float* k, const float* v, const float* decay, int64_t decay_stride,
-             float scale, const float* q, float* out) {
-  f32x16 change[N], found[N] = {};
+             const float* scale, const float* q, float* out) {
+  f32x16 change[N], by[N], found[N] = {};
 #pragma GCC unroll 4
   for (int j = 0; j < N; j++) change[j] = load(v + j * LANES);
-  if (DELTA) {
+  if (RULE == DELTA) {
     f32x16 known[N] = {};
     for (int64_t i = 0; i < key_dim; i++) {
       const f32x16 factor = splat(decay[i * decay_stride]), key = splat(k[i]);
@@ -137,13 +142,18 @@ void advance(float* state, int64_t key_dim, const float* k, const float* v, cons
     for (int j = 0; j < N; j++) change[j] -= known[j];
   }
 #pragma GCC unroll 4
-  for (int j = 0; j < N; j++) change[j] *= scale;
+  for (int j = 0; j < N; j++) {
+    by[j] = RULE == SELECTIVE ? load(scale + j * LANES) : splat(*scale);
+    change[j] *= by[j];
+    by[j] *= -LOG2_E;
+  }
   for (int64_t i = 0; i < key_dim; i++) {
     const f32x16 factor = splat(decay[i * decay_stride]), key = splat(k[i]), query = splat(q ? q[i] : 0.0f);
 #pragma GCC unroll 4
     for (int j = 0; j < N; j++) {
       f32x16 s = load(state + i * TILE + j * LANES);
-      if (!DELTA) s *= factor;
+      if (RULE == PLAIN) s *= factor;
+      if (RULE == SELECTIVE) s *= exp2(load(decay + i * TILE + j * LANES) * by[j]);
       s = fma(change[j], key, s);
       store(state + i * TILE + j * LANES, s);
       found[j] = fma(s, query, found[j]);
@@ -153,7 +163,8 @@ void advance(float* state, int64_t key_dim, const float* k, const float* v, cons
   for (int j = 0; out && j < N; j++) store(out + j * LANES, found[j]);
 }
 
-template <class T, class S, bool DELTA>
+// decay: in a selective scan, the rates [key_dim, value_dim].
+template <class T, class S, Rule RULE>
 void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_t q_head, const T* k, int64_t k_stride,
           int64_t k_head, const T* v, int64_t v_stride, const float* decay, const S* scale, int64_t scale_stride,
           const float* skip, float* pages, int64_t page, float* behind, int32_t* number, T* out) {
@@ -167,14 +178,21 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
     const int64_t columns = std::min<int64_t>(TILE, z.value_dim - from);
     const int64_t in_page = head * z.key_dim * z.value_dim + from;
     thread_local std::vector<float> memory;
-    memory.assign((z.key_dim + 2) * TILE + 2 * (z.key_dim + LANES), 0.0f);
-    float *state = memory.data(), *value = state + z.key_dim * TILE, *found = value + TILE;
-    float *key = found + TILE, *query = key + z.key_dim + LANES;
+    const int64_t rate_rows = RULE == SELECTIVE ? z.key_dim : 0;
+    memory.assign((z.key_dim + rate_rows + 3) * TILE + 2 * (z.key_dim + LANES), 0.0f);
+    float *state = memory.data(), *value = state + z.key_dim * TILE, *found = value + TILE, *factor = found + TILE;
+    float *rates = factor + TILE, *key = rates + rate_rows * TILE, *query = key + z.key_dim + LANES;
+    // The scales of the task: one of the head, or those of its columns.
+    const int64_t scale_at = head * z.scales + (RULE == SELECTIVE ? from : 0), scales = RULE == SELECTIVE ? columns : 1;
+    for (int64_t i = 0; i < rate_rows; i++)
+      memcpy(rates + i * TILE, decay + i * z.value_dim + from, columns * sizeof(float));
     int64_t at = span.start;
-    auto take = [&](const float* k, const float* decay, float factor, const float* q, float* result) {
+    auto take = [&](const float* k, const float* decay, const float* q, float* result) {
       in_pieces<TILE / LANES>(int((columns + LANES - 1) / LANES), [&](auto vectors, int first) {
-        advance<DELTA, vectors.value>(state + first * LANES, z.key_dim, k, value + first * LANES, decay, z.decays > 1,
-                                      factor, q, result ? result + first * LANES : nullptr);
+        const int64_t c = first * LANES;
+        const bool by_column = RULE == SELECTIVE;
+        advance<RULE, vectors.value>(state + c, z.key_dim, k, value + c, by_column ? rates + c : decay, z.decays > 1,
+                                     by_column ? factor + c : factor, q, result ? result + c : nullptr);
       });
     };
     auto store_pages = [&] {  // of the state behind the token `at`
@@ -191,7 +209,8 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       for (at = number[source * page]; at < span.start; at++) {  // what was computed before, but was not certain then
         const float* row = behind + source * page + at % step.drafts * token;
         memcpy(value, row + at_v + head * z.value_dim + from, columns * sizeof(float));
-        take(row + head / ratio * z.key_dim, row + at_decay + head * z.decays, row[at_scale + head], nullptr, nullptr);
+        memcpy(factor, row + at_scale + scale_at, scales * sizeof(float));
+        take(row + head / ratio * z.key_dim, row + at_decay + head * z.decays, nullptr, nullptr);
       }
     }
     for (; at < span.end;) {
@@ -202,11 +221,14 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       });
       const T* given = v + index * v_stride + head * z.value_dim + from;
       for_lanes(columns, [&](int64_t c, int n) { store(value + c, load_up_to(given + c, n)); });  // and zeros behind
-      const float factor = load_part(scale + index * scale_stride + head, 1)[0];
-      take(key, decay + (index * z.heads + head) * z.decays, factor, query, found);
+      for_lanes(scales, [&](int64_t c, int n) {
+        store(factor + c, load_up_to(scale + index * scale_stride + scale_at + c, n));
+      });
+      take(key, decay + (index * z.heads + head) * z.decays, query, found);
       for_lanes(columns, [&](int64_t c, int n) {
         f32x16 result = load(found + c);
-        if (skip) result = fma(load(value + c), splat(skip[head]), result);
+        if (RULE == SELECTIVE) result = fma(load(value + c), load_up_to(skip + from + c, n), result);
+        else if (skip) result = fma(load(value + c), splat(skip[head]), result);
         store_up_to(out + (index * z.heads + head) * z.value_dim + from + c, result, n);
       });
       at++;
@@ -230,7 +252,9 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
           store_up_to(row + at_v + i, load_up_to(v + index * v_stride + i, n), n);
         });
         memcpy(row + at_decay, decay + index * z.heads * z.decays, z.heads * z.decays * sizeof(float));
-        for (int64_t h = 0; h < z.heads; h++) row[at_scale + h] = load_part(scale + index * scale_stride + h, 1)[0];
+        for_lanes(z.heads * z.scales, [&](int64_t i, int n) {
+          store_up_to(row + at_scale + i, load_up_to(scale + index * scale_stride + i, n), n);
+        });
       }
     });
   }
@@ -295,20 +319,33 @@ extern "C" void quire_scan(const Step* step, int is_bf16, int wide_scale, int de
                            int64_t q_head, const void* k, int64_t k_stride, int64_t k_head, const void* v,
                            int64_t v_stride, const float* decay, const void* scale, int64_t scale_stride,
                            const float* skip, float* pages, int64_t page, float* behind, int32_t* number, void* out) {
-  const Sizes sizes{heads, key_heads, key_dim, value_dim, decays};
+  const Sizes sizes{heads, key_heads, key_dim, value_dim, decays, 1};
   with_type(is_bf16, [&](auto type) {
     using T = decltype(type);
     with_type(is_bf16 && !wide_scale, [&](auto of_scale) {
       using S = decltype(of_scale);
-      auto run = [&](auto with_delta) {
-        scan<T, S, with_delta.value>(*step, sizes, static_cast<const T*>(q), q_stride, q_head,
-                                     static_cast<const T*>(k), k_stride, k_head, static_cast<const T*>(v), v_stride,
-                                     decay, static_cast<const S*>(scale), scale_stride, skip, pages, page, behind,
-                                     number, static_cast<T*>(out));
+      auto run = [&](auto rule) {
+        scan<T, S, rule.value>(*step, sizes, static_cast<const T*>(q), q_stride, q_head, static_cast<const T*>(k),
+                               k_stride, k_head, static_cast<const T*>(v), v_stride, decay,
+                               static_cast<const S*>(scale), scale_stride, skip, pages, page, behind, number,
+                               static_cast<T*>(out));
       };
-      if (delta) run(std::true_type{});
-      else run(std::false_type{});
+      if (delta) run(std::integral_constant<Rule, DELTA>{});
+      else run(std::integral_constant<Rule, PLAIN>{});
     });
+  });
+}
+
+extern "C" void quire_selective_scan(const Step* step, int is_bf16, int64_t key_dim, int64_t channels, const void* q,
+                                     int64_t q_stride, const void* k, int64_t k_stride, const void* v,
+                                     int64_t v_stride, const float* steps, const float* rate, const float* skip,
+                                     float* pages, int64_t page, float* behind, int32_t* number, void* out) {
+  const Sizes sizes{1, 1, key_dim, channels, 0, channels};
+  with_type(is_bf16, [&](auto type) {
+    using T = decltype(type);
+    scan<T, float, SELECTIVE>(*step, sizes, static_cast<const T*>(q), q_stride, 0, static_cast<const T*>(k), k_stride,
+                              0, static_cast<const T*>(v), v_stride, rate, steps, channels, skip, pages, page, behind,
+                              number, static_cast<T*>(out));
   });
 }
 
@@ -325,4 +362,5 @@ extern "C" void quire_gated_norm(int is_bf16, const void* x, int64_t x_stride, c
 RECORDABLE(quire_causal_conv)
 RECORDABLE(quire_time_steps)
 RECORDABLE(quire_scan)
+RECORDABLE(quire_selective_scan)
 RECORDABLE(quire_gated_norm)

@@ -50,6 +50,19 @@ def scan(
     return out
 
 
+@reference.selective_scan.implementation("cpu", supports=on_cpu)
+def selective_scan(
+    q: Tensor, k: Tensor, v: Tensor, steps: Tensor, rate: Tensor, skip: Tensor, pages: Pages, plan: StatePlan
+) -> Tensor:
+    out = v.new_empty(v.shape)
+    kernel("quire_selective_scan", "pillplplplpppplppp")(
+        ctypes.addressof(plan.step), v.dtype is torch.bfloat16, *rate.shape, q.data_ptr(), q.stride(0), k.data_ptr(),
+        k.stride(0), v.data_ptr(), v.stride(0), steps.data_ptr(), rate.data_ptr(), skip.data_ptr(),
+        pages.state.data_ptr(), pages.state.stride(0), pages.behind.data_ptr(), pages.number.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
 @reference.gated_norm.implementation("cpu", supports=on_cpu)
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, size: int, gate_first: bool, activation: str

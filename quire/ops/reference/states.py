@@ -8,7 +8,7 @@ text is cut up.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -162,7 +162,56 @@ def scan(
         k.shape[1:],
     )
     sizes = [key_heads * key_dim, heads * v.shape[2], decay.shape[1], heads]
-    numbers = torch.cat([k.flatten(1).float(), v.flatten(1).float(), decay, scale.float()], 1)
+
+    def advance(state: Tensor, token: Tensor) -> Tensor:
+        key, value, rates, scales = torch.split(token, sizes)
+        key = key.view(key_heads, key_dim, 1).repeat_interleave(heads // key_heads, 0)
+        value = value.view(heads, 1, -1)
+        state = rates.view(heads, -1, 1) * state
+        change = value - (key * state).sum(1, keepdim=True) if delta else value
+        return state + key * (scales.view(heads, 1, 1) * change)
+
+    def read(state: Tensor, place: int) -> None:
+        query = q[place].float().repeat_interleave(heads // key_heads, 0)
+        found = (query[..., None] * state).sum(1)
+        out[place] = (found if skip is None else found + skip[:, None] * v[place].float()).to(v.dtype)
+
+    _run(torch.cat([k.flatten(1).float(), v.flatten(1).float(), decay, scale.float()], 1), advance, read, pages, plan)
+    return out
+
+
+@declare
+def selective_scan(
+    q: Tensor, k: Tensor, v: Tensor, steps: Tensor, rate: Tensor, skip: Tensor, pages: Pages, plan: StatePlan
+) -> Tensor:
+    """The scan of the first Mamba (arXiv:2312.00752), where each element of a state decays for itself. Its state S is
+    one matrix with a column for each channel. From token to token, in float32:
+
+        S = exp(-rate * steps) * S + k (steps * v);  out = S^T q + skip * v
+
+    with q = C and k = B. q, k: [tokens, key_dim]; v: [tokens, channels]; steps: [tokens, channels], rate: [key_dim,
+    channels], skip: [channels], float32 -> [tokens, channels] of v's type.
+    """
+    out, sizes = torch.empty_like(v, memory_format=torch.contiguous_format), [*k.shape[1:], *v.shape[1:], len(skip)]
+
+    def advance(state: Tensor, token: Tensor) -> Tensor:
+        key, value, lengths = torch.split(token, sizes)
+        return torch.exp(-rate * lengths) * state + key[:, None] * (lengths * value)
+
+    def read(state: Tensor, place: int) -> None:
+        found = (q[place].float()[:, None] * state[0]).sum(0)
+        out[place] = (found + skip * v[place].float()).to(v.dtype)
+
+    _run(torch.cat([k.float(), v.float(), steps], 1), advance, read, pages, plan)
+    return out
+
+
+def _run(
+    numbers: Tensor, advance: Callable[[Tensor, Tensor], Tensor], read: Callable[[Tensor, int], None], pages: Pages,
+    plan: StatePlan,
+) -> None:  # fmt: skip
+    """Take the states through the tokens of a step. numbers: [tokens, numbers of a token], as in Pages.behind.
+    advance: from a state and a token's numbers to the next state. read: makes the result of a token of the batch."""
     for span in plan.spans():
         state, number, given = torch.zeros_like(pages.state[0]), span.start, [*numbers[span.tokens]]
         if span.start:
@@ -171,17 +220,9 @@ def scan(
             given = [row.clone() for row in again] + given
         first = number
         for token in given:
-            key, value, rates, scales = token.split(sizes)
-            key = key.view(key_heads, key_dim, 1).repeat_interleave(heads // key_heads, 0)
-            value = value.view(heads, 1, -1)
-            state = rates.view(heads, -1, 1) * state
-            change = value - (key * state).sum(1, keepdim=True) if delta else value
-            state = state + key * (scales.view(heads, 1, 1) * change)
+            state = advance(state, token)
             if number >= span.start:
-                place = span.tokens.start + number - span.start
-                query = q[place].float().repeat_interleave(heads // key_heads, 0)
-                found = (query[..., None] * state).sum(1)
-                out[place] = (found if skip is None else found + skip[:, None] * value[:, 0]).to(v.dtype)
+                read(state, span.tokens.start + number - span.start)
             number += 1
             for block, reached in span.pages:
                 if reached == number:
@@ -189,7 +230,6 @@ def scan(
         for block, reached in span.pages:
             for position in range(reached, min(reached + plan.drafts, number)):
                 pages.behind[block, position % plan.drafts] = given[position - first]
-    return out
 
 
 @declare

@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.layers.build import Builder
 from quire.layers.linear import DenseWeight
 from quire.loading.weights import WeightError, load_weights, open_checkpoint
-from quire.models.heads.mtp import deepseek_mtp, mimo_mtp
+from quire.models.heads.mtp import deepseek_mtp, mimo_mtp, qwen_mtp
 from quire.models.load import load_model
 from quire.ops import OPS
 from quire.ops.cpu.build import library
@@ -31,6 +31,13 @@ EXPERTS = {
     "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
 }  # fmt: skip
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+HYBRID = {
+    "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "layer_types": ["full_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+SHARED = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**EXPERTS, **LATENT, "num_key_value_heads": 4},
     "deepseek_v32": {
@@ -43,7 +50,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {**EXPERTS, "head_dim": 24, "attention_bias": True, "use_qk_norm": True},
     "mimo": {"head_dim": 24},
+    "qwen3_next": {**HYBRID, **SHARED},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **SHARED},
 }
+QWEN = [f"mtp.{name}" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")]
 DEEPSEEK = ["enorm", "hnorm", "eh_proj", "shared_head.norm"]
 NAMES = {
     "deepseek_v3": [f"model.layers.{LAYERS}.{name}" for name in DEEPSEEK],
@@ -53,8 +64,11 @@ NAMES = {
         f"model.mtp_layers.0.{name}"
         for name in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
     ],
+    "qwen3_next": QWEN,
+    "qwen3_5_text": QWEN,
+    "qwen3_5_moe_text": QWEN,
 }
-MAKERS = {"deepseek_v3": deepseek_mtp, "deepseek_v32": deepseek_mtp, "glm4_moe": deepseek_mtp, "mimo": mimo_mtp}
+MAKERS = {"mimo": mimo_mtp, "qwen3_next": qwen_mtp, "qwen3_5_text": qwen_mtp, "qwen3_5_moe_text": qwen_mtp}
 
 
 class Published:
@@ -67,8 +81,10 @@ class Published:
         self.network.set_attn_implementation("eager")
         if hasattr(self.network, "set_experts_implementation"):
             self.network.set_experts_implementation("eager")
-        adds = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 2}
+        adds: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 2}
         without = ["layer_types"] if kind == "mimo" else []
+        if "layer_types" in config:
+            adds["layer_types"] = config["layer_types"][:LAYERS]
         write_checkpoint(directory, kind, config, network=self.network, adds=adds, without=without)
         sizes = [(HIDDEN,), (HIDDEN,), (HIDDEN, 2 * HIDDEN), (HIDDEN,)]
         scales = [1, 1, HIDDEN**-0.5, 1]
@@ -82,6 +98,8 @@ class Published:
         if self.kind == "mimo":
             tensors = {name.replace(prefix, "model.mtp_layers.0."): tensor for name, tensor in tensors.items()}
             return tensors | self.own | {"model.mtp_layers.1.input_proj.weight": torch.zeros(1)}
+        if self.kind.startswith("qwen"):
+            return {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in tensors.items()} | self.own
         copies = {f"{prefix}{name}.weight": torch.zeros(1) for name in ("embed_tokens", "shared_head.head")}
         return tensors | self.own | copies | {f"model.layers.{LAYERS + 1}.eh_proj.weight": torch.zeros(1)}
 
@@ -94,7 +112,7 @@ class Published:
         target: Any = load_model(self.directory, config, 64, cpu, Mesh(tp=group), show_progress=False)
         checkpoint = open_checkpoint(self.directory)
         builder = Builder(target.kernels, group, lambda name: DenseWeight)
-        head = MAKERS[self.kind](builder, {}, target, has or checkpoint.has, 64)
+        head = MAKERS.get(self.kind, deepseek_mtp)(builder, {}, target, has or checkpoint.has, 64)
         load_weights(checkpoint, builder, head.ignored, show_progress=False)
         return head
 
@@ -102,6 +120,8 @@ class Published:
     def states(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """The formulas, for a whole text at once. ids: [tokens], hidden: [tokens, hidden] -> [tokens, hidden]"""
         embedding_norm, hidden_norm, projection, final_norm = self.own.values()
+        if self.kind.startswith("qwen"):
+            embedding_norm, hidden_norm, final_norm = 1 + embedding_norm, 1 + hidden_norm, 1 + final_norm
         model, positions = self.network.model, torch.arange(len(ids))[None]
         parts = [rms_norm(model.embed_tokens(ids), embedding_norm), rms_norm(hidden, hidden_norm)]
         x = torch.cat(parts[::-1] if self.kind == "mimo" else parts, dim=-1)[None] @ projection.T

@@ -21,7 +21,21 @@ _KIMI = {
     "num_experts_per_token": 3, "moe_intermediate_size": 24, "num_shared_experts": 1, "q_lora_rank": None,
 }  # fmt: skip
 
+_JAMBA = {
+    "mamba_d_state": 24, "mamba_dt_rank": 12, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
+    "num_experts_per_tok": 2, "intermediate_size": 40,
+}  # fmt: skip
+
 STATES: dict[str, Variant] = {
+    "mamba": ("mamba", {"state_size": 24, "time_step_rank": 12}, {}),
+    "falcon_mamba": ("falcon_mamba", {"time_step_rank": 12, "tie_word_embeddings": False}, {}),
+    "jamba": ("jamba", _JAMBA, {}),
+    "jamba-biases": (
+        "jamba",
+        {**_JAMBA, "mamba_d_conv": 3, "mamba_dt_rank": "auto", "mamba_conv_bias": False, "mamba_proj_bias": True,
+         "expert_layer_offset": 0, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        {},
+    ),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "chunk_size": 16}, {}),
     "mamba2-one-group-biases": (
         "mamba2",
@@ -70,8 +84,12 @@ STATES: dict[str, Variant] = {
          "mamba_norm_before_gate": True},
         {},
     ),
-    "qwen3_next": ("qwen3_next", {**_DELTA, **_EXPERTS}, {}),
-    "qwen3_5_text": ("qwen3_5_text", {**_DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True}, {}),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1}),
+    "qwen3_next": ("qwen3_next", {**_DELTA, **_EXPERTS}, {"hub_layout": True}),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {**_DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True},
+        {"hub_layout": True},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_EXPERTS}, {"seed": 1, "hub_layout": True}),
     "kimi_linear": ("kimi_linear", _KIMI, {"hub_layout": True}),
 }  # fmt: skip
