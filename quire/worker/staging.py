@@ -11,6 +11,7 @@ from quire.layers.step_inputs import (
     AdaptedInputs,
     AdaptedSectionedInputs,
     Array,
+    CrossedInputs,
     SectionedInputs,
     StepInputs,
     StepSize,
@@ -43,6 +44,8 @@ class Staging:
             self.inputs_class = AdaptedSectionedInputs if batch.has_sections else AdaptedInputs
         elif batch.has_sections:
             self.inputs_class = SectionedInputs
+        elif batch.cross_groups:
+            self.inputs_class = CrossedInputs
         self.count_kept: Callable[..., Tensor] = kernels.count_kept
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)
