@@ -127,4 +127,4 @@ def _parts(name: str, prompt: Any) -> tuple[str | None, list[int] | None]:
 def _refuse_others(prompt: Mapping[str, Any], known: set[str]) -> None:
     unknown = sorted(prompt.keys() - known)
     if unknown:
-        raise MediaError(f"prompt field {unknown[0]!r} cannot be used with the encoder of this model, which reads texts")
+        raise MediaError(f"prompt field {unknown[0]!r} cannot be used with this model, whose encoder reads texts")

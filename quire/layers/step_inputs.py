@@ -77,8 +77,8 @@ def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str =
 class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
-    longest_prompt, shares, by_head, crossed: see StepLayout. host_positions: the positions that the host knows, see FlatBatch.
-    media: of a step with pictures.
+    longest_prompt, shares, by_head, crossed: see StepLayout. host_positions: the positions that the host knows, see
+    FlatBatch. media: of a step with pictures.
     """
 
     size: StepSize
