@@ -35,7 +35,7 @@ class Staging:
     their inputs, so that CUDA graphs can read it. That is safe since a step's kernels run before those of the next.
     """
 
-    inputs_class = StepInputs
+    inputs_class: type[StepInputs] = StepInputs
 
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
         """most_tokens: the largest number of tokens in a step."""
