@@ -122,7 +122,7 @@ def make(folder) -> Callable[..., LLM]:
     return make
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(make, expected, kind, way):
@@ -242,9 +242,8 @@ def test_models_without_an_encoder_refuse_its_prompts(checkpoints):
 
 
 def test_options_and_configs_that_do_not_fit_are_refused(folder):
-    for option in ({"pipeline_parallel_size": 2}, {"enable_lora": True}, {"decode_context_parallel_size": 2}):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            LLM(str(written(folder, "bart")), dtype="float32", **option)
+    with pytest.raises(ConfigError, match="enable_lora"):  # test_whisper.py has the others
+        LLM(str(written(folder, "bart")), dtype="float32", enable_lora=True)
     with pytest.raises(ValueError, match="tie_word_embeddings=False is not supported"):
         LLM(str(written(folder, "bart")), dtype="float32", hf_overrides={"tie_word_embeddings": False})
 
