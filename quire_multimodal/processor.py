@@ -18,7 +18,9 @@ from quire.options.multimodal import MultiModalConfig
 from quire.text.tokenizer import Tokenizer
 from quire_multimodal.content import MediaPart, Sources, split_content
 from quire_multimodal.embeds import CHUNK, buffer_of, decode_embeddings
+from quire_multimodal.encoder_prompts import EncoderPrompts
 from quire_multimodal.families.base import Family, Frames, Kind, Placed, Prepared
+from quire_multimodal.families.text import Texts
 from quire_multimodal.families.whisper import Sounds
 from quire_multimodal.pictures import MOST_FRAMES, MediaError, picture
 from quire_multimodal.preprocessing import read_settings
@@ -51,8 +53,12 @@ class MediaProcessor:
         self._family = None if spec is None else self._load({})
         self.load = Sources(options, 0 if self._family is None else self._family.sample_rate).load
         self.speech: Speech | None = None  # of a model that makes transcripts
+        self.texts: EncoderPrompts | None = None  # of a model with an encoder of texts
         if isinstance(self._family, Sounds):
             self.speech = self._family.speech(tokenizer, load_generation_config(directory))
+        elif isinstance(self._family, Texts) and spec is not None and (encoder := spec.encoder) is not None:
+            beginning = self._family.beginning(load_generation_config(directory))
+            self.texts = EncoderPrompts(tokenizer, limits, beginning, encoder.vocab_size, encoder.max_positions)
 
     def _load(self, settings: Mapping[str, Any]) -> Family:
         assert self._spec is not None
@@ -61,7 +67,7 @@ class MediaProcessor:
         def token(token_id: int) -> str:
             return self.tokenizer.id_to_token(token_id) or ""
 
-        make = getattr(module, "Pictures", None) or module.Sounds
+        make = next(getattr(module, name) for name in ("Pictures", "Sounds", "Texts") if hasattr(module, name))
         family: Family = make(self._spec.config, {**self._settings, **settings}, token)
         return family
 

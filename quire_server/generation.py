@@ -398,7 +398,8 @@ class Meter:
 
     def add(self, output: RequestOutput) -> None:
         """Count an output, or the new part of one."""
-        self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
+        tokens = len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ())
+        self._prompts[output.request_id] = tokens, output.num_cached_tokens
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         if self._with_drafts:
             for completion in output.outputs:

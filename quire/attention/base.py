@@ -84,6 +84,7 @@ class StepLayout:
     tokens_per_request: int = 0  # of every request that has tokens; 0 if the numbers differ
     shares: Sequence[int] = ()  # of prefill context parallelism: how many of the tokens each rank computes
     by_head: "HeadLayout | None" = None  # of steps that have to do with compressed prompts
+    crossed: Tensor | None = None  # [requests], int32: the tokens of an encoder, of a model that has one
 
 
 @dataclass

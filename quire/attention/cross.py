@@ -16,24 +16,25 @@ from quire.attention.base import AttentionBackend, StepLayout
 from quire.ops.memory import upload
 
 
-def across(backend: AttentionBackend, length: int) -> AttentionBackend:
-    """A copy of the backend whose queries see the `length` tokens of an encoder."""
+def across(backend: AttentionBackend) -> AttentionBackend:
+    """A copy of the backend whose queries see the tokens of an encoder."""
     crossing = copy.copy(backend)
 
     def plan(layout: StepLayout, previous: Any = None) -> Any:
-        return backend.plan(cross_layout(layout, length), previous)
+        return backend.plan(cross_layout(layout), previous)
 
     crossing.plan = plan  # type: ignore[method-assign]
     return crossing
 
 
-def cross_layout(layout: StepLayout, length: int) -> StepLayout:
+def cross_layout(layout: StepLayout) -> StepLayout:
     """The layout in which each token of a step is a request. Nothing is stored."""
+    assert layout.crossed is not None, "the model has no encoder"
     starts, slots = layout.query_start_loc, layout.slot_mapping
     tokens = torch.arange(len(slots) + 1, dtype=torch.int32, device=slots.device)
     requests = torch.searchsorted(starts[1:].contiguous(), tokens[:-1], right=True).clamp(max=len(starts) - 2)
     return replace(
-        layout, query_start_loc=tokens, seq_lens=torch.full_like(tokens[:-1], length),
+        layout, query_start_loc=tokens, seq_lens=layout.crossed.index_select(0, requests),
         slot_mapping=torch.full_like(slots, -1), block_table=layout.block_table.index_select(0, requests),
         longest_prompt=0, tokens_per_request=1,
     )  # fmt: skip

@@ -102,7 +102,8 @@ def _encoders(config: EngineConfig, spec: DecoderSpec, limits: SchedulerLimits) 
     ):  # fmt: skip
         if given:
             raise ConfigError(
-                f"{name} cannot be used with pictures, sounds or embeddings as inputs here, since {reason}"
+                f"{name} cannot be used with pictures, sounds, texts of an encoder or embeddings as inputs here, since "
+                f"{reason}"
             )
     return EncoderCache(config.multimodal.limits(limits.max_num_batched_tokens, limits.longest_chunk))
 

@@ -116,7 +116,7 @@ class LLM:
         """Complete all prompts together. The outputs have the order of the prompts.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids" (and "cache_salt", and
-        "multi_modal_data": {"image": [...]}), or with "prompt_embeds".
+        "multi_modal_data": {"image": [...]}), or with "prompt_embeds", or with "encoder_prompt" and "decoder_prompt".
         sampling_params: one for all prompts, or one for each; None takes the model's defaults. lora_request: the
         adapter of all prompts, or one (or None) for each, with enable_lora=True. priority: one for each prompt, the
         lowest first, with scheduling_policy="priority". tokenization_kwargs: truncate_prompt_tokens,
@@ -230,7 +230,7 @@ class LLM:
                              f"max_logprobs is {self.processor.max_logprobs}")  # fmt: skip
         requests = self._process(_as_list(prompts), SamplingParams(max_tokens=1), None)
         if any(request.core_requests[0].media for request in requests):
-            raise ValueError("beam_search takes no multi_modal_data and no prompt_embeds")
+            raise ValueError("beam_search takes no multi_modal_data, no prompt_embeds and no text of an encoder")
         starts = [(r.prompt_token_ids, r.core_requests[0].cache_salt) for r in requests]
         generate = partial(self.generate, use_tqdm=False)
         outputs = beam_search(starts, params, generate, self.max_model_len, frozenset(self.processor.eos_token_ids))

@@ -39,6 +39,8 @@ class OutputProcessor:
     def add(self, request: ProcessedRequest) -> RequestOutput:
         output = RequestOutput(request.request_id, request.prompt, request.prompt_token_ids)
         output.kv_transfer_params = request.kv_transfer_params
+        output.encoder_prompt = request.encoder_prompt
+        output.encoder_prompt_token_ids = request.encoder_prompt_token_ids
         queued_at = request.core_requests[0].arrival_time
         output.metrics = RequestStateStats(arrival_time=time.time(), queued_ts=queued_at)
         params = request.params
@@ -212,4 +214,5 @@ class DeltaReader:
         return RequestOutput(
             output.request_id, output.prompt, output.prompt_token_ids, news, output.finished,
             output.num_cached_tokens, prompt_logprobs, output.metrics, output.kv_transfer_params,
+            output.encoder_prompt, output.encoder_prompt_token_ids,
         )  # fmt: skip

@@ -37,10 +37,13 @@ class PromptFields(TypedDict, total=False):
     multi_modal_uuids: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
     prompt_embeds: Any  # instead of tokens: a tensor or an array [tokens, hidden]
+    encoder_prompt: Any  # of a model with an encoder of texts: a string, or a dict with prompt or prompt_token_ids
+    decoder_prompt: Any  # the same; None is the model's own
 
 
 Prompt = str | list[int] | PromptFields
-MEDIA_FIELDS = frozenset(("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"))
+ENCODER_FIELDS = frozenset(("encoder_prompt", "decoder_prompt"))
+MEDIA_FIELDS = ENCODER_FIELDS | {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"}
 PROMPT_END = 32  # tokens of a prompt that tell whether the answer begins with thinking
 CUT_MARGIN = 4096  # tokens between the place where a long text is cut and the tokens that truncation keeps
 
@@ -51,7 +54,10 @@ class PromptTooLongError(ValueError):
 
 @dataclass(frozen=True)
 class ProcessedRequest:
-    """A validated, tokenized prompt, with one core request for each of its n completions."""
+    """A validated, tokenized prompt, with one core request for each of its n completions.
+
+    encoder_prompt, encoder_prompt_token_ids: of a model with an encoder of texts, None for other models.
+    """
 
     request_id: str
     prompt: str | None
@@ -59,6 +65,8 @@ class ProcessedRequest:
     params: SamplingParams
     core_requests: list[EngineCoreRequest]
     kv_transfer_params: dict[str, Any] | None = None  # what the answer says of the prompt
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
 
 def end_of_sequence(tokenizer: Tokenizer, generation_config: dict[str, Any]) -> list[int]:
@@ -96,7 +104,7 @@ class Processor:
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.plugins, self.in_process = plugins, in_process
         self.scheduling_policy, self.reasoning, self.compresses = scheduling_policy, reasoning, compresses
-        self.transfer, self.media = transfer, media
+        self.transfer, self.media, self._texts = transfer, media, None if media is None else media.texts
         self.generation_config = generation_config
         self.generates = True  # whether the model does
         self._seeds = random.Random(seed)
@@ -130,8 +138,11 @@ class Processor:
         self._check_params(params)
         self.check_length(prompt, params)
         keep, from_left = self._kept_tokens(params), params.truncation_side != "right"
-        media, rotary = list[MediaItem](), b""
-        if isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
+        media, rotary, encoded = list[MediaItem](), b"", None
+        if self._texts is not None:
+            encoded = self._texts.expand(prompt, add_special_tokens, params)
+            prompt, media = encoded.decoder_prompt, encoded.media
+        elif isinstance(prompt, dict) and not MEDIA_FIELDS.isdisjoint(prompt):
             prompt, media, rotary = self._with_media(prompt, add_special_tokens, keep)
         if self.media is not None and self.media.needs_media and not media:
             raise ValueError("multi_modal_data: this model needs a sound in each prompt")
@@ -166,7 +177,10 @@ class Processor:
             )
             for index in range(params.n)
         ]
-        return ProcessedRequest(request_id, text, token_ids, params, core_requests, offer(transfer, self.transfer))
+        return ProcessedRequest(
+            request_id, text, token_ids, params, core_requests, offer(transfer, self.transfer),
+            None if encoded is None else encoded.text, None if encoded is None else encoded.token_ids,
+        )  # fmt: skip
 
     def check_priority(self, priority: int) -> None:
         """Raises ValueError for a priority that is wrong or not in use."""
@@ -189,9 +203,9 @@ class Processor:
     def check_length(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Raises PromptTooLongError if the prompt is certainly too long, which is found without tokenizing it.
 
-        params: with truncate_prompt_tokens, no prompt is too long.
+        params: with truncate_prompt_tokens, no prompt is too long. Nor is one for an encoder, which checks it itself.
         """
-        if params is not None and params.truncate_prompt_tokens is not None:
+        if (params is not None and params.truncate_prompt_tokens is not None) or self._texts is not None:
             return
         token_ids: object = prompt
         text: object = prompt
@@ -326,6 +340,8 @@ class Processor:
         self, prompt: PromptFields, add_special_tokens: bool, keep: int | None
     ) -> tuple[PromptFields, list[MediaItem], bytes]:
         """A prompt with tokens in place of its media, the media, and its rotary positions, if it has its own."""
+        if given := sorted(ENCODER_FIELDS.intersection(prompt)):
+            raise ValueError(f"{given[0]}: this model has no encoder of texts; give it prompt or prompt_token_ids")
         fields: dict[str, Any] = {name: prompt.get(name) for name in MEDIA_FIELDS}
         kept: Any = {name: value for name, value in prompt.items() if name not in MEDIA_FIELDS}
         if not fields["multi_modal_data"] and fields["prompt_embeds"] is None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from quire.kvcache.block_pool import Block, BlockPool, HashedTokens
 from quire.kvcache.hashing import extend_hashes, hash_root
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import CrossAttentionSpec, KVCacheSpec
 from quire.messages.engine import EngineCoreRequest
 from quire.messages.step import BlockTableEdits
 
@@ -59,6 +59,8 @@ class KVCacheManager:
         self._full_blocks = [spec.full_blocks for spec in specs]
         # The groups that give blocks back while a long request runs.
         self._freeing_groups = [group for group, spec in enumerate(specs) if spec.first_needed_token(1 << 30)]
+        self._cross_groups = [group for group, spec in enumerate(specs) if isinstance(spec, CrossAttentionSpec)]
+        self._most_crossed = sum(specs[group].max_blocks(0, 0, block_size) for group in self._cross_groups)
         self._filled: list[tuple[Block, int, Holder, int]] = []  # arguments of `remember`: see end_step
         self._remember = [self.pool.remember if spec.sharable_at_once else self._remember_later for spec in specs]
 
@@ -98,6 +100,8 @@ class KVCacheManager:
             for block in table:
                 if block is not self.pool.null_block:
                     self.pool.share(block)
+        for group in self._cross_groups:
+            tables[group] = [self.pool.take() for _ in range(self._cross_blocks(request))]
         request.block_tables = tables
         request.capacity = num_blocks * self.block_size
         request.num_hashed_blocks = num_blocks
@@ -107,7 +111,12 @@ class KVCacheManager:
     def has_room(self, request: KnownTokens, found: Iterable[Block]) -> bool:
         """Whether there are free blocks for all known tokens of the request. found: cached blocks of its prefix."""
         in_use = sum(block.ref_cnt > 0 for block in found)  # to share these takes no free block
-        return self.max_blocks(len(request.token_ids)) - in_use <= self.pool.num_free
+        crossed = len(self._cross_groups) * self._cross_blocks(request)
+        return self.max_blocks(len(request.token_ids)) - self._most_crossed + crossed - in_use <= self.pool.num_free
+
+    def _cross_blocks(self, request: KnownTokens) -> int:
+        """The blocks of a group of cross-attention for the tokens of the request's encoder."""
+        return -(-request.source.crossed // self.block_size)
 
     def find(
         self, request: KnownTokens, lookup_all: Callable[[int, Iterable[bytes]], list[Any]]

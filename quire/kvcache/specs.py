@@ -178,10 +178,11 @@ class StateSpec(KVCacheSpec, frozen=True, tag=True):
 
 
 class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
-    """Every query reads all tokens of an encoder, and none of the request's own (role "cross"). length: how many.
+    """Every query reads all tokens of an encoder, and none of the request's own (role "cross"). length: how many these
+    are at most.
 
-    A request gets all of the blocks for its first step, which fills them. The prefix cache does not know them, so each
-    request begins with computed = 0.
+    The manager gives a request all of the blocks that its own number needs when it enters, and its first step fills
+    them. The prefix cache does not know them, so each request begins with computed = 0.
     """
 
     length: int
@@ -197,6 +198,9 @@ class CrossAttentionSpec(KVCacheSpec, frozen=True, tag=True):
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         return self.table_length(num_tokens, block_size)
+
+    def new_blocks(self, table_length: int, num_tokens: int, block_size: int) -> range:
+        return range(table_length, table_length)
 
     def full_blocks(self, first: int, num_tokens: int, block_size: int) -> range:
         return range(0)

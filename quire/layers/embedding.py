@@ -78,8 +78,9 @@ class LMHead:
 
     def __init__(
         self, builder: Builder, name: str, vocab_size: int, hidden_size: int, tied: VocabParallelEmbedding | None,
-        bias: bool = False,
+        bias: bool = False, row_name: str | None = None,
     ) -> None:  # fmt: skip
+        """row_name: of a bias that the checkpoint keeps as a row, [1, vocab] (BART)."""
         self.group, self.vocab_size = builder.tensor_group, vocab_size
         start, stop = self.group.share(vocab_size)
         shape = LinearShape((OutputPart(name, vocab_size, start, stop),), hidden_size, 0, hidden_size)
@@ -87,7 +88,9 @@ class LMHead:
         if builder.adapters is not None:
             self.weight = builder.adapters.wrap(builder, self.weight, shape, is_table=True)
         self.bias = builder.parameter(stop - start) if bias else None
-        if self.bias is not None:
+        if self.bias is not None and row_name is not None:
+            builder.part(row_name, self.bias[None], (1, vocab_size), slice(None), slice(start, stop))
+        elif self.bias is not None:
             builder.part(f"{name}.bias", self.bias, (vocab_size,), slice(start, stop))
 
     def __call__(self, hidden: Tensor) -> Tensor:

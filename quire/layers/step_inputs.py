@@ -77,8 +77,8 @@ def per_request(dtype: npt.DTypeLike = np.int64, padding: int = 0, reader: str =
 class StepInputs:
     """A step's inputs on the device. Padded tokens are not cached. Padded requests have no tokens.
 
-    longest_prompt, shares, by_head: see StepLayout. host_positions: the positions that the host knows, see FlatBatch.
-    media: of a step with pictures.
+    longest_prompt, shares, by_head, crossed: see StepLayout. host_positions: the positions that the host knows, see
+    FlatBatch. media: of a step with pictures.
     """
 
     size: StepSize
@@ -87,6 +87,7 @@ class StepInputs:
     host_positions: Array | None = None
     by_head: HeadLayout | None = None
     media: StepMedia | None = None
+    crossed: Tensor | None = None
     input_ids: Tensor = per_token(reader="embedding")
     positions: Tensor = per_token()
     slot_mapping: Tensor = declared("groups", "tokens", padding=-1, reader="attention")
@@ -129,6 +130,7 @@ class StepInputs:
                 tokens_per_request,
                 self.shares,
                 self.by_head,
+                self.crossed,
             )
             for slots, table in zip(self.slot_mapping, self.block_tables, strict=True)
         ]
@@ -156,6 +158,13 @@ class SectionedInputs(StepInputs):
 @dataclass(kw_only=True)
 class AdaptedSectionedInputs(AdaptedInputs, SectionedInputs):
     pass
+
+
+@dataclass(kw_only=True)
+class CrossedInputs(StepInputs):
+    """The inputs of a model with cross-attention."""
+
+    crossed: Tensor = per_request(np.int32, padding=1, reader="attention")
 
 
 def dimensions(size: StepSize, groups: int, blocks: int) -> dict[str, int]:

@@ -57,6 +57,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     rotary_positions: bytes = b""
 
     @property
+    def crossed(self) -> int:
+        """How many tokens of an encoder the request reads by cross-attention."""
+        return sum(item.place.crossed for item in self.media)
+
+    @property
     def reads_prefix_cache(self) -> bool:
         params = self.sampling_params or self.pooling_params
         return params is not None and params.reads_prefix_cache

@@ -118,7 +118,8 @@ class RequestOutput:
 
     num_cached_tokens: prompt tokens that were found in the prefix cache. prompt_logprobs: if the request asked for
     them, None for the first token and {token id: Logprob} for each later one. kv_transfer_params: those of a request
-    to another engine, which goes on with the prompt, if this one was asked to offer it.
+    to another engine, which goes on with the prompt, if this one was asked to offer it. encoder_prompt,
+    encoder_prompt_token_ids: of a model with an encoder of texts, whose decoder has the other prompt.
     """
 
     request_id: str
@@ -130,6 +131,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestStateStats | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
 
 @dataclass(slots=True)

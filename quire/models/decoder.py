@@ -154,6 +154,20 @@ class CrossLayer(DecoderLayer):
         return stream.sum(self.mlp(stream.whole(x, out))), residual
 
 
+class CrossPostNormLayer(CrossLayer):
+    """The same with norms after the sums (the original Transformer, BART)."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, state: ForwardState, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        stream, tokens = self.residual_stream, state.inputs.positions
+        x, _ = self.attention_norm.add(stream.sum(self.mixer(stream.whole(x, tokens), state)), x)
+        out = self.cross(stream.whole(x, tokens), state, wanted)
+        x, _ = self.cross_norm.add(stream.sum(out), stream.pick(x, wanted, tokens))
+        x, _ = self.mlp_norm.add(stream.sum(self.mlp(stream.whole(x, out))), x)
+        return x, None
+
+
 class SingleLayer(DecoderLayer):
     """One branch: a mixer or an MLP (Mamba-2, Nemotron-H)."""
 
@@ -169,7 +183,7 @@ class SingleLayer(DecoderLayer):
 
 LAYERS = {
     "sequential": DecoderLayer, "parallel": ParallelLayer, "post_norm": PostNormLayer, "single": SingleLayer,
-    "cross": CrossLayer,
+    "cross": CrossLayer, "cross_post_norm": CrossPostNormLayer,
 }  # fmt: skip
 
 
@@ -301,9 +315,11 @@ class Decoder(LayerStack, Model):
 
     def _make_embedding(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
         spec = self.spec
-        self.embedding = VocabParallelEmbedding(
-            builder, names["embedding"], spec.vocab_size, embedding_size, spec.tie_embeddings
-        )
+        name = names["embedding"]
+        if name not in builder.embeddings:
+            table = VocabParallelEmbedding(builder, name, spec.vocab_size, embedding_size, spec.tie_embeddings)
+            builder.embeddings[name] = table
+        self.embedding: VocabParallelEmbedding = builder.embeddings[name]
         self.embedding_scale = None
         if spec.embedding_scale is not None:  # rounded to the model's type, as in training
             self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)
@@ -326,7 +342,10 @@ class Decoder(LayerStack, Model):
         self.final_norm = make_norm(builder, names.get("final_norm"), spec.hidden_size, spec.norm)
         if "lm_head" in names:
             tied = self.embedding if spec.tie_embeddings else None
-            self.lm_head = LMHead(builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias)
+            bias = names.get("lm_head_bias") if spec.lm_head_bias else None
+            self.lm_head = LMHead(
+                builder, names["lm_head"], spec.vocab_size, embedding_size, tied, spec.lm_head_bias, bias
+            )
 
     def forward(
         self, x: Tensor, state: ForwardState, wanted: Tensor | None = None, taps: Mapping[int, Tensor] = {}

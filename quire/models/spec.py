@@ -28,17 +28,18 @@ NAMES: Mapping[str, dict[str, str | None]] = {
 
 @dataclass(frozen=True)
 class MediaSpec:
-    """What a model sees or hears besides text.
+    """What a model sees or hears besides text, or what text its encoder reads.
 
     family: of the modules quire_multimodal.families.FAMILY (preprocessing) and quire_multimodal.towers.FAMILY (the
     encoder). config: the checkpoint's whole config. levels: for how many layers the encoder has features of their own,
-    see StepMedia. two_way: whether the tokens of a picture see each other in both directions.
+    see StepMedia. two_way: whether the tokens of a picture see each other in both directions. encoder: of texts.
     """
 
     family: str
     config: HfConfig = field(default_factory=dict, compare=False)
     levels: int = 0
     two_way: bool = False
+    encoder: "DecoderSpec | None" = None
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,17 @@ class DecoderSpec:
     mixers, mlps, windows and rotary have one element for each layer. mixers: the kind of attention.
     windows: the number of tokens that a query sees, None for all. rotary: None for a layer without rotary embedding.
     residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
-    input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both ("cross"). With
-    "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has the norms
-    that `names` contains.
+    input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both ("cross", or
+    "cross_post_norm" with the norms after the sums). With "single", a layer has one branch only: its mixer or its MLP
+    is None (Mamba-2, Nemotron-H). A layer has the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
     vector that is added to their tokens (BERT), see Decoder.embed. first_norm: whether the first layer has the norm
     before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
     has no logits. chunks: of each layer, the tokens of a chunk of the text, outside of which a query sees nothing
-    (Llama 4); None for no chunks. media: of a model that sees or hears. crossed: the tokens of an encoder, equally many
-    for each request, which the cross-attention of each layer reads; 0 for a model without an encoder.
+    (Llama 4); None for no chunks. media: of a model that sees or hears. crossed: the most tokens of an encoder, which
+    the cross-attention of each layer reads; 0 for a model without an encoder.
     """
 
     vocab_size: int
@@ -70,7 +71,7 @@ class DecoderSpec:
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal["sequential", "parallel", "post_norm", "single", "cross"] = "sequential"
+    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm"] = "sequential"
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     embedding_size: int | None = None

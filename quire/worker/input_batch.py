@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from quire.kvcache.specs import KVCacheSpec
+from quire.kvcache.specs import CrossAttentionSpec, KVCacheSpec
 from quire.layers.step_inputs import Array, StepSize
 from quire.layers.step_media import StepMedia
 from quire.messages.sampling_params import SamplingParams
@@ -91,6 +91,7 @@ class InputBatch:
         see DecoderSpec."""
         rows, self.takes_adapters, self.has_sections = max_num_seqs, takes_adapters, has_sections
         self.kv_specs = kv_specs
+        self.cross_groups = [group for group, spec in enumerate(kv_specs) if isinstance(spec, CrossAttentionSpec)]
         self.block_size, self.vocab_size, self.max_model_len = block_size, vocab_size, max_model_len
         # One column more than max_model_len: the last token of a full row is sampled but never computed.
         self.token_ids = np.zeros((rows, max_model_len + 1), np.int32)

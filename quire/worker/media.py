@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kvcache.specs import CrossAttentionSpec
 from quire.layers.step_inputs import Array
 from quire.layers.step_media import StepMedia
 from quire.messages.media import Buffer, MediaItem, MediaPlace
@@ -29,8 +28,6 @@ class MediaInputs:
     def __init__(self, model: Model, batch: InputBatch) -> None:
         target = model.kernels.target
         self._model, self._batch = model, batch
-        cross = [group for group, spec in enumerate(batch.kv_specs) if isinstance(spec, CrossAttentionSpec)]
-        self._cross_groups = cross
         self.tower, self.device, self.dtype = model.tower, target.device, target.dtype
         self.hidden_size, self.has_sections = model.hidden_size, batch.has_sections
         self._is_first = model.stage.layers.start == 0
@@ -38,6 +35,7 @@ class MediaInputs:
         self._places: dict[int, list[MediaPlace]] = {}  # by row, while the prompt is computed
         self._offsets: dict[int, Array] = {}  # the same: [axes, prompt tokens], of rotary positions
         self._behind = np.zeros(len(batch.num_tokens), np.int64)  # by row: the offset behind the prompt
+        self._crossed = np.ones(len(batch.num_tokens), np.int32)  # by row: the tokens that cross-attention reads
 
     def install(self, new: NewRequest) -> None:
         row = new.row
@@ -46,6 +44,7 @@ class MediaInputs:
         self._behind[row] = 0
         if new.media:
             self._places[row] = new.media
+            self._crossed[row] = new.media[0].crossed
         if new.rotary_positions:
             positions = np.frombuffer(new.rotary_positions, np.int32).reshape(AXES, -1).astype(np.int64)
             self._offsets[row] = positions - np.arange(positions.shape[1])
@@ -65,6 +64,8 @@ class MediaInputs:
         """The batch of a step, with the embeddings and the rotary positions of its tokens."""
         if self.has_sections:
             flat.extra_inputs["rotary_offsets"] = self._rotary_offsets(flat)
+        if self._batch.cross_groups:
+            flat.extra_inputs["crossed"] = self._crossed[flat.rows]
         if not self._places:
             return flat
         parts, indices, spans = list[Tensor](), list[Array](), list[tuple[int, int]]()
@@ -99,8 +100,8 @@ class MediaInputs:
 
     def _store(self, row: int, place: MediaPlace) -> None:
         """Fill the row's blocks of cross-attention, before its first tokens read them."""
-        for group in self._cross_groups:
-            length = self._batch.kv_specs[group].table_length(0, self._batch.block_size)
+        length = -(-place.crossed // self._batch.block_size)
+        for group in self._batch.cross_groups:
             blocks = self._batch.block_tables[group, row, :length].astype(np.int64)
             self._model.store_encoded(self._embeds[place.key], group, upload(blocks, self.device))
 

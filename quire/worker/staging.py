@@ -11,6 +11,7 @@ from quire.layers.step_inputs import (
     AdaptedInputs,
     AdaptedSectionedInputs,
     Array,
+    CrossedInputs,
     SectionedInputs,
     StepInputs,
     StepSize,
@@ -34,7 +35,7 @@ class Staging:
     their inputs, so that CUDA graphs can read it. That is safe since a step's kernels run before those of the next.
     """
 
-    inputs_class = StepInputs
+    inputs_class: type[StepInputs] = StepInputs
 
     def __init__(self, device: Device, batch: InputBatch, kernels: Kernels, most_tokens: int) -> None:
         """most_tokens: the largest number of tokens in a step."""
@@ -43,6 +44,8 @@ class Staging:
             self.inputs_class = AdaptedSectionedInputs if batch.has_sections else AdaptedInputs
         elif batch.has_sections:
             self.inputs_class = SectionedInputs
+        elif batch.cross_groups:
+            self.inputs_class = CrossedInputs
         self.count_kept: Callable[..., Tensor] = kernels.count_kept
         self.declarations = self.inputs_class.declarations()
         self.state = shared_state(batch)

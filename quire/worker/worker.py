@@ -290,7 +290,7 @@ def _backends(
                     raise ConfigError(f"{config.model.model}: context parallelism and kv_compression {message}")
                 backend = in_chunks(backend, cache.chunk)
             elif cache.crossed:
-                backend = across(backend, cache.crossed)
+                backend = across(backend)
             elif config.cache.compression is not None:
                 backend = by_head(backend)
             by_shape[cache] = backend

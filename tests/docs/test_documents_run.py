@@ -39,6 +39,7 @@ NOT_RUN = {  # regular expressions of whole commands
     r"quire chat .*": "it is a conversation at a terminal: tests/cli/test_chat_command.py has some",
     r"curl -s .*/v1/embeddings .*": "its server is not run",
     r"quire serve .*--model-impl transformers": "tests/models/test_transformers_impl.py has tiny models",
+    r"quire serve facebook/bart.*": "tests/multimodal/test_encoder_decoders.py has a tiny BART",
     r"quire serve openai/whisper.*|curl .*/v1/audio/.*":
         "it needs a Whisper and a file: tests/multimodal/test_transcriptions.py has a tiny one",
 }  # fmt: skip
@@ -49,6 +50,7 @@ BLOCKS_NOT_RUN = {  # a line of a Python block
     'llm = AsyncLLM("Qwen/Qwen3-0.6B", data_parallel_size=4)': "it would start four engines and not use them",
     '    {"type": "text", "text": "What is this?"},': "tests/multimodal/test_server.py has a tiny model that sees",
     'llm = LLM("llava-hf/llava-1.5-7b-hf")': "tests/multimodal/test_server.py has a tiny model that sees",
+    'llm = LLM("facebook/bart-large-cnn")': "tests/multimodal/test_encoder_decoders.py has a tiny BART",
     'llm = LLM("openai/whisper-large-v3-turbo")': "tests/multimodal/test_whisper.py has a tiny Whisper",
     'with open("speech.mp3", "rb") as file:': "tests/multimodal/test_transcriptions.py has a tiny Whisper",
 }

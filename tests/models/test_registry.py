@@ -22,7 +22,7 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_att
 
 def test_an_unsupported_architecture_is_an_error_that_lists_the_supported_and_the_nearest():
     with pytest.raises(
-        ValueError, match=r"BloomForCausalLM is not supported; supported: Apertus.*BambaForCausalLM, BertModel.*Yi"
+        ValueError, match=r"BloomForCausalLM is not supported; supported: Apertus.*Generation, BertModel, Bit.*Yi"
     ):
         spec_of({"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ValueError, match=r"the nearest is Qwen2ForCausalLM$"):

@@ -51,6 +51,7 @@ from quire.worker.input_batch import InputBatch
 from quire.worker.media import MediaInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.staging import Staging
+from quire_multimodal.towers.text import Encoder as TextEncoder
 
 
 class Stream(TorchDispatchMode):
@@ -242,6 +243,19 @@ class LateModel(_Late):
         size = self.real.vocab_size
         run = self.adapted(lambda: self.real.logits(hidden))
         return self.stream.launch(run, len(hidden), size, dtype=hidden.dtype)
+
+    @property
+    def tower(self) -> Any:
+        """Encoders of pictures and sounds are operations of torch, and those of texts are kernels."""
+        real = self.real.tower
+        if not isinstance(real, TextEncoder):
+            return real
+        size, dtype = self.real.hidden_size, self.real.kernels.target.dtype
+
+        def encode(modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
+            return self.stream.launch(lambda: real(modality, tensors), len(tensors["ids"]), size, dtype=dtype)
+
+        return encode
 
     def store_encoded(self, *arguments: Any) -> None:
         """Fills blocks of the cache."""

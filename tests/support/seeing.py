@@ -496,7 +496,7 @@ SEEING = {
     "LlavaNextForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "WhisperForConditionalGeneration",
-    "Qwen2AudioForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration", "BartForConditionalGeneration", "MBartForConditionalGeneration",
 }  # fmt: skip
 
 

@@ -1,0 +1,37 @@
+"""An encoder of texts: layers of the engine, as its decoder's are, which the ranks divide among them."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.layers.build import Builder
+from quire.layers.forward_state import ForwardState
+from quire.layers.step_inputs import StepInputs, StepSize
+from quire.models.decoder import Decoder
+from quire.models.spec import MediaSpec
+from quire.ops.memory import upload
+
+
+class Encoder:
+    """Encodes one text at a time."""
+
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self.model, self.device = model, device
+
+    def __call__(self, modality: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """ids: [tokens] -> [tokens, hidden]"""
+        count, device = len(tensors["ids"]), self.device
+        ids, bounds = upload(tensors["ids"].numpy(), device), upload(np.array([0, count], np.int32), device)
+        inputs = StepInputs(
+            size=StepSize(count, 1), longest_prompt=count, input_ids=ids, positions=torch.arange(count, device=device),
+            slot_mapping=ids.new_empty(0, count), query_start_loc=bounds, seq_lens=bounds[1:],
+            block_tables=bounds.new_empty(0, 1, 0),
+        )  # fmt: skip
+        return self.model.forward(self.model.embed(ids, inputs.positions), ForwardState(inputs, [], []))
+
+
+def make(builder: Builder, spec: MediaSpec) -> Encoder:
+    assert spec.encoder is not None
+    return Encoder(Decoder(builder, spec.encoder, spec.encoder.max_positions), builder.device)
