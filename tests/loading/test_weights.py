@@ -281,7 +281,7 @@ def test_a_config_that_lacks_a_size_is_told_which(copy, field):
     [
         ({"hidden_act": "xielu"}, "activation 'xielu' is not supported; supported: gelu, .*silu"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+        ({"quantization_config": {"quant_method": "quark"}}, "quark"),
     ],
 )
 def test_what_a_checkpoint_asks_for_and_is_not_there_is_an_error_and_not_a_wrong_answer(copy, changes, message):
