@@ -78,6 +78,8 @@ class Image:
         mounts = {str(file): "/etc/pip.conf"}
         for word in " ".join(values.values()).split():
             path = "/" + word.removeprefix("file://").partition("/")[2]
+            if word.startswith("file://"):  # the pages of an index may link to files beside it
+                path = os.path.dirname(path)
             if os.path.exists(path) and path != "/":
                 mounts[path] = path
         options = [word for source, target in mounts.items() for word in ("--volume", f"{source}:{target}:ro")]
