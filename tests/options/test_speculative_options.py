@@ -45,6 +45,7 @@ def test_the_fields_that_are_left_out():
     ngram = SpeculativeOptions.read({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
     assert (ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (4, 4)
     assert SpeculativeOptions.read({"method": "suffix"}).num_speculative_tokens == 24
+    assert SpeculativeOptions.read({"method": "qwen3_next_mtp", "num_speculative_tokens": 2}).method == "mtp"
     custom = SpeculativeOptions.read({"model": "package.module.Proposer", "num_speculative_tokens": 1})
     assert custom.method == "custom_class"
 
