@@ -131,9 +131,9 @@ class Container:
             self.process = subprocess.Popen([*command, "--port", "0", *arguments], stderr=stream)
 
     def first(self) -> psutil.Process | None:
-        """Process 1, once it runs Quire."""
+        """Process 1, once it runs Quire, and not the shell that starts it."""
         children = psutil.Process(self.process.pid).children()
-        return next((child for child in children if any("quire" in word for word in child.cmdline())), None)
+        return next((child for child in children if any("quire" in word for word in child.cmdline()[:2])), None)
 
     @property
     def log(self) -> str:
