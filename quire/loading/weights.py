@@ -169,7 +169,7 @@ class TorchCheckpoint(Checkpoint):
             try:
                 tensors = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:  # a pickle can fail in any way
-                found = re.search(r"GLOBAL (\S+)", str(error))
+                found = re.search(r"GLOBAL (\S+)", error_text(error))
                 needs = f"it needs the Python object {found[1]}; save the model as *.safetensors" if found else ""
                 raise WeightError(
                     f"{file} cannot be read safely: {needs or error_text(error).splitlines()[0]}"

@@ -19,6 +19,7 @@ ROUNDING = 2**-4 if INTERPRETED else 2**-6
 REQUESTS = [(0, 1), (30, 1), (40, 3)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kept", [FLOAT32, BFLOAT16, Kept(torch.float16), *CELLS], ids=str)
 def test_a_token_attends_to_the_tokens_with_the_highest_scores(kept):
     SparseWorld(TritonAttention, kept, REQUESTS).check(1e-5 if kept.dtype is torch.float32 else ROUNDING)

@@ -106,7 +106,7 @@ def says(llm: LLM, expected: list[Continuation]) -> None:
         continuation.check(token_ids)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("variant", "division"),
     [

@@ -41,7 +41,7 @@ def options(path: Any, **more: Any) -> EngineConfig:
     return EngineConfig.create(model=str(path), **{**small, **more})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("variant", "size"),
     [
@@ -88,14 +88,14 @@ def shared(checkpoints: Any, references: Any, variant: str, **more: Any) -> Shar
     return replicas
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
 def test_replicas_that_share_experts(checkpoints, references, variant):
     """They run together until none has work, pause, and run again."""
     shared(checkpoints, references, variant)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("variant", "more"),
     [
@@ -129,7 +129,7 @@ def test_all_meshes(checkpoints, references, variant, replicas, ranks, stages):
     shared(checkpoints, references, variant, **sizes)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kernels", [{}, dict.fromkeys(OPS, "reference")])
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
 def test_halves_of_a_step_that_take_turns_change_nothing(checkpoints, references, variant, kernels, monkeypatch):
@@ -144,7 +144,7 @@ def test_halves_of_a_step_that_take_turns_change_nothing(checkpoints, references
 BALANCED = {"enable_eplb": True, "eplb_config": {"step_interval": 8, "window_size": 6, "num_redundant_experts": 2}}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("variant", FIRST_WITH_EXPERTS)
 def test_experts_move_between_replicas_while_texts_are_made(checkpoints, references, variant):
     replicas = shared(checkpoints, references, variant, **BALANCED)

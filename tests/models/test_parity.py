@@ -138,12 +138,12 @@ WAYS = [
 
 
 FEW_WAYS = [in_chunks_of_24, with_a_warm_cache, two_steps_deep_in_chunks_preempted]
-# Each family goes the hardest way. Of its other ways one in three runs each time, and of those of other variants one
-# in five.
+# Each family goes the hardest way. Of its other ways one in four runs each time, and of those of other variants one
+# in six.
 PLAN = [
     *((variant, FEW_WAYS[-1]) for variant in FIRST),
     *(
-        pytest.param(variant, way, marks=pytest.mark.sampled(3 if variant in FIRST else 5))
+        pytest.param(variant, way, marks=pytest.mark.sampled(4 if variant in FIRST else 6))
         for variant in ALL_VARIANTS
         for way in (WAYS[:-1] if variant in FIRST else FEW_WAYS)
     ),

@@ -42,7 +42,7 @@ def staged(path: Any, stages: int, ranks: int = 1, **options: Any) -> LLM:
         return make_llm(path, pipeline_parallel_size=stages, tensor_parallel_size=ranks, **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("variant", FIRST)
 def test_stages_together_say_what_transformers_says(checkpoints, references, variant):
     expected = references.continuations(variant)[: len(LENGTHS)]
@@ -70,7 +70,7 @@ def test_stages_of_several_ranks_do_so_too(checkpoints, references, variant, sta
         continuation.check(token_ids)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(("variant", "blocks"), [("mistral-window-20", 12), ("qwen3-mixed-windows-biases", 24)])
 def test_all_features_at_once_change_nothing(checkpoints, variant, blocks, stages, ranks):

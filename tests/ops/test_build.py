@@ -306,6 +306,7 @@ def check_against_references(library: build.Library, monkeypatch: pytest.MonkeyP
     check_quantizing(quantized_linear.quantize_cpu)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 def test_an_instruction_set_can_be_pinned(monkeypatch):

@@ -15,6 +15,8 @@ pytest.importorskip("triton")
 from quire.parallel.mesh import open_meeting
 from support.stand_in import run_on_stand_in
 
+pytestmark = pytest.mark.slow
+
 # A rank prints its device, its forward, the collectives of each of its graphs, its budget, and its attention backends.
 PROGRAM = """
 import json, sys, warnings
@@ -23,8 +25,6 @@ warnings.simplefilter("ignore")
 sys.path.append(sys.argv.pop())
 from benchmarks.gpu.tracing import stand_in
 from quire.gpu.cards import CARDS
-
-pytestmark = pytest.mark.slow
 rank, port, count = map(int, sys.argv[1:4])
 sizes, options = json.loads(sys.argv[4])
 with stand_in(CARDS["sm_90"], count):
