@@ -100,7 +100,10 @@ def _layer(spec: DecoderSpec, index: int, share: Share) -> tuple[int, int, int]:
     mlp = spec.mlps[index]
     before = ("attention_norm",) if index or spec.first_norm else ()
     rest = _norms(spec, (*before, "attention_post_norm", "mlp_norm", "mlp_post_norm"))
-    rest += sum(_mixer(part, share) for part in spec.cached_in(index))
+    for part in spec.cached_in(index):
+        rest += _mixer(part, share)
+        if isinstance(part, MambaSpec) and spec.names.get("dt_norm") is not None:  # with those of B and C
+            rest += _norm(part.norm, part.rank + 2 * part.key_dim)
     if not isinstance(mlp, MoESpec):
         return 0, 0, rest + (0 if mlp is None else _mlp(mlp, spec.hidden_size, share))
     rest += _router(mlp, spec.hidden_size, share)
@@ -134,7 +137,7 @@ def _recurrent(mixer: MambaSpec | Mamba2Spec | DeltaSpec, share: Share) -> int:
     heads, channels, values = shape.heads, shape.channels, shape.heads * shape.value_dim
     if isinstance(mixer, MambaSpec):
         selected = mixer.rank + 2 * mixer.key_dim
-        total = _linear(hidden, 2 * channels, mixer.bias) + channels * (selected + mixer.rank + hidden) + selected
+        total = _linear(hidden, 2 * channels, mixer.bias) + channels * (selected + mixer.rank + hidden)
         return total + channels * (mixer.conv_width + mixer.conv_bias + mixer.key_dim + 2) + hidden * mixer.bias
     if isinstance(mixer, Mamba2Spec):
         total = _linear(hidden, values + channels + heads, mixer.bias) + values * hidden + hidden * mixer.bias
