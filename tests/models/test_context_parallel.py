@@ -129,6 +129,7 @@ def test_ranks_together_say_what_transformers_says(checkpoints, references, vari
     says(divided(checkpoints.path(variant), division), references.continuations(variant)[: len(LENGTHS)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("turn", "variant"), [*enumerate(v for v in FIRST if v not in STATES)])
 def test_every_family_does_so_in_one_division(checkpoints, references, turn, variant):

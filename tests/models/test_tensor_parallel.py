@@ -205,6 +205,7 @@ UNEVEN = [
 QUICK = {"llama", "olmo2", "deepseek_v2", "gpt_oss"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("variant", "size"),
     [pytest.param(*pair, marks=[] if pair[1] != 3 or pair[0] in QUICK else pytest.mark.slow) for pair in UNEVEN],
@@ -363,7 +364,7 @@ def test_two_processes_say_what_one_does(checkpoints, references, variant, depth
     check_two_processes(checkpoints, references, variant, depth)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [variant for variant, size in SPLITS if size == 2])
 def test_two_steps_in_flight_on_two_processes_say_what_transformers_says(checkpoints, references, variant):
