@@ -62,7 +62,7 @@ def test_sections_run_on_a_stand_in_for_a_card_and_the_tiles_start_from_the_resu
 def test_the_whole_suite_runs_on_a_stand_in_for_a_card(tmp_path):
     pytest.importorskip("triton")
     results, _ = run(tmp_path, "--stand-in", "sm_90")
-    assert len(results) == 11
+    assert not [name for name, result in results.items() if "error" in result]
     for name in ("greedy", "two ranks", "kernels", "attention kernels"):
         assert results[name]["passed"]
     for name in ("0.6B", "8B"):
