@@ -191,7 +191,7 @@ class MediaProcessor:
     def _tokens(
         self, family: Family, prompt: str | list[int], prepared: Mapping[str, Sequence[Prepared]], special: bool
     ) -> tuple[list[int], list[tuple[str, int]]]:
-        """The tokens of the prompt, each placeholder replaced by the text of its item, and the items in their order there:
+        """The tokens of the prompt, each placeholder replaced by the text of its item, and the items in their order:
         (modality, number among those of the modality)."""
         marks = {family.kinds[modality].placeholder: modality for modality in prepared}
         order, counts = list[tuple[str, int]](), Counter[str]()
