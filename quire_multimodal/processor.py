@@ -1,6 +1,8 @@
 """Puts pictures and sounds into prompts: placeholders become as many tokens as an item has embeddings."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -120,28 +122,29 @@ class MediaProcessor:
             except (TypeError, ValueError, KeyError) as error:
                 raise MediaError("mm_processor_kwargs cannot be used with this model") from error
         prepared: dict[str, list[Prepared]] = {}
+        names: dict[str, list[Any]] = {}
         for modality, values in data.items():
             items = _as_items(modality, values)
             self.check_count(modality, len(items))
-            names = _as_list(uuids.get(modality)) or [None] * len(items)
-            if len(names) != len(items):
-                raise MediaError(f"multi_modal_uuids has {len(names)} names for {len(items)} items of {modality}")
+            names[modality] = _as_list(uuids.get(modality)) or [None] * len(items)
+            if len(names[modality]) != len(items):
+                raise MediaError(
+                    f"multi_modal_uuids has {len(names[modality])} names for {len(items)} items of {modality}"
+                )
             prepared[modality] = [_prepare(family, modality, item) for item in items]
         if family.crossed:
             return self._beside(family, prompt, prepared, uuids, kwargs)
-        token_ids = self._tokens(family, prompt, prepared, add_special_tokens)
-        media, placed = [], list[tuple[int, Placed]]()
-        for modality, items in prepared.items():
-            names = _as_list(uuids.get(modality)) or [None] * len(items)
-            for positions, item, name in zip(_positions(family, modality, items, token_ids), items, names, strict=True):
-                key = _key(modality, item, name, kwargs)
-                place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), family.whole)
-                media.append(MediaItem(place, modality, _buffers(item)))
-                placed.append((positions[0], Placed(positions, item)))
-        media.sort(key=lambda item: item.place.start)
+        token_ids, order = self._tokens(family, prompt, prepared, add_special_tokens)
+        found = [(modality, prepared[modality][number]) for modality, number in order]
+        media, placed = list[MediaItem](), list[Placed]()
+        for (modality, number), positions in zip(order, _positions(family, found, token_ids), strict=True):
+            item = prepared[modality][number]
+            key = _key(modality, item, names[modality][number], kwargs)
+            place = MediaPlace(key, positions[0], positions[-1] + 1 - positions[0], _spans(positions), family.whole)
+            media.append(MediaItem(place, modality, _buffers(item)))
+            placed.append(Placed(positions, item))
         self._check_sizes(media)
-        placed.sort(key=lambda pair: pair[0])
-        rotary = family.rotary_positions(token_ids, [item for _, item in placed])
+        rotary = family.rotary_positions(token_ids, placed)
         return Expanded(token_ids, media, b"" if rotary is None else rotary.astype(np.int32).tobytes())
 
     def _beside(
@@ -187,31 +190,42 @@ class MediaProcessor:
 
     def _tokens(
         self, family: Family, prompt: str | list[int], prepared: Mapping[str, Sequence[Prepared]], special: bool
-    ) -> list[int]:
-        """The tokens of the prompt, each placeholder replaced by the text of its item."""
-        if isinstance(prompt, str):
+    ) -> tuple[list[int], list[tuple[str, int]]]:
+        """The tokens of the prompt, each placeholder replaced by the text of its item, and the items in their order:
+        (modality, number among those of the modality)."""
+        marks = {family.kinds[modality].placeholder: modality for modality in prepared}
+        order, counts = list[tuple[str, int]](), Counter[str]()
+
+        def text_of_next(modality: str) -> str:
+            number, items = counts[modality], prepared[modality]
+            counts[modality] += 1
+            order.append((modality, number))
+            return items[number].text if number < len(items) else ""
+
+        def check() -> None:
             for modality, items in prepared.items():
-                placeholder = family.kinds[modality].placeholder
-                pieces = prompt.split(placeholder)
-                _check_number(modality, len(pieces) - 1, len(items))
-                texts = [item.text for item in items]
-                prompt = "".join(piece + text for piece, text in zip(pieces, [*texts, ""], strict=True))
-            return self.tokenizer.encode(prompt, special)
-        token_ids = list(prompt)
-        for modality, items in prepared.items():
-            placeholder_ids = self.tokenizer.encode(family.kinds[modality].placeholder, False)
-            width, expanded, start, count = len(placeholder_ids), list[int](), 0, 0
-            while start < len(token_ids):
-                if token_ids[start : start + width] == placeholder_ids:
-                    if count < len(items):
-                        expanded += self.tokenizer.encode(items[count].text, False)
-                    count, start = count + 1, start + width
-                else:
-                    expanded.append(token_ids[start])
-                    start += 1
-            _check_number(modality, count, len(items))
-            token_ids = expanded
-        return token_ids
+                if counts[modality] != len(items):
+                    raise MediaError(
+                        f"the prompt has {counts[modality]} placeholders for {len(items)} items of modality {modality}"
+                    )
+
+        if isinstance(prompt, str):
+            pattern = "|".join(map(re.escape, marks))
+            text = re.sub(pattern, lambda mark: text_of_next(marks[mark[0]]), prompt) if marks else prompt
+            check()
+            return self.tokenizer.encode(text, special), order
+        of_marks = {modality: self.tokenizer.encode(mark, False) for mark, modality in marks.items()}
+        token_ids, start = list[int](), 0
+        while start < len(prompt):
+            marked = next((m for m, ids in of_marks.items() if prompt[start : start + len(ids)] == ids), None)
+            if marked is None:
+                token_ids.append(prompt[start])
+                start += 1
+            else:
+                token_ids += self.tokenizer.encode(text_of_next(marked), False)
+                start += len(of_marks[marked])
+        check()
+        return token_ids, order
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -244,23 +258,23 @@ def _prepare(family: Family, modality: str, value: Any) -> Prepared:
     return family.video(frames)
 
 
-def _check_number(modality: str, found: int, given: int) -> None:
-    if found != given:
-        raise MediaError(f"the prompt has {found} placeholders for {given} items of modality {modality}")
-
-
-def _positions(family: Family, modality: str, items: Sequence[Prepared], token_ids: list[int]) -> list[list[int]]:
-    """For each item, the positions of its embeddings."""
-    token_id = family.kinds[modality].token_id
-    found = [position for position, token in enumerate(token_ids) if token == token_id]
-    needed = sum(item.num_embeds for item in items)
-    if len(found) != needed:
-        raise MediaError(f"the prompt has {len(found)} tokens for the {needed} embeddings of its items of modality "
-                         f"{modality}; it must not contain the token itself")  # fmt: skip
-    parts, start = [], 0
-    for item in items:
-        parts.append(found[start : start + item.num_embeds])
-        start += item.num_embeds
+def _positions(family: Family, found: Sequence[tuple[str, Prepared]], token_ids: list[int]) -> list[list[int]]:
+    """For each item, the positions of its embeddings. found: (modality, item) in the order of the prompt."""
+    needed = Counter[int]()
+    for modality, item in found:
+        needed[family.kinds[modality].token_id] += item.num_embeds
+    there: dict[int, list[int]] = {token_id: [] for token_id in needed}
+    for position, token in enumerate(token_ids):
+        if token in there:
+            there[token].append(position)
+    parts, starts = [], Counter[int]()
+    for modality, item in found:
+        token_id = family.kinds[modality].token_id
+        if (count := len(there[token_id])) != needed[token_id]:
+            raise MediaError(f"the prompt has {count} tokens for the {needed[token_id]} embeddings of its items of "
+                             f"modality {modality}; it must not contain the token itself")  # fmt: skip
+        parts.append(there[token_id][starts[token_id] : starts[token_id] + item.num_embeds])
+        starts[token_id] += item.num_embeds
     return parts
 
 

@@ -1,12 +1,12 @@
 """InternVL 3 (arXiv:2504.10479): a picture is cut into tiles in about its proportions; a small picture of the whole
-follows."""
+follows. A video is a text of numbered frames, each of which is one tile."""
 
 from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
 
-from quire_multimodal.families.base import Config, Family, Kind, Prepared
+from quire_multimodal.families.base import Config, Family, Frames, Kind, Prepared
 from quire_multimodal.preprocessing import BICUBIC, CLIP_MEAN, CLIP_STD, normalized
 
 
@@ -14,7 +14,7 @@ class Pictures(Family):
     def __init__(self, config: Config, settings: Config, token: Callable[[int], str]) -> None:
         token_id, vision = config.get("image_token_id", 151_667), config["vision_config"]
         self.text, self.settings = token(token_id), settings
-        self.kinds = {"image": Kind(self.text, token_id)}
+        self.kinds = {"image": Kind(self.text, token_id), "video": Kind("<video>", token_id)}
         side, patch = (first(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
         self.side = (settings.get("size") or {}).get("height", side)
         self.of_tile = int(self.side // patch * config.get("downsample_ratio", 0.5)) ** 2
@@ -31,9 +31,17 @@ class Pictures(Family):
                     tiles.append(cut.crop(box))
         if len(tiles) != 1:
             tiles.append(self._resized(image, 1, 1))
-        values = np.stack([normalized(np.asarray(tile), settings, CLIP_MEAN, CLIP_STD) for tile in tiles])
-        count = len(tiles) * self.of_tile
-        return Prepared({"pixel_values": values}, f"<img>{self.text * count}</img>", count)
+        return self._prepared(tiles, f"<img>{self.text * self.of_tile * len(tiles)}</img>")
+
+    def video(self, frames: Frames) -> Prepared:
+        tiles = [self._resized(image, 1, 1) for image in frames.images]
+        embeds = self.text * self.of_tile
+        text = "\n".join(f"Frame{number}: <img>{embeds}</img>" for number in range(1, len(tiles) + 1))
+        return self._prepared(tiles, text)
+
+    def _prepared(self, tiles: list[Image.Image], text: str) -> Prepared:
+        values = np.stack([normalized(np.asarray(tile), self.settings, CLIP_MEAN, CLIP_STD) for tile in tiles])
+        return Prepared({"pixel_values": values}, text, len(tiles) * self.of_tile)
 
     def _resized(self, image: Image.Image, columns: int, rows: int) -> Image.Image:
         resampling = Image.Resampling(self.settings.get("resample", BICUBIC))

@@ -92,6 +92,33 @@ def test_the_videos_of_onevision_equal_transformers(folder):
     assert len(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
+def test_the_frames_of_internvl_are_tiles_between_pictures(folder):
+    """Their embeddings are those of pictures of one tile, and the tokens are the same as those of pictures."""
+    path, _ = prepared("internvl", folder)
+    llm = make_llm(path, max_num_seqs=8)
+    family = llm.processor.media._family
+    frames, alone = [picture(i, 90, 70) for i in range(3)], picture(7, 64, 64)
+    text = f"First <video>, then {family.text} and <video>."
+    prompt = {"prompt": text, "multi_modal_data": {"image": [alone], "video": [frames, frames[:1]]}}
+    request = llm.processor.process("v", prompt, SamplingParams()).core_requests[0]
+    embeds = f"<img>{family.text * family.of_tile}</img>"
+    shown = "\n".join(f"Frame{i}: {embeds}" for i in (1, 2, 3))
+    expected = f"First {shown}, then {embeds} and Frame1: {embeds}."
+    encode = llm.frontend.tokenizer.encode
+    assert request.prompt_token_ids == encode(expected)
+    assert [item.modality for item in request.media] == ["video", "image", "video"]
+    ids = {"prompt_token_ids": encode(text), "multi_modal_data": prompt["multi_modal_data"]}
+    assert llm.processor.process("i", ids, SamplingParams()).core_requests[0].prompt_token_ids == encode(expected)
+    network = type(MODELS["internvl"].make()).from_pretrained(path, dtype=torch.float32).eval()
+    for item in request.media:
+        pixels = tensor_of(item.tensors["pixel_values"], torch.device("cpu"))
+        with torch.inference_mode():
+            ours = runner_of(llm).model.tower(item.modality, {"pixel_values": pixels})
+            theirs = network.model.get_image_features(pixels).pooler_output
+        assert sum(count for _, count in item.place.spans) == len(ours)
+        assert (ours - theirs.flatten(0, 1)).abs().max() < 1e-4 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_video_is_answered_and_shares_its_embeddings(folder, name):
     path, _ = prepared(name, folder)
