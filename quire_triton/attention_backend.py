@@ -69,6 +69,8 @@ class TritonAttention(PreparingBackend):
             return f"the triton backend supports float32, bfloat16 and float16, not {shape.dtype}"
         if shape.cell is not None and (shape.block_size * shape.head_dim) % SCALE_BYTES:
             return f"the scales of blocks of {shape.block_size} x {shape.head_dim} bytes would not be aligned"
+        if shape.biased:
+            return "the triton backend adds no biases by distance to scores"
         return None
 
     def plan(self, layout: StepLayout, previous: TritonPlan | None = None) -> TritonPlan:

@@ -22,6 +22,7 @@ class Scores(TypedDict):
     window: NotRequired[int | None]
     soft_cap: NotRequired[float | None]
     sinks: NotRequired[Tensor | None]
+    bias: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class AttentionShape:
     key are its value. cell: torch.int8 or torch.float8_e4m3fn if the cache keeps cells of one byte (cells.py), None if
     it keeps elements of dtype. batch_invariant: whether the result of a token must depend on its own request alone, and
     not on how the step was put together. by_slot: a latent cache of which single tokens are read (sparse attention):
-    the elements of a token lie together, and block tables list the slot of each key instead of blocks.
+    the elements of a token lie together, and block tables list the slot of each key instead of blocks. biased: whether
+    scores get a bias by distance.
     """
 
     num_heads: int
@@ -46,6 +48,7 @@ class AttentionShape:
     cell: torch.dtype | None = None
     batch_invariant: bool = False
     by_slot: bool = False
+    biased: bool = False
 
     @property
     def out_dim(self) -> int:
@@ -192,9 +195,11 @@ class AttentionBackend(CacheBackend):
 
         A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes
         soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; one more logit in the
-        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). lse is the natural logarithm of the sum of
-        the exponentiated scores, including the sink's. It allows merging partial results over disjoint keys, of which
-        at most one may include the sinks.
+        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). bias: [heads, 2 * reach + 1], float32,
+        contiguous; it is added to the scores of a head, by the distance (position of the key) - p, from -reach to
+        reach; keys that are farther away have the bias of that end (T5, arXiv:1910.10683). lse is the natural logarithm
+        of the sum of the exponentiated scores, including the sink's. It allows merging partial results over disjoint
+        keys, of which at most one may include the sinks.
         """
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:

@@ -16,7 +16,7 @@ class CacheShape:
 
     holds_positions: keys contain token positions, which need more than one byte an element (see AlibiSlopes). holders:
     how many ranks in a row cache the same, each for equally many query heads. chunk: see DecoderSpec.chunks.
-    crossed: see DecoderSpec.crossed. indexer: of sparse attention.
+    crossed: see DecoderSpec.crossed. indexer: of sparse attention. biased: see AttentionShape.
     """
 
     num_heads: int
@@ -28,6 +28,16 @@ class CacheShape:
     chunk: int | None = None
     crossed: int = 0
     indexer: "IndexerSpec | None" = None
+    biased: bool = False
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Distances of keys, of which those in a bucket have the same bias (see layers/distance_bias.py). count: of the
+    buckets. reach: the distance from which on all are in the last one."""
+
+    count: int
+    reach: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,8 @@ class AttentionSpec:
     and v are computed, None for hidden_size. output_gate: each head's result is multiplied by the sigmoid of a gate,
     which "q" has behind its query (Qwen3-Next). is_causal: False for encoders, whose tokens also see those behind them,
     and cache nothing. key_bias: False if keys lack the bias of queries and values (Whisper). sub_norm: of all heads'
-    results as one vector, before the output projection (BitNet).
+    results as one vector, before the output projection (BitNet). buckets: of the distances for which each head has a
+    learned bias on its scores (T5).
     """
 
     hidden_size: int
@@ -80,12 +91,16 @@ class AttentionSpec:
     is_causal: bool = True
     key_bias: bool = True
     sub_norm: NormSpec | None = None
+    buckets: Buckets | None = None
 
     def cache_shape(self, group: "Communicator") -> CacheShape:
         share = HeadShare.of(self, group)
         dim, (ranks, rest) = self.head_dim + (2 if self.alibi else 0), divmod(group.size, self.num_kv_heads)
         is_even = not rest and self.num_heads % group.size == 0
-        return CacheShape(len(share.heads), len(share.kv_heads), dim, None, self.alibi, ranks if is_even else 1)
+        return CacheShape(
+            len(share.heads), len(share.kv_heads), dim, None, self.alibi, ranks if is_even else 1,
+            biased=self.buckets is not None,
+        )  # fmt: skip
 
     def kv_spec(self, layer: int, window: int | None) -> ModelKVSpec:
         return attention_spec([layer], window)

@@ -278,7 +278,7 @@ def _backends(
         elif cache not in by_shape:
             shape = AttentionShape(
                 cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,
-                cache.value_dim, _cell(config, cache), target.batch_invariant,
+                cache.value_dim, _cell(config, cache), target.batch_invariant, biased=cache.biased,
             )  # fmt: skip
             if (indexer := cache.indexer) is not None:
                 by_shape[cache] = SparseAttention(shape, indexer.top_k, indexer.head_dim, choose)
