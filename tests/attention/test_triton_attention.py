@@ -37,6 +37,11 @@ def test_shapes(heads, kv_heads, dim, block, requests):
     World(build(TritonAttention, heads, kv_heads, dim, block, FLOAT32), requests).check()
 
 
+def test_biases_by_distance_are_refused():
+    shape = build(TritonAttention, 4, 4, 64, 16, FLOAT32).shape
+    assert "biases by distance" in str(TritonAttention.unsupported(replace(shape, biased=True)))
+
+
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("requests", [SHORT_MIXED, SHORT_DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize("kept", KINDS, ids=str)

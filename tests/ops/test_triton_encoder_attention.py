@@ -52,6 +52,14 @@ def test_scores_may_be_large():
     torch.testing.assert_close(got, encoder_attention.reference(q * 100, k * 10, v, starts_of(50), 1.0, None))
 
 
+def test_the_reference_adds_biases_by_distance():
+    q, k, v = drawn(torch.float16, 50, 2, 2, 32)
+    bias = torch.randn(2, 21, device=DEVICE)
+    got = encoder_attention_triton(q, k, v, starts_of(30, 20), 1.0, None, bias)
+    wanted = encoder_attention.reference(q.float(), k.float(), v.float(), starts_of(30, 20), 1.0, None, bias)
+    torch.testing.assert_close(got.float(), wanted, rtol=2**-9, atol=2**-9)
+
+
 def test_no_tokens():
     q, k, v = drawn(torch.float32, 0, 2, 2, 32)
     assert encoder_attention_triton(q, k, v, starts_of(0), 1.0, None).shape == (0, 2, 32)

@@ -90,8 +90,10 @@ def written(folder: Path, kind: str) -> Path:
                 tensor.normal_(0, 2)
             elif "layer_norm.weight" in name:
                 tensor.uniform_(0.5, 1.5)
-            elif "shared" in name and described.architecture.endswith("Bart"):
+            elif "shared" in name:
                 tensor.mul_(0.3)
+            elif name.endswith((".o.weight", ".wo.weight")):
+                tensor.mul_(6)
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_(0, 0.3)
     if config.tie_word_embeddings and not described.config.get("tie_word_embeddings", True):  # which T5Config overrides
