@@ -70,8 +70,7 @@ def test_it_is_the_formula(function, dtype, heads, kv_heads, dim, lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 33), (4, 2, 64), (2, 2, 24)])
-@pytest.mark.parametrize("far", [1, 20, 128])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "far"), [(3, 3, 33, 1), (4, 2, 64, 20), (2, 2, 24, 128)])
 def test_scores_get_the_bias_of_their_distance(function, dtype, heads, kv_heads, dim, far):
     starts = torch.tensor([0, 3, 3, 300, 380], dtype=torch.int32)
     q, k, v = drawn(dtype, 380, heads, kv_heads, dim)
