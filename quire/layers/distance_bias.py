@@ -34,7 +34,7 @@ def buckets_by_distance(buckets: Buckets, two_way: bool) -> Tensor:
     The first half of a direction's buckets has a distance each, and the sizes of the others grow by a constant factor.
     """
     ahead = torch.arange(-buckets.reach, buckets.reach + 1)
-    distance, count, first = (-ahead).clamp(min=0), buckets.count, 0 * ahead
+    distance, count, first = (-ahead).clamp(min=0), buckets.count, torch.zeros_like(ahead)
     if two_way:
         distance, count = ahead.abs(), buckets.count // 2
         first = torch.where(ahead > 0, count, 0)
