@@ -10,7 +10,7 @@ import pytest
 
 from quire.layers.attention_spec import AttentionSpec, LatentAttentionSpec
 from quire.layers.specs import MoESpec
-from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec
+from quire.layers.state_spec import DeltaSpec, Mamba2Spec, MambaSpec, RwkvSpec
 from quire.loading.metadata import hf_config
 from quire.models.registry import spec_of
 from quire.models.spec import DecoderSpec
@@ -85,6 +85,7 @@ PEOPLE_CALL_IT = {
     "qwen3_5_text": "Qwen3.5 (text)",
     "qwen3_5_moe_text": "Qwen3.5 with experts (text)",
     "kimi_linear": "Kimi Linear",
+    "rwkv7": "RWKV-7 (Goose)",
     "glm_moe_dsa": "GLM-5, GLM-5.1",
 }
 
@@ -120,6 +121,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("shared selections", of_latents(lambda a: a.shares_selection)),
     ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
+    ("removal of keys, token shift", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
     ("temperature by position", of_attention(lambda a: a.temperature)),
