@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 
@@ -20,15 +20,18 @@ class RWKV7Config(PretrainedConfig):
     model_type = "rwkv7"
 
     def __init__(
-        self, vocab_size: int = 320, hidden_size: int = 64, intermediate_size: int | None = 96,
+        self, vocab_size: int = 320, hidden_size: int = 64, intermediate_size: int | None = None,
         num_hidden_layers: int = 3, head_dim: int = 16, decay_low_rank_dim: int = 12, gate_low_rank_dim: int = 20,
         a_low_rank_dim: int = 8, v_low_rank_dim: int = 6, hidden_act: str = "sqrelu", norm_first: bool = True,
         norm_bias: bool = True, norm_eps: float = 1e-5, max_position_embeddings: int = 256, hidden_ratio: float = 4.0,
+        tie_word_embeddings: bool = False, bos_token_id: int = 1, eos_token_id: int = 2, pad_token_id: int | None = None,
         **rest: Any,
     ) -> None:  # fmt: skip
         for name, value in {**locals()}.items():
             if name not in ("self", "rest", "__class__"):
                 setattr(self, name, value)
+        if intermediate_size is None:
+            self.intermediate_size = -(-int(hidden_size * hidden_ratio) // 32) * 32
         super().__init__(**rest)
 
 
@@ -140,7 +143,7 @@ class RWKV7Model(PreTrainedModel):
         return self.norm(x)
 
 
-class RWKV7ForCausalLM(PreTrainedModel):
+class RWKV7ForCausalLM(PreTrainedModel, GenerationMixin):
     config_class, base_model_prefix = RWKV7Config, "model"
 
     def __init__(self, config: RWKV7Config) -> None:
