@@ -34,10 +34,10 @@ class LowRank:
 
 
 class Rwkv(Recurrent):
-    """names: of mix_r, mix_w, mix_k, mix_v, mix_a and mix_g: how much of the token before is in the inputs of receptance,
-    decay, key, value, rate and gate. Of mlp_mix, the same of the MLP. Of state_r, state_k and state_v, and of low_w,
-    low_v, low_a and low_g, which are LowRank. Of removal_scale and rate_scale, by which a key becomes the one that is
-    removed and the one that is added. Of bonus, gate_norm and state_out."""
+    """names: of mix_r, mix_w, mix_k, mix_v, mix_a and mix_g: how much of the token before is in the inputs of
+    receptance, decay, key, value, rate and gate. Of mlp_mix, the same of the MLP. Of state_r, state_k and state_v, and
+    of low_w, low_v, low_a and low_g, which are LowRank. Of removal_scale and rate_scale, by which a key becomes the one
+    that is removed and the one that is added. Of bonus, gate_norm and state_out."""
 
     def __init__(self, builder: Builder, spec: RwkvSpec, names: dict[str, str], place: LayerPlace) -> None:
         super().__init__(builder, spec, names, place)

@@ -89,9 +89,9 @@ class DeltaSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class RwkvSpec(RecurrentSpec):
-    """A layer of RWKV-7 (arXiv:2503.14456), whose keys and values are as wide as the stream. Its state includes the last
-    input of the MLP. norm: of the results of each head. The others are the ranks of its small products; value_rank is 0
-    in the first layer, whose values all others read."""
+    """A layer of RWKV-7 (arXiv:2503.14456), whose keys and values are as wide as the stream. Its state includes the
+    last input of the MLP. norm: of the results of each head. The others are the ranks of its small products;
+    value_rank is 0 in the first layer, whose values all others read."""
 
     decay_rank: int
     rate_rank: int

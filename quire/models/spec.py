@@ -51,7 +51,8 @@ class DecoderSpec:
     residual: how a layer's branches use the residual stream: one after the other ("sequential"), both from the same
     input ("parallel"), with the norm after the sum ("post_norm"), or with cross-attention between both ("cross", or
     "cross_post_norm" with the norms after the sums), or with an MLP that also reads the token before ("shifted",
-    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has the norms that `names` contains.
+    RWKV-7). With "single", a layer has one branch only: its mixer or its MLP is None (Mamba-2, Nemotron-H). A layer has
+    the norms that `names` contains.
     position_offset: rows before position 0 in the table of learned positions, None if there is no such table.
     embedding_size: width of the token table if it is not hidden_size; the embeddings are then projected.
     score_scales: one factor for the attention scores of each layer. token_types: how many kinds of segments have a
@@ -71,7 +72,9 @@ class DecoderSpec:
     rotary: tuple[RotarySpec | None, ...]
     max_positions: int
     windows: tuple[int | None, ...]
-    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted"] = "sequential"
+    residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm", "shifted"] = (
+        "sequential"
+    )
     tie_embeddings: bool = False
     lm_head_bias: bool = False
     embedding_size: int | None = None

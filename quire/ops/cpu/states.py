@@ -18,9 +18,9 @@ def causal_conv(
     width, channels = weight.shape
     out = x.new_empty(len(x), channels)
     kernel("quire_causal_conv", "piipllplpplp")(
-        ctypes.addressof(plan.step), silu, x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), channels, weight.data_ptr(),
-        width, None if bias is None else bias.data_ptr(), pages.inputs.data_ptr(), pages.inputs.stride(0),
-        out.data_ptr(),
+        ctypes.addressof(plan.step), silu, x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), channels,
+        weight.data_ptr(), width, None if bias is None else bias.data_ptr(), pages.inputs.data_ptr(),
+        pages.inputs.stride(0), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -44,10 +44,10 @@ def scan(
     out = v.new_empty(tokens, heads, value_dim)
     kernel("quire_scan", "piiilllllpllpllplpplpplppp")(
         ctypes.addressof(plan.step), v.dtype is torch.bfloat16, scale.dtype is torch.float32,
-        reference.RULES.index(rule), heads, k.shape[1], k.shape[2], value_dim, decay.shape[1] // heads, q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(),
-        k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), decay.data_ptr(), scale.data_ptr(), scale.stride(0),
-        None if skip is None else skip.data_ptr(), pages.state.data_ptr(), pages.state.stride(0),
-        pages.behind.data_ptr(), pages.number.data_ptr(), out.data_ptr(),
+        reference.RULES.index(rule), heads, *k.shape[1:], value_dim, decay.shape[1] // heads, q.data_ptr(),
+        q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0), decay.data_ptr(),
+        scale.data_ptr(), scale.stride(0), None if skip is None else skip.data_ptr(), pages.state.data_ptr(),
+        pages.state.stride(0), pages.behind.data_ptr(), pages.number.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
