@@ -96,6 +96,8 @@ OTHER_NAMES = {
     "phimoe": ["PhiMoEForCausalLM"],
 }
 
+REFERENCES = {"rwkv7": "the paper's equations, and these against the package `rwkv`"}
+
 
 def of_attention(has: Callable[[AttentionSpec], object]) -> Callable[[DecoderSpec], object]:
     return lambda spec: any(isinstance(mixer, AttentionSpec) and has(mixer) for _, mixer in spec.cached)
@@ -121,7 +123,7 @@ FEATURES: list[tuple[str, Callable[[DecoderSpec], object]]] = [
     ("shared selections", of_latents(lambda a: a.shares_selection)),
     ("state-space layers", lambda s: any(isinstance(mixer, MambaSpec | Mamba2Spec) for _, mixer in s.cached)),
     ("delta rule", lambda s: any(isinstance(mixer, DeltaSpec) for _, mixer in s.cached)),
-    ("removal of keys, token shift", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
+    ("generalized delta rule", lambda s: any(isinstance(mixer, RwkvSpec) for mixer in s.mixers)),
     ("windows", lambda s: any(s.windows)),
     ("chunks of attention", lambda s: s.chunks),
     ("temperature by position", of_attention(lambda a: a.temperature)),
@@ -160,7 +162,7 @@ def table(checkpoints) -> str:
         names += [f"`{name}`" for name in OTHER_NAMES.get(family, [])]
         features = [label for label, has in FEATURES if any(map(has, specs))]
         other = STAND_INS.get(family)
-        reference = f"transformers' {other.capitalize()}, renamed" if other else "transformers"
+        reference = f"transformers' {other.capitalize()}, renamed" if other else REFERENCES.get(family, "transformers")
         rows.append(
             f"| {PEOPLE_CALL_IT[family]} | {', '.join(names)} | {', '.join(features)} | {reference} | "
             f"`pytest -m \"family(name='{family}')\"` |"

@@ -76,7 +76,8 @@ class TimeMix(nn.Module):
         a, g = torch.sigmoid(self.a_lora["lora"](xa)), self.g_lora["lora"](xg)
         kk = functional.normalize(self.by_head(k * self.k_k), dim=-1)
         k = k * (1 + (a - 1) * self.k_a)
-        r, w, k, values, a = map(self.by_head, (r, w, k, v, a))
+        r, w, k, values, a = (self.by_head(part).float() for part in (r, w, k, v, a))
+        kk = kk.float()
         state = memory.get("state")
         if state is None:
             state = torch.zeros(len(x), self.heads, self.dim, self.dim)
@@ -86,9 +87,9 @@ class TimeMix(nn.Module):
             state = state * w[:, t, :, None, :] - state @ removed + values[:, t, :, :, None] * k[:, t, :, None, :]
             found.append((state @ r[:, t, :, :, None])[..., 0])
         memory["state"] = state
-        y = torch.stack(found, 1).flatten(2)
+        y = torch.stack(found, 1).flatten(2).to(x.dtype)
         y = self.g_norm(y.flatten(0, 1)).view(y.shape)
-        y = y + ((r * k * self.r_k).sum(-1, keepdim=True) * values).flatten(2)
+        y = y + ((r * k * self.r_k).sum(-1, keepdim=True) * values).flatten(2).to(x.dtype)
         return self.o_proj(y * g), first
 
     def by_head(self, x: Tensor) -> Tensor:
@@ -134,12 +135,13 @@ class RWKV7Model(PreTrainedModel):
     def forward(self, ids: Tensor, mask: Tensor, memories: list[dict[str, Tensor]]) -> Tensor:
         """mask: [texts, tokens], 0 for padding before a text, which then leaves all memories empty."""
         x, first = self.embeddings(ids), None
+        mask = mask[..., None].to(x.dtype)
         for block, memory in zip(self.layers, memories, strict=True):
             if hasattr(block, "pre_norm"):
                 x = block.pre_norm(x)
-            out, first = block.attn(block.attn_norm(x) * mask[..., None], memory, first)
+            out, first = block.attn(block.attn_norm(x) * mask, memory, first)
             x = x + out
-            x = x + block.ffn(block.ffn_norm(x) * mask[..., None], memory)
+            x = x + block.ffn(block.ffn_norm(x) * mask, memory)
         return self.norm(x)
 
 
