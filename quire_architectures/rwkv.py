@@ -9,7 +9,8 @@ from quire.models.spec import NAMES, DecoderSpec, HfConfig, decoder_spec
 
 def rwkv7(config: HfConfig) -> DecoderSpec:
     """Recurrent layers and MLPs, both of which also read the token before."""
-    hidden, layers, head_dim = config["hidden_size"], config["num_hidden_layers"], config.get("head_dim") or 64
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    head_dim = config.get("head_dim") or hidden // (config.get("num_heads") or hidden // 64)
     if config.get("attn"):
         raise ValueError("RWKV-7 with layers of attention ('attn' in config.json) is not supported")
     widths = config.get("value_dim") or [hidden]
