@@ -28,9 +28,9 @@ def test_the_first_format_packs_the_mixes_of_a_layer(checkpoints, tmp_path):
 
 
 def test_a_config_without_ranks_and_widths_has_those_that_follow_from_its_size():
-    """Those of the published model with 2,048 channels, 1.5 B."""
+    """By the rules of flash-linear-attention."""
     first, second = spec_of({**CONFIG, "intermediate_size": None, "value_dim": [2048, 2048]}).mixers
-    assert (second.decay_rank, second.rate_rank, second.gate_rank, second.value_rank) == (96, 96, 256, 64)
+    assert (second.decay_rank, second.rate_rank, second.gate_rank, second.value_rank) == (128, 128, 224, 64)
     assert first.value_rank == 0
     assert spec_of(CONFIG).mlps[0].intermediate_size == 8192
 
