@@ -72,7 +72,7 @@ class Rwkv(Recurrent):
         return out
 
     def _tanh(self, x: Tensor) -> Tensor:
-        return 2 * self._sigmoid(2 * x) - 1
+        return (2 * self._sigmoid(2 * x.float()) - 1).to(x.dtype)
 
     def _exp(self, x: Tensor) -> Tensor:
         """Of numbers near 0."""

@@ -77,7 +77,8 @@ void causal_conv(const Step& step, const T* x, int64_t stride, int64_t channels,
         f32x16 total = {};
         for (int64_t k = 0; k < width; k++) total = fma(input(position - tail + k, channel, n), taps[k], total);
         total += add;
-        store_up_to(out + (span.first + position - span.start) * channels + channel, silu ? total * sigmoid(total) : total, n);
+        if (silu) total *= sigmoid(total);
+        store_up_to(out + (span.first + position - span.start) * channels + channel, total, n);
       }
       span.pages([&](int64_t block, int64_t number) {
         const int64_t last = std::min(number + step.drafts, span.end);
@@ -188,7 +189,8 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
     const int64_t rate_rows = RULE == SELECTIVE ? z.key_dim : 0;
     memory.assign((z.key_dim + rate_rows + 3) * TILE + 4 * (z.key_dim + LANES), 0.0f);
     float *state = memory.data(), *value = state + z.key_dim * TILE, *found = value + TILE, *factor = found + TILE;
-    float *rates = factor + TILE + 2 * (z.key_dim + LANES), *key = rates + rate_rows * TILE, *query = key + z.key_dim + LANES;
+    float *rates = factor + TILE + 2 * (z.key_dim + LANES), *key = rates + rate_rows * TILE;
+    float* query = key + z.key_dim + LANES;
     // The scales of the task: those of the head, or of its columns.
     const int64_t scale_at = head * z.scales + (RULE == SELECTIVE ? from : 0);
     const int64_t scales = RULE == SELECTIVE ? columns : z.scales;
@@ -305,9 +307,9 @@ void with_type(int is_bf16, F f) {
 
 }  // namespace
 
-extern "C" void quire_causal_conv(const Step* step, int silu, int is_bf16, const void* x, int64_t stride, int64_t channels,
-                                  const float* weight, int64_t width, const float* bias, float* inputs, int64_t page,
-                                  void* out) {
+extern "C" void quire_causal_conv(const Step* step, int silu, int is_bf16, const void* x, int64_t stride,
+                                  int64_t channels, const float* weight, int64_t width, const float* bias,
+                                  float* inputs, int64_t page, void* out) {
   with_type(is_bf16, [&](auto type) {
     using T = decltype(type);
     causal_conv(*step, static_cast<const T*>(x), stride, channels, weight, width, bias, inputs, page, silu,
