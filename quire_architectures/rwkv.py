@@ -35,4 +35,5 @@ _RANKS = {"decay": (2.5, True), "a": (2.5, True), "gate": (5.0, False), "v": (1.
 
 
 def _rank(hidden: int, head_dim: int, factor: float, grows: bool) -> int:
-    return max(32, round(factor * hidden**0.5 * (head_dim / 64 if grows else 1) / 32) * 32)
+    root: float = hidden**0.5
+    return max(32, round(factor * root * (head_dim / 64 if grows else 1) / 32) * 32)

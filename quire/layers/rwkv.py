@@ -84,7 +84,8 @@ class Rwkv(Recurrent):
         assert self.pages is not None, "bind the cache first"
         pages, plan = self.pages._replace(inputs=inputs), state.plans[self.place.state_group]
         before = self.kernels.causal_conv(x, self.before, None, pages, plan, silu=False)
-        return (x + (before - x) * mix).to(x.dtype)
+        mixed: Tensor = x + (before - x) * mix
+        return mixed.to(x.dtype)
 
     def mlp_input(self, x: Tensor, state: ForwardState, wanted: Tensor | None) -> Tensor:
         """x: [tokens, hidden] -> [tokens or len(wanted), hidden]"""

@@ -40,11 +40,11 @@ class Pages(NamedTuple):
     def of(cls, cache: Tensor, shape: StateShape, drafts: int) -> Pages:
         """cache: [blocks, numbers of a page], float32"""
         rows = shape.conv_width - 1 + drafts
-        channels = (shape.channels, shape.mlp_channels)
-        sizes = [*(rows * n for n in channels), shape.state_numbers, drafts * shape.token_numbers, 1]
-        *inputs, state, behind, number = torch.split(cache[:, : sum(sizes)], sizes, 1)
+        sizes = [rows * shape.channels, rows * shape.mlp_channels, shape.state_numbers, drafts * shape.token_numbers, 1]
+        inputs, mlp_inputs, state, behind, number = torch.split(cache[:, : sum(sizes)], sizes, 1)
         return cls(
-            *(part.view(len(cache), rows, n) for part, n in zip(inputs, channels, strict=True)),
+            inputs.view(len(cache), rows, shape.channels),
+            mlp_inputs.view(len(cache), rows, shape.mlp_channels),
             state.view(len(cache), shape.heads, shape.key_dim, shape.value_dim),
             behind.view(len(cache), drafts, shape.token_numbers),
             number.view(torch.int32)[:, 0],
