@@ -62,7 +62,7 @@ class Rwkv(Recurrent):
             for name in (names["removal_scale"], names["rate_scale"], f"{norm}.weight", f"{norm}.bias")
         )
         self.bonus = self.vector(builder, [(names["bonus"], spec.num_heads, self.of_heads(1))], spec.key_dim)
-        # The convolution of width 2 that returns the token before.
+        # The convolution of width 2, without an activation, that returns the token before.
         self.before = torch.tensor([[1.0], [0.0]], device=builder.device).repeat(1, hidden)
         self.unit = torch.full((spec.key_dim,), spec.key_dim**-0.5, device=builder.device)
 
@@ -83,7 +83,7 @@ class Rwkv(Recurrent):
         """Mixes of each token and the one before. inputs: of the pages. mix: [..., hidden] -> [..., tokens, hidden]"""
         assert self.pages is not None, "bind the cache first"
         pages, plan = self.pages._replace(inputs=inputs), state.plans[self.place.state_group]
-        before = self.kernels.causal_conv(x, self.before, None, pages, plan, silu=False)
+        before = self.kernels.causal_conv(x, self.before, None, pages, plan, False)
         mixed: Tensor = x + (before - x) * mix
         return mixed.to(x.dtype)
 
