@@ -22,7 +22,7 @@ COLOURS = {
     "purple": (125, 45, 165), "orange": (250, 135, 25), "pink": (250, 150, 190), "brown": (125, 75, 40),
     "black": (20, 20, 20),
 }  # fmt: skip
-MOST = 5  # shapes in a picture
+MOST = 4  # shapes in a picture
 Point = tuple[float, float]
 
 
@@ -81,8 +81,6 @@ class Scene:
 
 
 SCENES = [Scene(*parts) for parts in product(OUTLINES, COLOURS, range(1, MOST + 1))]
-LEFT_OUT = SCENES[3::11]  # of training: every shape, colour and number is in others
-TRAINED = [scene for scene in SCENES if scene not in LEFT_OUT]
 
 
 def draw(scene: Scene, rng: random.Random, side: int = 192) -> Image.Image:
@@ -199,11 +197,10 @@ class Asked:
 
 
 def examination_of_pictures(count: int, seed: int = 2028) -> list[Asked]:
-    """Questions of all kinds, half of them about scenes that training left out."""
+    """Questions of all kinds about drawings of all scenes."""
     rng, asked = random.Random(f"examination {seed}"), list[Asked]()
     for number in range(count):
-        kind = list(PHRASINGS)[number // 2 % len(PHRASINGS)]
-        scene = rng.choice((TRAINED, LEFT_OUT)[number % 2])
+        kind, scene = list(PHRASINGS)[number % len(PHRASINGS)], rng.choice(SCENES)
         said = f"{PLACEHOLDER}\n{ask(kind, scene, rng, held_out=True)}"
         prompt = render([{"role": "user", "content": said}], add_generation_prompt=True)
         asked.append(Asked(kind, scene, draw(scene, rng), prompt))

@@ -3,13 +3,13 @@
     python tools/train_demo_vision.py [--out quire/demo/vision] [--threads N]
 
 The pictures are drawn here, with Pillow. The encoder is that of LLaVA-1.5 (arXiv:2304.08485, arXiv:2310.03744): a small
-CLIP and a projector. Training has three stages. First, the encoder learns that each of its embeddings is that of a
-word: the number, the colour or the shape. Meanwhile the model reads just these words in place of a picture, and learns
-to answer questions about them; of its tensors, only the attention of two layers changes. At last, both learn together.
+CLIP and a projector. Training has two stages. First, the encoder learns that each of its embeddings is that of a
+word: the number, the colour or the shape. Then the model learns to answer questions about what it reads there; of its
+tensors, only the attention of two layers changes.
 
 The folder has what is new. An index names the file of every tensor: those that do not change are in the bundled model.
 At the end, the engine answers questions in phrasings that training cannot contain about pictures that training has not
-seen, a part of which shows a number of shapes in a colour that training left out. The shares go into README.md.
+seen. The shares go into README.md.
 """
 
 import argparse
@@ -30,12 +30,10 @@ import torch.nn.functional as F
 import train_demo_model as demo
 from demo_corpus import render
 from demo_pictures import (
-    LEFT_OUT,
     PHRASINGS,
     PLACEHOLDER,
     PLURALS,
     SCENES,
-    TRAINED,
     Asked,
     Scene,
     answer,
@@ -63,7 +61,7 @@ VISION = {
     "num_attention_heads": 4, "image_size": SIDE, "patch_size": PATCH, "hidden_act": "gelu", "projection_dim": 96,
 }  # fmt: skip
 CHANGED = re.compile(r"layers\.[23]\.self_attn\.[qkvo]_proj\.weight")  # of the language model's tensors
-STEPS = {"encoder": 2400, "language": 300, "both": 300}
+STEPS = {"encoder": 3000, "language": 250}
 ROWS, PICTURES = 24, 64  # of a batch: chats, and pictures of the first stage
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -112,7 +110,7 @@ class Chats:
 
     def batch(self) -> tuple[Tensor, Tensor, list[Scene]]:
         """ids, targets: [ROWS, longest]. The first rows are about the scenes, a quarter is about other things."""
-        scenes = self.rng.sample(TRAINED, ROWS * 3 // 4)
+        scenes = self.rng.sample(SCENES, ROWS * 3 // 4)
         turns = [self._seen(scene) for scene in scenes]
         while len(turns) < ROWS:
             turns.append(messages_for(draw_question(self.rng, self.rng.choice(PLAIN_TOPICS))))
@@ -165,7 +163,7 @@ class Trainer:
         return torch.tensor([[self.number_of[word] for word in words_of(scene)] for scene in scenes])
 
     def encoder_loss(self) -> tuple[Tensor, str]:
-        scenes = self.rng.choices(TRAINED, k=PICTURES)
+        scenes = self.rng.choices(SCENES, k=PICTURES)
         return self.word_loss(self.encode(scenes), self.words(scenes))
 
     def word_loss(self, seen: Tensor, words: Tensor) -> tuple[Tensor, str]:
@@ -176,36 +174,23 @@ class Trainer:
         near = distances.gather(-1, words[..., None]).mean() / known.shape[-1]
         return F.cross_entropy(-distances.flatten(0, 1) / 16, words.flatten()) + 0.2 * near, f"words {right:.3f}"
 
-    def language_loss(self, encode: Callable[[list[Scene]], Tensor] | None = None) -> tuple[Tensor, str]:
+    def language_loss(self) -> tuple[Tensor, str]:
         ids, targets, scenes = self.chats.batch()
         embeds = F.embedding(ids, self.embeddings)
-        seen = self.embeddings[self.word_ids][self.words(scenes)] if encode is None else encode(scenes)
-        embeds[ids == self.token_id] = seen.flatten(0, 1)
+        with torch.no_grad():
+            embeds[ids == self.token_id] = self.encode(scenes).flatten(0, 1)
         hidden = self.language(inputs_embeds=embeds, use_cache=False).last_hidden_state[:, :-1]
         learned = targets[:, 1:] != -100
         logits = F.linear(hidden[learned], self.embeddings)
         return F.cross_entropy(logits, targets[:, 1:][learned]), ""
 
-    def both_loss(self) -> tuple[Tensor, str]:
-        kept = list[Tensor]()
-
-        def encode(scenes: list[Scene]) -> Tensor:
-            kept[:] = [self.encode(scenes), self.words(scenes)]
-            return kept[0]
-
-        loss, _ = self.language_loss(encode)
-        near, said = self.word_loss(*kept)
-        return loss + 0.3 * near, said
-
     def train(self) -> None:
-        changed = list(self.changed.values())
-        run_stage("encoder", self.encoder_loss, self.encoder, 1.0)
-        run_stage("language", self.language_loss, changed, 1.0)
-        run_stage("both", self.both_loss, [*self.encoder, *changed], 0.4)
+        run_stage("encoder", self.encoder_loss, self.encoder)
+        run_stage("language", self.language_loss, list(self.changed.values()))
 
 
-def run_stage(name: str, loss_of: Callable[[], tuple[Tensor, str]], parameters: list[Tensor], rate: float) -> None:
-    """Matrices are trained with Muon, everything else with AdamW. rate: a factor of the learning rates."""
+def run_stage(name: str, loss_of: Callable[[], tuple[Tensor, str]], parameters: list[Tensor]) -> None:
+    """Matrices are trained with Muon, everything else with AdamW."""
     for parameter in parameters:
         parameter.requires_grad_(True)
     matrices = [p for p in parameters if p.ndim == 2 and min(p.shape) > EMBEDS]
@@ -213,7 +198,7 @@ def run_stage(name: str, loss_of: Callable[[], tuple[Tensor, str]], parameters: 
     optimizers: list[torch.optim.Optimizer] = [demo.Muon(matrices, 0.02)]
     if rest:
         optimizers.append(torch.optim.AdamW(rest, 2e-3, weight_decay=0.01))
-    rates = [rate * optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     with tqdm(range(STEPS[name]), desc=name, mininterval=5) as bar:
         for step in bar:
             done = step / STEPS[name]
@@ -283,8 +268,8 @@ def answers_of(llm: LLM, asked: list[Asked]) -> list[bool]:
 
 
 def examine(folder: Path) -> dict[str, tuple[float, int]]:
-    """The shares of right answers: of each kind, of scenes that training left out, and of questions without pictures,
-    beside those of the bundled model. With each, of how many."""
+    """The shares of right answers, each with the number of questions: of each kind, and of questions without pictures,
+    beside those of the bundled model."""
     asked = examination_of_pictures(800)
     kinds = {topic.kind for topic in PLAIN_TOPICS}
     questions = [question for question in examination(1000, seed=2027) if question["kind"] in kinds]
@@ -294,7 +279,7 @@ def examine(folder: Path) -> dict[str, tuple[float, int]]:
         llm = LLM(model)
         if model:
             for each, right in zip(asked, answers_of(llm, asked), strict=True):
-                for group in (each.kind, "all of these", *(["scenes left out"] if each.scene in LEFT_OUT else [])):
+                for group in (each.kind, "all of these"):
                     groups[group].append(right)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
         groups[f"questions without pictures, {name}"] = [
