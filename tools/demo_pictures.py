@@ -111,10 +111,11 @@ def draw(scene: Scene, rng: random.Random, side: int = 192) -> Image.Image:
 PHRASINGS: dict[str, tuple[str, str]] = {
     "shape": (
         """(what|which) shape (is it|is this|do you see|is in the picture|is in the image)?
-        what (is|is that|is this|do we have) (here|in the picture|in this picture|in the image)?
-        what kind of (shape|thing) (is it|is this|do you see|is shown)?
-        (tell me|say|name) (which|what) shape (it is|you see|is in the picture).
-        what (is it|is this)?""",
+        (what|which) shape (can you find|do you find|has it|is shown|is in this image)?
+        (what|which) kind of (shape|thing) (is it|is this|do you see|is shown|is here)?
+        (tell me|say|name) (which|what) shape (it is|you see|is in the picture|that is).
+        (tell me|say|name|do you know) the (shape|kind of shape) (in the picture|of it|that you see|here).
+        what (is it|is this|is that|are they|are these)?""",
         """can you tell me the shape?
         what shape can you see in this image?
         which kind of shape is in the picture?""",
@@ -144,9 +145,11 @@ PHRASINGS: dict[str, tuple[str, str]] = {
     ),
     "all": (
         """what (do|can) you see?
-        (describe|please describe) (it|this|the picture|the image|this picture|what you see).
-        what (does|can) the (picture|image) show?
-        (tell me|say) what (you see|is in the picture|you see in the picture).""",
+        what (do|can) you see (here|in the picture|in the image|in it|on this picture)?
+        what (is|is there|is shown) (here|in the picture|in this picture|in the image)?
+        (describe|please describe|can you describe|could you describe) (it|this|the picture|the image|what you see).
+        what (does|can) (the|this) (picture|image) show?
+        (tell me|say) what (you see|is in the picture|you see in the picture|is here|is in this image).""",
         """can you describe this image?
         tell me what you see here.
         what do you see in this picture?""",
