@@ -30,6 +30,7 @@ import torch.nn.functional as F
 import train_demo_model as demo
 from demo_corpus import render
 from demo_pictures import (
+    MOST,
     PHRASINGS,
     PLACEHOLDER,
     PLURALS,
@@ -289,6 +290,26 @@ def examine(folder: Path) -> dict[str, tuple[float, int]]:
     return {name: (sum(right) / len(right), len(right)) for name, right in groups.items()}
 
 
+def describe(folder: Path, minutes: float) -> None:
+    """Examine the model, and write the shares into its README.md."""
+    lines = "\n".join(f"| {name} | {share:.1%} of {count} |" for name, (share, count) in examine(folder).items())
+    (folder / "README.md").write_text(
+        f"""# An encoder of pictures
+
+For the bundled model: `quire serve quire-demo/vision` says which shapes are in a picture, in which colour, and how
+many. It knows {", ".join(PLURALS.values())}, one to {MOST} of a kind. The weights of the language model that do not
+change are in `../model`, as `model.safetensors.index.json` says. Trained by `tools/train_demo_vision.py` in
+{minutes:.0f} minutes of processor time. Right answers to questions in phrasings that training cannot contain, about
+pictures that it has not seen:
+
+| | right |
+|---|---|
+{lines}
+"""
+    )
+    print(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=demo.REPOSITORY / "quire/demo/vision")
@@ -299,24 +320,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     started, trainer = time.process_time(), Trainer()
     trainer.train()
-    minutes = (time.process_time() - started) / 60
     save(trainer, args.out)
-    lines = "\n".join(f"| {name} | {share:.1%} of {count} |" for name, (share, count) in examine(args.out).items())
-    (args.out / "README.md").write_text(
-        f"""# An encoder of pictures
-
-For the bundled model: `quire serve quire-demo/vision` says which shapes are in a picture, in which colour, and how
-many, such as {", ".join(PLURALS.values())}. The weights of the language model that do not change are in
-`../model`, as `model.safetensors.index.json` says. Trained by `tools/train_demo_vision.py` in {minutes:.0f} minutes of
-processor time. Right answers to questions in phrasings that training cannot contain, about pictures that it has not
-seen:
-
-| | right |
-|---|---|
-{lines}
-"""
-    )
-    print(lines)
+    describe(args.out, (time.process_time() - started) / 60)
 
 
 if __name__ == "__main__":
