@@ -73,7 +73,7 @@ def test_it_answers_without_pictures(llm: LLM):
 
 def test_it_is_served(pictures: Any):
     """Several turns about one picture, which is sent as a data: URL."""
-    host = Host(model=NAME, max_num_seqs=4, num_gpu_blocks_override=100)
+    host = Host(model=NAME, max_num_seqs=4, num_gpu_blocks_override=200)
     try:
         server, file = host.serve(), BytesIO()
         pictures.draw(pictures.Scene("star", "red", 3), pictures.random.Random(5)).save(file, "PNG")
