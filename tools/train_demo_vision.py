@@ -280,8 +280,8 @@ def examine(folder: Path) -> dict[str, tuple[float, int]]:
         llm = LLM(model)
         if model:
             for each, right in zip(asked, answers_of(llm, asked), strict=True):
-                for group in (each.kind, "all of these"):
-                    groups[group].append(right)
+                groups[each.kind].append(right)
+            groups["questions about pictures"] = [right for kind in PHRASINGS for right in groups[kind]]
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
         groups[f"questions without pictures, {name}"] = [
             check(question, output.outputs[0].text) for question, output in zip(questions, outputs, strict=True)
@@ -297,10 +297,11 @@ def describe(folder: Path, minutes: float) -> None:
         f"""# An encoder of pictures
 
 For the bundled model: `quire serve quire-demo/vision` says which shapes are in a picture, in which colour, and how
-many. It knows {", ".join(PLURALS.values())}, one to {MOST} of a kind. The weights of the language model that do not
-change are in `../model`, as `model.safetensors.index.json` says. Trained by `tools/train_demo_vision.py` in
-{minutes:.0f} minutes of processor time. Right answers to questions in phrasings that training cannot contain, about
-pictures that it has not seen:
+many. It knows {", ".join(PLURALS.values())}: 1 to {MOST} of a kind.
+The weights of the language model that do not change are in `../model`, as `model.safetensors.index.json` says.
+
+Trained by `tools/train_demo_vision.py` in {minutes:.0f} minutes of processor time. Right answers to questions in
+phrasings that training cannot contain, about pictures that it has not seen (`all`: shape, colour and number):
 
 | | right |
 |---|---|
