@@ -62,6 +62,20 @@ class Case:
         return "-".join(parts)
 
 
+def layout_of(table: Tensor, parts: Sequence[tuple[int, int, int]]) -> StepLayout:
+    """parts: of each request of the step: its row in the table, and the range of its tokens that are in the step"""
+    starts = torch.tensor([0, *(stop - start for _, start, stop in parts)]).cumsum(0).int()
+    ends = torch.tensor([stop for _, _, stop in parts], dtype=torch.int32)
+    slots = []
+    for r, start, stop in parts:
+        places = torch.arange(start, stop)
+        slots.append(table[r, places // BLOCK].long() * BLOCK + places % BLOCK)
+    rows = table[[r for r, _, _ in parts]].contiguous()
+    counts = {stop - start for _, start, stop in parts}
+    tokens = counts.pop() if len(counts) == 1 else 0
+    return StepLayout(starts, ends, torch.cat(slots), rows, tokens_per_request=tokens)
+
+
 class Sequences:
     """Sequences whose keys and values are stored in scattered blocks; the first one is looked at."""
 
@@ -95,17 +109,7 @@ class Sequences:
         self.backend.store(self.cache, k, None if case.value_dim else v, self.backend.plan(self.layout(everything)))
 
     def layout(self, parts: Sequence[tuple[int, int, int]]) -> StepLayout:
-        """parts: of each request of the step: its sequence, and the range of its tokens that are in the step"""
-        starts = torch.tensor([0, *(stop - start for _, start, stop in parts)]).cumsum(0).int()
-        ends = torch.tensor([stop for _, _, stop in parts], dtype=torch.int32)
-        slots = []
-        for r, start, stop in parts:
-            places = torch.arange(start, stop)
-            slots.append(self.table[r, places // BLOCK].long() * BLOCK + places % BLOCK)
-        table = self.table[[r for r, _, _ in parts]].contiguous()
-        counts = {stop - start for _, start, stop in parts}
-        tokens = counts.pop() if len(counts) == 1 else 0
-        return StepLayout(starts, ends, torch.cat(slots), table, tokens_per_request=tokens)
+        return layout_of(self.table, parts)
 
     def attend(self, *parts: tuple[int, int, int]) -> list[tuple[Tensor, Tensor]]:
         """Result and logarithm of the sum, of each request of the step."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from attention.test_attention import BFLOAT16, CELLS, FLOAT32, Kept
+from attention.test_attention_invariance import BLOCK, layout_of
 from torch import Tensor
 
-from quire.attention.base import AttentionBackend, AttentionShape, StepLayout
+from quire.attention.base import AttentionBackend, AttentionShape
 from quire.attention.cells import from_bytes, to_bytes
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
@@ -17,7 +18,7 @@ from quire.attention.sparse import SparseAttention
 from support.threads import thread_count
 
 MIXED = [(0, 1), (40, 1), (0, 33), (90, 7), (3, 2)]  # (cached, new) tokens
-BLOCK, TOP_K = 16, 24
+TOP_K = 24
 
 
 @dataclass
@@ -70,14 +71,7 @@ class SparseWorld:
 
     def run(self, parts: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
         """A step with these parts of requests (request, first token, end): results and selected slots."""
-        starts = torch.tensor([0, *(end - begin for _, begin, end in parts)]).cumsum(0).int()
-        ends = torch.tensor([end for _, _, end in parts], dtype=torch.int32)
-        slots = []
-        for r, begin, end in parts:
-            positions = torch.arange(begin, end)
-            slots.append(self.table[r, positions // BLOCK].long() * BLOCK + positions % BLOCK)
-        rows = self.table[[r for r, _, _ in parts]].contiguous()
-        plan = self.sparse.plan(StepLayout(starts, ends, torch.cat(slots), rows))
+        plan = self.sparse.plan(layout_of(self.table, parts))
 
         def of(tensors: list[Tensor]) -> Tensor:
             return torch.cat([tensors[r][begin:end] for r, begin, end in parts])

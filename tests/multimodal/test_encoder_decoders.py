@@ -22,8 +22,8 @@ from quire.models import description
 from support import mutations as m
 from support.checkpoints import EOS
 from support.encoder_decoders import BOS, KINDS, LONGEST, NUM_TOKENS, TEXTS, continuation, network, written
-from support.engines import assert_preempted, generate, make_llm, runner_of
-from support.late_device import run_late
+from support.encoder_ways import WAYS, Encoded
+from support.engines import generate, make_llm, runner_of
 from support.server import Host
 
 COMBINES = [
@@ -31,7 +31,6 @@ COMBINES = [
     "cross-attention × speculation",
 ]
 
-MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BEFORE = list(range(10, 60))
 CASES: list[tuple[str, list[int] | None]] = [  # the encoder's text, and what follows the beginning of the decoder's
@@ -64,56 +63,6 @@ def check(llm: LLM, expected: list[Any]) -> None:
         wanted.check(output.outputs[0].token_ids)
 
 
-def alone(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make()
-    for item in expected:
-        check(llm, [item])
-
-
-def in_a_batch(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make()
-    for _ in range(2):  # the second time, all embeddings are in the cache
-        check(llm, expected)
-
-
-def in_chunks(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(max_num_batched_tokens=16), expected)
-
-
-def with_a_small_encoder_cache(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(max_num_batched_tokens=64, encoder_cache_size=LONGEST), expected)
-
-
-def preempted(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make(num_gpu_blocks_override=24, max_model_len=100)
-    check(llm, expected * 3)
-    assert_preempted(llm)
-
-
-def two_steps_deep(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make(max_num_batched_tokens=32)
-    run_late(llm)
-    check(llm, expected)
-
-
-def with_drafts(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(speculative_config={"method": "suffix", "num_speculative_tokens": 3}), expected)
-
-
-def with_the_reference_kernels(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(backend="reference", max_num_batched_tokens=32), expected)
-
-
-def on_two_ranks(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(tensor_parallel_size=2), expected)
-
-
-WAYS = [
-    alone, in_a_batch, in_chunks, with_a_small_encoder_cache, preempted, two_steps_deep, with_drafts,
-    with_the_reference_kernels, on_two_ranks,
-]  # fmt: skip
-
-
 @pytest.fixture
 def make(folder) -> Callable[..., LLM]:
     def make(kind: str, backend: str = "cpu", **options: Any) -> LLM:
@@ -126,7 +75,7 @@ def make(folder) -> Callable[..., LLM]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(make, expected, kind, way):
-    way(partial(make, kind), expected(kind))
+    way(Encoded(partial(make, kind), check, expected(kind), LONGEST, few_blocks=24))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,6 @@ The prompts have timestamps and none, a text before them and none, and the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from quire.messages.sampling_params import SamplingParams
 from quire_multimodal.families.whisper import Sounds
 from quire_multimodal.mel import log_mel, mel_filters
 from quire_multimodal.preprocessing import read_settings
-from support.engines import assert_preempted, generate, make_llm, runner_of
+from support.encoder_ways import WAYS, Encoded
+from support.engines import generate, make_llm, runner_of
 from support.hearing import (
     DE,
     EN,
@@ -38,14 +38,12 @@ from support.hearing import (
     sound,
     written,
 )  # fmt: skip
-from support.late_device import run_late
 
 COMBINES = [
     "cross-attention × chunked prefill, prefix caching, preemption, two steps in flight, tensor parallelism",
     "cross-attention × speculation",
 ]
 
-MakeLLM = Callable[..., LLM]
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BEFORE = [PREVIOUS, *range(20, 60)]
 PROMPTS = [
@@ -68,62 +66,12 @@ def check(llm: LLM, expected: list[Any]) -> None:
         wanted.check(output.outputs[0].token_ids)
 
 
-def alone(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make()
-    for item in expected:
-        check(llm, [item])
-
-
-def in_a_batch(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make()
-    for _ in range(2):  # the second time, all embeddings are in the cache
-        check(llm, expected)
-
-
-def in_chunks(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(max_num_batched_tokens=16), expected)
-
-
-def with_a_small_encoder_cache(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(max_num_batched_tokens=64, encoder_cache_size=POSITIONS), expected)
-
-
-def preempted(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make(num_gpu_blocks_override=40, max_model_len=100)
-    check(llm, expected * 3)
-    assert_preempted(llm)
-
-
-def two_steps_deep(make: MakeLLM, expected: list[Any]) -> None:
-    llm = make(max_num_batched_tokens=32)
-    run_late(llm)
-    check(llm, expected)
-
-
-def with_drafts(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(speculative_config={"method": "suffix", "num_speculative_tokens": 3}), expected)
-
-
-def with_the_reference_kernels(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(backend="reference", max_num_batched_tokens=32), expected)
-
-
-def on_two_ranks(make: MakeLLM, expected: list[Any]) -> None:
-    check(make(tensor_parallel_size=2), expected)
-
-
-WAYS = [
-    alone, in_a_batch, in_chunks, with_a_small_encoder_cache, preempted, two_steps_deep, with_drafts,
-    with_the_reference_kernels, on_two_ranks,
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_greedy_tokens_equal_transformers(folder, expected, way):
     def make(backend: str = "cpu", **options: Any) -> LLM:
         return make_llm(written(folder), backend, **{"max_model_len": 128, "max_num_seqs": 8, **options})
 
-    way(make, expected)
+    way(Encoded(make, check, expected, POSITIONS, few_blocks=40))
 
 
 def test_the_encoders_embeddings_equal_transformers(folder):

@@ -1,0 +1,76 @@
+"""Ways to run requests of a model with an encoder, each of which has to give the same greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.llm import LLM
+from support.engines import assert_preempted
+from support.late_device import run_late
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """make: starts an engine with options. check: runs the expected requests together. longest: embeddings of the
+    longest input. few_blocks: so few that requests of max_model_len=100 preempt each other."""
+
+    make: Callable[..., LLM]
+    check: Callable[[LLM, list[Any]], Any]
+    expected: list[Any]
+    longest: int
+    few_blocks: int
+
+    def check_with(self, **options: Any) -> None:
+        self.check(self.make(**options), self.expected)
+
+
+def alone(case: Encoded) -> None:
+    llm = case.make()
+    for item in case.expected:
+        case.check(llm, [item])
+
+
+def in_a_batch(case: Encoded) -> None:
+    llm = case.make()
+    for _ in range(2):  # the second time, all embeddings are in the cache
+        case.check(llm, case.expected)
+
+
+def in_chunks(case: Encoded) -> None:
+    case.check_with(max_num_batched_tokens=16)
+
+
+def with_a_small_encoder_cache(case: Encoded) -> None:
+    case.check_with(max_num_batched_tokens=64, encoder_cache_size=case.longest)
+
+
+def preempted(case: Encoded) -> None:
+    llm = case.make(num_gpu_blocks_override=case.few_blocks, max_model_len=100)
+    case.check(llm, case.expected * 3)
+    assert_preempted(llm)
+
+
+def two_steps_deep(case: Encoded) -> None:
+    llm = case.make(max_num_batched_tokens=32)
+    run_late(llm)
+    case.check(llm, case.expected)
+
+
+def with_drafts(case: Encoded) -> None:
+    case.check_with(speculative_config={"method": "suffix", "num_speculative_tokens": 3})
+
+
+def with_the_reference_kernels(case: Encoded) -> None:
+    case.check_with(backend="reference", max_num_batched_tokens=32)
+
+
+def on_two_ranks(case: Encoded) -> None:
+    case.check_with(tensor_parallel_size=2)
+
+
+WAYS = [
+    alone, in_a_batch, in_chunks, with_a_small_encoder_cache, preempted, two_steps_deep, with_drafts,
+    with_the_reference_kernels, on_two_ranks,
+]  # fmt: skip
