@@ -122,7 +122,9 @@ def test_a_text_gives_the_same_bits_however_it_is_cut_and_whichever_drafts_are_r
             spans, rejected, texts.step(chosen, spans) if spans else [], strict=True
         ):
             right = end - wrong
-            same = torch.equal if not reference else partial(torch.allclose, atol=3e-6)
+            # torch rounds differently for other numbers of tokens; near 0, that is more than the default of allclose.
+            near = partial(torch.allclose, atol=3e-6 if name == "selective" else 1e-8)
+            same = near if reference else torch.equal
             assert same(out[: right - start], expected[text][start:right])
             done[text] = right
 
