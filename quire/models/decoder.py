@@ -316,10 +316,10 @@ class Decoder(LayerStack, Model):
     def _make_embedding(self, builder: Builder, names: Mapping[str, str], embedding_size: int) -> None:
         spec = self.spec
         name = names["embedding"]
-        if name not in builder.embeddings:
-            table = VocabParallelEmbedding(builder, name, spec.vocab_size, embedding_size, spec.tie_embeddings)
-            builder.embeddings[name] = table
-        self.embedding: VocabParallelEmbedding = builder.embeddings[name]
+        if name not in builder.shared:
+            table = VocabParallelEmbedding(builder, name, spec.vocab_size, embedding_size, bool(spec.tie_embeddings))
+            builder.shared[name] = table
+        self.embedding: VocabParallelEmbedding = builder.shared[name]
         self.embedding_scale = None
         if spec.embedding_scale is not None:  # rounded to the model's type, as in training
             self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=builder.dtype, device=builder.device)

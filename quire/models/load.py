@@ -1,6 +1,7 @@
 """Builds the model of this rank: spec, layers, weights."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -124,6 +125,8 @@ def load_model(
         checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
         checkpoint = presented(checkpoint, description.config)
         method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
+    if spec.tie_embeddings is None and checkpoint is not None:
+        spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
     choose_instruction_set(config.kernels.cpu_isa)
     kernels = Kernels(target, config.kernels.kernels)
     if config.model.torch_compile:

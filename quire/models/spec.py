@@ -59,7 +59,8 @@ class DecoderSpec:
     before its attention. In an encoder, windows are numbers of tokens to each side. Without the name "lm_head", a model
     has no logits. chunks: of each layer, the tokens of a chunk of the text, outside of which a query sees nothing
     (Llama 4); None for no chunks. media: of a model that sees or hears. crossed: the most tokens of an encoder, which
-    the cross-attention of each layer reads; 0 for a model without an encoder.
+    the cross-attention of each layer reads; 0 for a model without an encoder. tie_embeddings: whether the head uses the
+    table of the embedding; None if it does so in checkpoints without a table for the head.
     """
 
     vocab_size: int
@@ -72,7 +73,7 @@ class DecoderSpec:
     max_positions: int
     windows: tuple[int | None, ...]
     residual: Literal["sequential", "parallel", "post_norm", "single", "cross", "cross_post_norm"] = "sequential"
-    tie_embeddings: bool = False
+    tie_embeddings: bool | None = False
     lm_head_bias: bool = False
     embedding_size: int | None = None
     embedding_scale: float | None = None
