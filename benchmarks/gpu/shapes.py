@@ -140,6 +140,14 @@ SHAPES: dict[str, Config] = {
         "num_experts": 16, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
         "mamba_dt_rank": 256, "max_position_embeddings": 262_144, "attn_layer_period": 2, "attn_layer_offset": 1,
     },
+    "flan-t5-xl": {
+        "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 32_128, "d_model": 2048,
+        "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 32, "n_positions": 512,
+        "max_position_embeddings": 512,  # called n_positions
+        "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6,
+        "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "tie_word_embeddings": False,
+        "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -188,6 +196,7 @@ def few_layers(name: str) -> Config:
     config = {**SHAPES[name], "num_hidden_layers": _LAYERS.get(name, 1)}
     if name.startswith("deepseek-v3"):
         config["first_k_dense_replace"] = 3
+    config.update((field, 1) for field in ("num_layers", "num_decoder_layers") if field in config)  # T5
     return config
 
 
