@@ -19,6 +19,7 @@ from quire.loading.gguf import read_gguf
 from quire.loading.gguf_checkpoint import GgufCheckpoint
 from quire.loading.gguf_models import gguf_tensors
 from quire.loading.mxfp4 import Mxfp4Checkpoint
+from quire.loading.rwkv import PACKED, RwkvCheckpoint
 from quire.loading.weights import Checkpoint, load_dummy, load_weights, open_checkpoint, parts_of
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription, describe
@@ -71,6 +72,8 @@ def presented(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint in the form that the schemes read, if its own is another one."""
     if any(name.endswith("_blocks") for name in checkpoint.names):
         return Mxfp4Checkpoint(checkpoint)
+    if any(name.endswith(PACKED) for name in checkpoint.names):
+        return RwkvCheckpoint(checkpoint)
     if quantization_kind(config) == "bitsandbytes":
         return BitsAndBytesCheckpoint(checkpoint)
     if quantization_kind(config) == "torchao":
