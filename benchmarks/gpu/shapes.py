@@ -148,6 +148,18 @@ SHAPES: dict[str, Config] = {
         "feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "tie_word_embeddings": False,
         "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
     },
+    "qwen2.5-vl-7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vocab_size": 152_064,
+        "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "max_position_embeddings": 128_000, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "image_token_id": 151_655, "video_token_id": 151_656, "vision_start_token_id": 151_652,
+        "vision_end_token_id": 151_653, "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu",
+        },
+    },
     "tiny": {
         **_QWEN3, "vocab_size": 16_384, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -197,6 +209,8 @@ def few_layers(name: str) -> Config:
     if name.startswith("deepseek-v3"):
         config["first_k_dense_replace"] = 3
     config.update((field, 1) for field in ("num_layers", "num_decoder_layers") if field in config)  # T5
+    if "vision_config" in config:
+        config["vision_config"] = {**config["vision_config"], "depth": 2, "fullatt_block_indexes": [1]}
     return config
 
 

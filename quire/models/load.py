@@ -150,6 +150,9 @@ def load_model(
         model.tower = towers.make(builder if model.stage.layers.start == 0 else builder.elsewhere, spec.media)
         if hasattr(towers, "output_rules"):
             model.output_rules = partial(towers.output_rules, directory, spec.media)
+        if device.type == "cuda":
+            largest = import_module("quire_multimodal.samples").largest_items
+            model.largest_items = partial(largest, spec.media, directory, config.multimodal)
     elsewhere |= builder.tensors_elsewhere
     if adapters is not None:
         adapters.elsewhere = {name.rpartition(".")[0] for name in elsewhere}
