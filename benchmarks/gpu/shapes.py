@@ -140,6 +140,12 @@ SHAPES: dict[str, Config] = {
         "num_experts": 16, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
         "mamba_dt_rank": 256, "max_position_embeddings": 262_144, "attn_layer_period": 2, "attn_layer_offset": 1,
     },
+    "rwkv7-1.5b": {
+        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "vocab_size": 65_536, "hidden_size": 2048,
+        "intermediate_size": 8192, "num_hidden_layers": 24, "head_dim": 64, "decay_low_rank_dim": 96,
+        "a_low_rank_dim": 96, "gate_low_rank_dim": 256, "v_low_rank_dim": 64, "norm_eps": 1e-5, "hidden_act": "sqrelu",
+        "max_position_embeddings": 1_048_576,
+    },
     "flan-t5-xl": {
         "architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "vocab_size": 32_128, "d_model": 2048,
         "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 32, "n_positions": 512,
@@ -175,7 +181,7 @@ SHAPES["deepseek-v3.2"] = {
 _LAYERS = {  # one of each kind; others need 1
     "gemma-2-9b": 2, "gemma-3-27b": 6, "gpt-oss-120b": 2, "deepseek-v3": 4, "deepseek-v3.2": 4, "modernbert": 3,
     "embedding-gemma": 6, "granite-4-h-tiny": 2, "qwen3-next-80b": 2, "kimi-linear-48b": 2,
-    "jamba-1.5-mini": 2,
+    "jamba-1.5-mini": 2, "rwkv7-1.5b": 2,
 }  # fmt: skip
 
 
