@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.ops import OPS, Kernels, Target
 from quire.ops.reference.drafts import draft_seeds
+from quire.ops.reference.routing import Routing
 from quire.ops.reference.sampling import gumbel_noise, philox
 
 Arguments = tuple[Any, ...]
@@ -165,6 +166,40 @@ def combine_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for tokens, top_k, dim in ((0, 2, 16), (1, 1, 5), (3, 8, 33), (50, 4, 700)):
         yield draw(dtype, tokens * top_k, dim), torch.randperm(tokens * top_k), torch.rand(tokens, top_k)
 
+    yield draw(dtype, 7, 40), torch.randperm(7), None
+
+
+def choose_experts_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    """All scores of a token differ, so that only one choice is right, also in bfloat16."""
+    for tokens, experts, routing in (
+        (0, 8, Routing(2)),
+        (1, 4, Routing(1)),
+        (5, 8, Routing(2, scoring="sigmoid", normalize=False)),
+        (40, 60, Routing(6, scale=2.5)),
+        (9, 128, Routing(8, scoring="sigmoid", groups=8, topk_groups=3, group_score="two_best", scale=2.5)),
+        (9, 33, Routing(3, groups=3, topk_groups=2)),
+        (300, 16, Routing(2, scoring="sparse_mixer", jitter=0.01)),
+    ):
+        order = torch.rand(tokens, experts).argsort(1)
+        logits = ((order - experts / 2) / 16).to(dtype)
+        yield logits, None, routing
+        yield slice_of_wider(logits), torch.linspace(0, 0.3, experts), routing
+
+
+def sort_by_expert_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, top_k, count, dim in ((0, 2, 4, 8), (1, 1, 1, 5), (7, 3, 9, 33), (300, 4, 6, 70)):
+        x, experts = draw(dtype, tokens, dim), torch.randint(count + 1, (tokens, top_k))  # the last one is not here
+        yield x, experts, torch.arange(count + 1)
+        yield slice_of_wider(x), experts, torch.arange(count + 1)
+
+
+def multiply_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for rows, dim in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+        x = draw(dtype, rows, dim)
+        for factor in (0.22, draw(torch.float32, dim), draw(dtype, dim), draw(dtype, rows, 1), torch.rand(rows, 1)):
+            yield x, factor
+            yield slice_of_wider(x), factor
+
 
 def add_lora_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     """Adapters of ranks from 0 to that of the memory; tokens without one, and many tokens with the same one."""
@@ -288,6 +323,9 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "linear": linear_cases,
     "linear_by_head": linear_by_head_cases,
     "combine_experts": combine_experts_cases,
+    "choose_experts": choose_experts_cases,
+    "sort_by_expert": sort_by_expert_cases,
+    "multiply": multiply_cases,
     "add_lora": add_lora_cases,
     "grouped_linear": grouped_linear_cases,
     "row_sums": row_cases,

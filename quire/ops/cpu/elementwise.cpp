@@ -79,6 +79,21 @@ void add(const T* x, const T* y, int64_t size, T* out, int threads) {
   });
 }
 
+// out = x * number * factors, each of which may be of a row or of a column. by_column: 0 or 1.
+template <class T, class F>
+void multiply(const T* x, int64_t stride, int64_t rows, int64_t dim, float number, const F* factors, int64_t by_row,
+              int64_t by_column, T* out, int threads) {
+  for_rows(rows, dim, threads, [=](int64_t row) {
+    const F* own = factors ? factors + row * by_row : nullptr;
+    const f32x16 same = own && !by_column ? splat(number * load_part(own, 1)[0]) : splat(number);
+    for_lanes(dim, [&](int64_t i, int n) {
+      f32x16 v = load_up_to(x + row * stride + i, n) * same;
+      if (by_column) v *= load_up_to(own + i, n);
+      store_up_to(out + row * dim + i, v, n);
+    });
+  });
+}
+
 constexpr float LOG2_E = 1.44269504f;
 
 // 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
@@ -208,6 +223,16 @@ void quire_add(int is_bf16, const void* x, const void* y, int64_t size, void* ou
   });
 }
 
+// factors: null for none.
+void quire_multiply(int is_bf16, int wide_factors, const void* x, int64_t stride, int64_t rows, int64_t dim,
+                    float number, const void* factors, int64_t by_row, int64_t by_column, void* out, int threads) {
+  with_types(is_bf16, wide_factors, [&](auto t, auto f) {
+    using T = decltype(t);
+    using F = decltype(f);
+    multiply((const T*)x, stride, rows, dim, number, (const F*)factors, by_row, by_column, (T*)out, threads);
+  });
+}
+
 // activation: numbered as in elementwise.py; alpha and limit are SwigluOai's.
 void quire_gate(int is_bf16, int activation, float alpha, float limit, const void* x, int64_t stride, int64_t rows,
                 int64_t half, void* out, int threads) {
@@ -252,6 +277,7 @@ void quire_rotary(int is_bf16, void* q, int64_t q_stride, int64_t q_head_stride,
 RECORDABLE(quire_rms_norm)
 RECORDABLE(quire_add_rms_norm)
 RECORDABLE(quire_add)
+RECORDABLE(quire_multiply)
 RECORDABLE(quire_layer_norm)
 RECORDABLE(quire_gate)
 RECORDABLE(quire_activate)

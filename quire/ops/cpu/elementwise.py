@@ -99,6 +99,25 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+@reference.multiply.implementation("cpu", supports=on_cpu)
+def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
+    rows, dim = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(rows, dim)
+    number, factors, by_row, by_column, is_wide = 1.0, None, 0, 0, True
+    if isinstance(factor, Tensor):
+        is_row, is_wide, factors = factor.dim() == 1, factor.dtype is torch.float32, factor.data_ptr()
+        by_row, by_column = (0, factor.stride(0)) if is_row else (factor.stride(0), 0)
+    else:
+        number = factor
+    kernel("quire_multiply", "iiplllfpllpi")(
+        x.dtype is torch.bfloat16, is_wide, x.data_ptr(), x.stride(0), rows, dim, number, factors, by_row, by_column,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def _gate(activation: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     """activation: 0 is silu, 1 gelu, 2 gelu by tanh, 3 that of gpt-oss, as in elementwise.cpp."""
     rows, width = x.shape

@@ -90,7 +90,7 @@ struct GroupedLinear {
 };
 
 // out: [tokens * top_k, dim], of which row i is that of the (token, choice) order[i] -> [tokens, dim], weighted sums in the
-// order of the choices. weights: [tokens, top_k], rounded to T first.
+// order of the choices. weights: [tokens, top_k], rounded to T first; null for 1.
 template <class T>
 void combine(const T* out, const int64_t* order, const float* weights, int64_t tokens, int64_t top_k, int64_t dim,
              T* result, int threads) {
@@ -102,7 +102,7 @@ void combine(const T* out, const int64_t* order, const float* weights, int64_t t
     for_lanes(dim, [&](int64_t i, int n) {
       f32x16 sum = {};
       for (int64_t j = token * top_k; j < (token + 1) * top_k; j++)
-        sum = fma(rounded_to(splat(weights[j]), T{}), load_up_to(out + rows[j] * dim + i, n), sum);
+        sum = fma(rounded_to(splat(weights ? weights[j] : 1.0f), T{}), load_up_to(out + rows[j] * dim + i, n), sum);
       store_up_to(result + token * dim + i, sum, n);
     });
   });
@@ -132,4 +132,5 @@ extern "C" void quire_grouped_linear(int is_bf16, const void* x, int64_t x_strid
   is_bf16 ? run(bf16{}) : run(float{});
 }
 
+RECORDABLE(quire_combine_experts)
 RECORDABLE(quire_grouped_linear)

@@ -64,12 +64,12 @@ def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @combine_experts.implementation("cpu", supports=on_cpu)
-def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    tokens, top_k = weights.shape
-    out, order, weights = out.contiguous(), order.contiguous(), weights.contiguous()
+def combine_experts_cpu(out: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
+    tokens, top_k = (len(out), 1) if weights is None else weights.shape
+    out, order, weights = out.contiguous(), order.contiguous(), None if weights is None else weights.contiguous()
     combined = out.new_empty(tokens, out.shape[1])
     kernel("quire_combine_experts", "ippplllpi")(
-        out.dtype is torch.bfloat16, out.data_ptr(), order.data_ptr(), weights.data_ptr(), tokens, top_k, out.shape[1],
-        combined.data_ptr(), torch.get_num_threads(),
+        out.dtype is torch.bfloat16, out.data_ptr(), order.data_ptr(), None if weights is None else weights.data_ptr(),
+        tokens, top_k, out.shape[1], combined.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return combined

@@ -62,6 +62,12 @@ def add(x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
     return torch.add(x, residual, out=out)
 
 
+@declare_invariant(*ANYWHERE)
+def multiply(x: Tensor, factor: Tensor | float) -> Tensor:
+    """x times a number, a row of numbers [dim], or a number for each row [rows, 1], rounded once. x: [rows, dim]."""
+    return (x.float() * factor).to(x.dtype)
+
+
 @declare_invariant("cuda")
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(x[:, :half]) * x[:, half:], the gated activation of Llama's MLP. x: [tokens, 2 * half] -> [tokens, half]."""
@@ -160,14 +166,17 @@ def linear_by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @declare
-def combine_experts(out: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def combine_experts(out: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
     """The weighted sum of the experts' results for each token.
 
     out: [tokens * top_k, dim], sorted by expert; order: [tokens * top_k], int64, token * top_k + choice of each row of
-    out; weights: [tokens, top_k], float32, rounded to out's dtype first -> [tokens, dim].
+    out; weights: [tokens, top_k], float32, rounded to out's dtype first; None if each token has one expert, with the
+    weight 1 -> [tokens, dim].
     """
     by_token = torch.empty_like(out)
     by_token[order] = out
+    if weights is None:
+        return by_token
     by_token = by_token.view(*weights.shape, out.shape[-1])  # [tokens, top_k, dim]
     return torch.bmm(weights.to(out.dtype)[:, None], by_token).squeeze(1)
 
