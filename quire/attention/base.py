@@ -207,7 +207,7 @@ class AttentionBackend(CacheBackend):
             score of a key = sum over heads of weight * max(0, q . key)
 
         cache: of the indexer's keys, latents whose value_dim is their head_dim. q: [tokens, heads, head_dim]; weights:
-        [tokens, heads], float32.
+        [tokens, heads], of the same type.
         """
         raise NotImplementedError(f"the {self.name} backend has no indexer")
 

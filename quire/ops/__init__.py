@@ -8,6 +8,7 @@ import torch
 import quire.ops.cpu.drafts
 import quire.ops.cpu.elementwise
 import quire.ops.cpu.encoder_attention
+import quire.ops.cpu.heads
 import quire.ops.cpu.linear
 import quire.ops.cpu.lora
 import quire.ops.cpu.masks

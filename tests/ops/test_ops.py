@@ -70,6 +70,9 @@ def layer_norm_cases(dtype: torch.dtype) -> Iterator[Arguments]:
                     yield slice_of_wider(x) + 3, weight, bias, 1e-5
     yield draw(dtype, 40, 7).t(), draw(dtype, 40), None, 1e-6
     yield draw(dtype, 2, 3, 24), draw(dtype, 24), draw(dtype, 24), 1e-6
+    heads = draw(dtype, 5, 6, 40)[:, 2:, :33]
+    yield heads, draw(dtype, 33), None, 1e-6
+    yield heads, draw(dtype, 4, 33), None, 1e-6
     yield draw(dtype, 300, 512), draw(dtype, 512), None, 1e-6  # enough for several threads
 
 
@@ -103,6 +106,48 @@ def gelu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
     for arguments in gated_cases(dtype):
         yield arguments
         yield *arguments, "tanh"
+
+
+def relu_and_mul_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for arguments in gated_cases(dtype):
+        yield arguments
+        yield *arguments, True
+
+
+def xielu_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    """Small numbers, too, of which e^x - 1 - x would keep no digit if it were computed so."""
+    slopes = torch.tensor([0.8]), torch.tensor([1.3])
+    for scale in (4.0, 0.1, 1e-4):
+        for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+            yield scale * draw(dtype, *shape), *slopes
+        yield scale * slice_of_wider(draw(dtype, 5, 33)), *slopes
+
+
+def clip_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
+        yield 3 * draw(dtype, *shape), 2.5
+    yield slice_of_wider(3 * draw(dtype, 5, 33)), 0.5
+
+
+def join_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, first, second in ((0, 2, 4, 4), (1, 1, 3, 5), (7, 3, 33, 8), (200, 4, 64, 32)):
+        yield draw(dtype, tokens, heads, first), draw(dtype, tokens, heads, second)
+        wider = draw(dtype, tokens, heads, first + second + 3)
+        yield wider[..., :first], wider[..., first + 1 : first + 1 + second]
+
+
+def sharpen_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, dim in ((0, 2, 8), (1, 1, 3), (7, 3, 33), (200, 4, 64)):
+        positions = torch.randint(100_000, (tokens,))
+        yield draw(dtype, tokens, heads, dim), positions, 0.1, 8192, 1
+        yield draw(dtype, tokens, heads, dim + 8)[..., 4 : dim + 4], positions, 0.3, 7, 0
+
+
+def append_positions_cases(dtype: torch.dtype) -> Iterator[Arguments]:
+    for tokens, heads, kv_heads, dim in ((0, 2, 1, 8), (1, 1, 1, 3), (7, 6, 3, 33), (200, 4, 4, 64)):
+        qkv = draw(dtype, tokens, heads + 2 * kv_heads, dim)
+        parts = qkv.split([heads, kv_heads, kv_heads], 1)
+        yield *parts, draw(dtype, heads), torch.randint(65_536, (tokens,))
 
 
 def swiglu_oai_cases(dtype: torch.dtype) -> Iterator[Arguments]:
@@ -147,7 +192,7 @@ def grouped_linear_cases(dtype: torch.dtype) -> Iterator[Arguments]:
 
 
 def activate_cases(dtype: torch.dtype) -> Iterator[Arguments]:
-    for name in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+    for name in ("silu", "gelu", "gelu_tanh", "sigmoid", "relu", "relu2"):
         for shape in ((0, 8), (1, 1), (3, 37), (70, 1000)):
             yield 3 * draw(dtype, *shape), name
         yield slice_of_wider(draw(dtype, 5, 33)), name
@@ -320,6 +365,12 @@ CASES: dict[str, Callable[[torch.dtype], Iterator[Arguments]]] = {
     "swiglu_oai": swiglu_oai_cases,
     "rotary_embedding": rotary_embedding_cases,
     "activate": activate_cases,
+    "relu_and_mul": relu_and_mul_cases,
+    "xielu": xielu_cases,
+    "clip": clip_cases,
+    "join": join_cases,
+    "sharpen": sharpen_cases,
+    "append_positions": append_positions_cases,
     "linear": linear_cases,
     "linear_by_head": linear_by_head_cases,
     "combine_experts": combine_experts_cases,

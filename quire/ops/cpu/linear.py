@@ -57,10 +57,18 @@ def grouped_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: 
 
 @linear_by_head.implementation("cpu", supports=on_cpu)
 def linear_by_head_cpu(x: Tensor, weight: Tensor) -> Tensor:
-    tokens, heads, _ = x.shape
-    offsets = torch.arange(0, (heads + 1) * tokens, tokens) if tokens else torch.zeros(heads + 1, dtype=torch.int64)
-    out = grouped_linear_cpu(x.transpose(0, 1).flatten(0, 1), weight, None, offsets)
-    return out.view(heads, tokens, weight.shape[1]).transpose(0, 1)  # type: ignore[no-any-return]
+    (tokens, heads, in_features), out_features = x.shape, weight.shape[1]
+    check_width(in_features, weight.shape[2])
+    if weight.stride(2) != 1 or weight.dtype is not x.dtype:
+        return linear_by_head.reference(x, weight)  # type: ignore[no-any-return]
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = x.new_empty(tokens, heads, out_features)
+    kernel("quire_linear_by_head", "iplllplllllpi")(
+        x.dtype is torch.bfloat16, x.data_ptr(), x.stride(0), x.stride(1), tokens, weight.data_ptr(), weight.stride(0),
+        weight.stride(1), heads, in_features, out_features, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 @combine_experts.implementation("cpu", supports=on_cpu)
