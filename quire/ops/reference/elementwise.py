@@ -202,7 +202,8 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tens
     """x_e W_e^T + b_e for each expert e, whose rows of x are offsets[e] : offsets[e + 1].
 
     x: [rows, in], sorted by expert; weight: [experts, out, in]; bias: [experts, out]; offsets: [experts + 1], int64,
-    rising from 0 to rows -> [rows, out].
+    rising from 0 to rows -> [rows, out]. An implementation may have an attribute `pack`, like implementations of
+    `linear`.
     """
     out = x.new_empty(len(x), weight.shape[1])
     bounds = offsets.tolist()
