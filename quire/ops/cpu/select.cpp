@@ -144,15 +144,15 @@ struct Indexer {
 
 extern "C" {
 // q: [tokens, heads, head_dim], heads without gaps. block_stride: elements of the cache from one block to the next.
+// place: the address of the block table, and its stride.
 void quire_select(const Geometry* g, const void* q, int64_t tokens, int64_t heads, int64_t q_stride,
-                  const void* weights, const void* cache, int64_t block_stride, const int32_t* table,
-                  int64_t table_stride, const int32_t* rows, const int32_t* seen, int32_t* slots, int64_t most,
-                  int64_t threads) {
+                  const void* weights, const void* cache, int64_t block_stride, const int64_t* place,
+                  const int32_t* rows, const int32_t* seen, int32_t* slots, int64_t most, int64_t threads) {
   with_storage(*g, [&](auto storage) {
     using S = decltype(storage);
     using T = typename S::T;
-    Indexer<S>{*g, (const T*)q, heads, q_stride, (const T*)weights, (const uint32_t*)cache, block_stride / TOKENS<S>, table, rows,
-               seen, table_stride, slots, most, threads}
+    Indexer<S>{*g, (const T*)q, heads, q_stride, (const T*)weights, (const uint32_t*)cache, block_stride / TOKENS<S>,
+               (const int32_t*)place[0], rows, seen, place[1], slots, most, threads}
         .run(tokens);
   });
 }
