@@ -17,11 +17,13 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import ALL_VARIANTS, write_checkpoint
 from support.families import REFERENCE_CONFIG
 from support.families.base import GLOBAL, LOCAL, rope
+from support.ggml_blocks import RANDOM, meaning
 from support.k_quants import quantize
 from support.reference import load
 
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 TABLE_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4"]  # whose codes stand for the values of a table
+FURTHER_TYPES = [*RANDOM, "TQ1_0", "TQ2_0"]
 WIDE = {  # rows of whole super-blocks
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320,
@@ -87,7 +89,7 @@ def write_meaning(checkpoint: Path, directory: Path, kind: str) -> Path:
     for name, tensor in state.items():
         stored_as = tool().kind_of(name, tensor.shape, Type[kind])
         data = quantize(tensor.float().numpy(), stored_as)
-        state[name] = torch.from_numpy(gguf.quants.dequantize(data, stored_as).reshape(tensor.shape).copy())
+        state[name] = torch.from_numpy(meaning(data, stored_as.name).reshape(tensor.shape).copy())
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32", "dtype": "float32"}))
