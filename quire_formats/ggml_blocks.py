@@ -61,7 +61,7 @@ def _trits(x: Tensor, count: int) -> Tensor:
 
 
 def _nvfp4(x: Tensor) -> QuantizedMatrix:
-    """Four groups of 16 elements, with scales in float8 without a sign. ggml reads the byte 127 as 0, and 255 as 480."""
+    """Four groups of 16 elements, with scales in float8 without a sign. ggml reads byte 127 as 0, and 255 as 480."""
     scales = (x[..., :4] & 127).view(torch.float8_e4m3fn).float().masked_fill(x[..., :4] == 127, 0).nan_to_num(480)
     return from_table(fields(x[..., 4:], 8, 4, 2), scales.flatten(1) / 2, E2M1_TWICE)
 

@@ -132,10 +132,10 @@ def test_only_the_beginning_of_a_file_is_fetched_to_describe_it(repositories, mo
 
 
 def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, monkeypatch):
-    path = tmp_path / "a/b/model-IQ2_S.gguf"
+    path = tmp_path / "a/b/model-Q8_K.gguf"
     path.parent.mkdir(parents=True)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("x", np.zeros((4000, 82), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ2_S)
+    writer.add_tensor("x", np.zeros((1000, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -145,7 +145,7 @@ def test_a_type_that_quire_does_not_have_is_told_after_the_beginning(tmp_path, m
                             hub.address + "/{repo_id}/resolve/{revision}/{filename}")  # fmt: skip
         monkeypatch.setattr(remote, "_HEAD_BYTES", 100)
         model = remote.RemoteModel("a/b", None, COMMIT, {path.name: path.stat().st_size}, {}, None)
-        with pytest.raises(WeightError, match=r"^model-IQ2_S.gguf cannot be read as GGUF: .* is not supported"):
+        with pytest.raises(WeightError, match=r"^model-Q8_K.gguf cannot be read as GGUF: .* is not supported"):
             remote.describe(model, None)
         assert sum(hub.sent.values()) < 2000
 

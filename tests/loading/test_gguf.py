@@ -248,6 +248,12 @@ def tensor(kind: int, *shape: int, offset: int = 0, dims: int | None = None) -> 
     return header(tensors=1) + string("t") + entry + bytes(400)
 
 
+def two_tensors(kind: int, *shape: int, offset: int) -> bytes:
+    """The second one, of floats, begins at the offset."""
+    first = string("t") + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, 0)
+    return header(tensors=2) + first + string("u") + struct.pack("<IQIQ", 1, 32, 0, offset) + bytes(400)
+
+
 MALFORMED = {
     "empty": (b"", "cannot mmap an empty file"),
     "other letters": (header(magic=b"GGML"), "does not begin with the letters GGUF"),
@@ -269,6 +275,7 @@ MALFORMED = {
     "half a block": (tensor(2, 48, 1), "rows of 48 elements, which cannot be Q4_0"),
     "a truncated tensor": (tensor(0, 32, 32), "tensor t lies beyond the end of the file"),
     "a large tensor": (tensor(8, 2**40, 2**62), "tensor t lies beyond the end of the file"),
+    "blocks of 128 as Q2_0": (two_tensors(42, 128, 4, offset=4 * 34), "tensors t and u overlap"),
     "a distant tensor": (tensor(0, 32, offset=2**64 - 32), "tensor t lies beyond the end of the file"),
 }
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
@@ -102,16 +104,35 @@ def in_parts(path: Path, folder: Path, count: int) -> list[Path]:
     for i in range(count):
         parts.append(folder / f"model-{i + 1:05}-of-{count:05}.gguf")
         writer = gguf.GGUFWriter(parts[-1], "llama")
-        for field in reader.fields.values() if i == 0 else ():
-            if not field.name.startswith(("GGUF.", "general.architecture")):
-                sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+        if i == 0:
+            _copy_metadata(reader, writer)
         writer.add_uint16("split.no", i)
         writer.add_uint16("split.count", count)
-        for tensor in reader.tensors[i::count]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        _write_tensors(writer, reader.tensors[i::count])
     return parts
+
+
+def with_tensors(path: Path, out: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """A copy of a file of Llama's architecture with further tensors."""
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(out, "llama")
+    _copy_metadata(reader, writer)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    _write_tensors(writer, reader.tensors)
+    return out
+
+
+def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type)
+
+
+def _write_tensors(writer: gguf.GGUFWriter, tensors: Iterable[gguf.ReaderTensor]) -> None:
+    for tensor in tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
