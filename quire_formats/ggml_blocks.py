@@ -1,4 +1,4 @@
-"""Decodes further types of ggml's blocks: i-quants, ternary weights, NVFP4, and codes of one and two bits.
+"""Decodes further types of ggml's blocks: i-quants, four-bit floats, ternary weights, and codes of one and two bits.
 
 The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.loading.errors import WeightError
 from quire.ops.reference.quantized import QuantizedMatrix
-from quire.quantization.gguf import E2M1_TWICE, Decoder, fields, from_table, half
+from quire.quantization.gguf import Decoder, fields, half
 from quire.quantization.packing import integer_matrix, pack_pairs
 
 _CHUNK = 2**22  # elements that are decoded at a time, since each takes a few bytes meanwhile
@@ -26,7 +26,7 @@ def _in_parts(decoder: Decoder, x: Tensor) -> QuantizedMatrix:
     return replace(first, **joined)  # type: ignore[arg-type]
 
 
-# ---- integers, and NVFP4
+# ---- small integers
 
 
 def _less_one(codes: Tensor, scales: Tensor) -> QuantizedMatrix:
@@ -60,13 +60,41 @@ def _trits(x: Tensor, count: int) -> Tensor:
     return (rest.short() * 3 >> 8).to(torch.uint8).flatten(-2)
 
 
+# ---- codes of four bits for the values of a table
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _from_table(codes: Tensor, scales: Tensor, values: tuple[int, ...]) -> QuantizedMatrix:
+    """codes: [out, blocks, elements]; scales: [out, groups]"""
+    codes, table = codes.flatten(1), torch.tensor(values, dtype=torch.float32, device=codes.device)
+    return replace(integer_matrix(codes, 4, scales, codes.shape[1] // scales.shape[1]), table=table)
+
+
+def _iq4_nl(x: Tensor) -> QuantizedMatrix:
+    return _from_table(fields(x[..., 2:], 16, 4, 2), half(x, 0), _IQ4)
+
+
+def _iq4_xs(x: Tensor) -> QuantizedMatrix:
+    """Bytes 2 to 8 have the scales of eight groups of 32 elements: their upper 2 bits, then their lower 4."""
+    scales = fields(x[..., 4:8], 1, 4, 2) | fields(x[..., 2:4], 1, 2, 4) << 4
+    matrix = _from_table(fields(x[..., 8:], 16, 4, 2), scales.flatten(1).view(torch.int8) - 32, _IQ4)
+    return replace(matrix, factors=half(x, 0)[..., None])
+
+
+def _mxfp4(x: Tensor) -> QuantizedMatrix:
+    scales = torch.ldexp(torch.ones_like(x[..., 0], dtype=torch.float32), x[..., 0].int() - 128)
+    return _from_table(fields(x[..., 1:], 16, 4, 2), scales.bfloat16(), _E2M1_TWICE)
+
+
 def _nvfp4(x: Tensor) -> QuantizedMatrix:
     """Four groups of 16 elements, with scales in float8 without a sign. ggml reads byte 127 as 0, and 255 as 480."""
     scales = (x[..., :4] & 127).view(torch.float8_e4m3fn).float().masked_fill(x[..., :4] == 127, 0).nan_to_num(480)
-    return from_table(fields(x[..., 4:], 8, 4, 2), scales.flatten(1) / 2, E2M1_TWICE)
+    return _from_table(fields(x[..., 4:], 8, 4, 2), scales.flatten(1).half() / 2, _E2M1_TWICE)
 
 
-# ---- i-quants, whose groups of 8 or 4 neighbouring weights are the entries of a codebook
+# ---- the other i-quants, whose groups of 8 or 4 neighbouring weights are the entries of a codebook
 
 # Entries [..., n], for each 8 weights a byte of signs [..., 32], a scale of each group [..., groups], and their factor
 _Layout = Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -174,11 +202,20 @@ def _i_quant(name: str, x: Tensor) -> QuantizedMatrix:
     return QuantizedMatrix(packed, scales, width // scales.shape[1], width, factors=factors[..., None], table=table)
 
 
-_OTHERS: dict[str, Decoder] = {"Q1_0": _q1_0, "Q2_0": _q2_0, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "NVFP4": _nvfp4}
+_OTHERS: dict[str, Decoder] = {
+    "Q1_0": _q1_0,
+    "Q2_0": _q2_0,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+}
 
 
 def decoder_of(name: str) -> Decoder:
-    """The decoder of a type. Raises WeightError for an i-quant if the gguf package is not installed."""
+    """The decoder of a type. Raises WeightError if it needs codebooks and the gguf package is not installed."""
     if name in _LAYOUTS:
         _codebook(name)
         return partial(_in_parts, partial(_i_quant, name))

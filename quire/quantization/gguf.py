@@ -1,7 +1,7 @@
 """Decodes the tensor types of GGUF files (ggml's quantized blocks) into the engine's own layout.
 
 The layouts are those of ggml's ggml-common.h. The values equal those of ggml's reference dequantization bit for bit.
-Further types are in quire_formats/ggml_blocks.py.
+Types whose codes stand for the values of a table, and other further ones, are in quire_formats/ggml_blocks.py.
 """
 
 import math
@@ -89,31 +89,6 @@ def _q6_k(x: Tensor) -> QuantizedMatrix:
     return _super_blocks(_matrix(codes, 6, scales), half(x, 208))
 
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-
-def from_table(codes: Tensor, scales: Tensor, values: tuple[int, ...]) -> QuantizedMatrix:
-    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
-    return replace(_matrix(codes, 4, scales), table=table)
-
-
-def _iq4_nl(x: Tensor) -> QuantizedMatrix:
-    return from_table(fields(x[..., 2:], 16, 4, 2), half(x, 0), _IQ4)
-
-
-def _iq4_xs(x: Tensor) -> QuantizedMatrix:
-    """Bytes 2 to 8 have the scales of eight groups of 32 elements: their upper 2 bits, then their lower 4."""
-    scales = fields(x[..., 4:8], 1, 4, 2) | fields(x[..., 2:4], 1, 2, 4) << 4
-    matrix = from_table(fields(x[..., 8:], 16, 4, 2), scales.flatten(1).view(torch.int8) - 32, _IQ4)
-    return _super_blocks(matrix, half(x, 0))
-
-
-def _mxfp4(x: Tensor) -> QuantizedMatrix:
-    scales = torch.ldexp(torch.ones_like(x[..., 0], dtype=torch.float32), x[..., 0].int() - 128)
-    return from_table(fields(x[..., 1:], 16, 4, 2), scales, E2M1_TWICE)
-
-
 # From bytes [out, blocks, bytes of a block] to a matrix [out, in].
 Decoder = Callable[[Tensor], QuantizedMatrix]
 
@@ -132,9 +107,6 @@ _DECODERS: dict[str, torch.dtype | Decoder] = {
     "Q4_K": partial(_q45_k, bits=4),
     "Q5_K": partial(_q45_k, bits=5),
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
-    "IQ4_XS": _iq4_xs,
-    "MXFP4": _mxfp4,
 }
 
 

@@ -154,6 +154,8 @@ def test_kinds_are_recognized_by_the_names_of_files():
     names = ["a-b.Q4_K_M.gguf", "IQ4_XS.gguf", "x/Qwen3-0.6B-UD-Q2_K_XL-00001-of-00002.gguf", "a-F16-mmproj.gguf",
              "x/Qwen3-0.6B-UD-Q2_K_XL-00002-of-00002.gguf", "model.gguf", "README.md", "mmproj-F16.gguf"]  # fmt: skip
     assert gguf_kinds(names) == {"IQ4_XS": [names[1]], "Q4_K_M": [names[0]], "UD-Q2_K_XL": [names[2], names[4]]}
+    for kind in ("IQ2_XXS", "IQ1_M", "TQ2_0", "NVFP4", "MXFP4_MOE", "Q1_0"):
+        assert gguf_kinds([f"a-{kind}.gguf"]) == {kind: [f"a-{kind}.gguf"]}
     assert gguf_files(names, None) == [names[0]]
     with pytest.raises(ModelNotFoundError, match="is not one file or all parts of one"):
         gguf_files(names[:3], "UD-Q2_K_XL")

@@ -22,7 +22,7 @@ from quire_formats import ggml_blocks
 from support.checkpoints import write_checkpoint
 from support.engines import logits_of_ranks, make_llm, runners_of_ranks, teacher_forced_logits
 from support.ggml_blocks import set_factors
-from support.gguf_files import FURTHER_TYPES, WIDE, reference, with_tensors, write_gguf, write_meaning
+from support.gguf_files import FURTHER_TYPES, TABLE_TYPES, WIDE, reference, with_tensors, write_gguf, write_meaning
 from support.reference import logits, prompts
 
 TEXT = prompts(300, 9)[8][:60]
@@ -38,12 +38,12 @@ def matrix_of(name: str, shape: tuple[int, int]) -> QuantizedMatrix:
     return made
 
 
-@pytest.mark.parametrize("name", [*FURTHER_TYPES, "Q2_0"])
+@pytest.mark.parametrize("name", [*TABLE_TYPES, *FURTHER_TYPES, "Q2_0"])
 def test_weights_take_four_bits_and_rows_that_are_decoded_in_parts_are_the_same(name, monkeypatch):
     whole = matrix_of(name, (37, 4))
     assert whole.codes.dtype is torch.uint8
     assert whole.codes.shape == (37, whole.in_features // 2)
-    assert whole.scales.element_size() == (1 if name.startswith("IQ") else 2)
+    assert whole.scales.element_size() == (1 if name.startswith("IQ") and name != "IQ4_NL" else 2)
     monkeypatch.setattr(ggml_blocks, "_CHUNK", 5 * 4 * 256)
     parts = matrix_of(name, (37, 4))
     assert {n: t.dtype for n, t in parts.by_row.items()} == {n: t.dtype for n, t in whole.by_row.items()}
@@ -101,9 +101,8 @@ def with_scales(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
 )
 def test_matrices_have_scales_beside_them(tmp_path, family, kind):
     """As llama.cpp writes NVFP4; other types might have them, too."""
-    source = write_checkpoint(
-        tmp_path / "source", family, SMALL | ({"num_local_experts": 4} if family == "mixtral" else {})
-    )
+    experts = {"num_local_experts": 4} if family == "mixtral" else {}
+    source = write_checkpoint(tmp_path / "source", family, {**SMALL, **experts})
     path, dense = with_scales(source, tmp_path, kind)
     wanted = logits(reference(dense), TEXT)
     torch.testing.assert_close(teacher_forced_logits(make_llm(path), TEXT), wanted, rtol=1e-4, atol=5e-4)
