@@ -20,7 +20,8 @@ _CHUNK = 2**22  # elements that are decoded at a time, since each takes a few by
 
 def _in_parts(decoder: Decoder, x: Tensor) -> QuantizedMatrix:
     """Decodes some rows at a time. The decoder's results have the same dtypes for all rows."""
-    matrices = [decoder(rows) for rows in x.split(max(1, _CHUNK // (x.shape[1] * 256)))]
+    step = max(1, _CHUNK // (x.shape[1] * 256))
+    matrices = [decoder(x[start : start + step]) for start in range(0, max(1, len(x)), step)]
     first = matrices[0]
     joined = {name: torch.cat([matrix.by_row[name] for matrix in matrices]) for name in first.by_row}
     return replace(first, **joined)  # type: ignore[arg-type]
@@ -118,7 +119,7 @@ def _seven_signs(index: Tensor) -> Tensor:
 
 
 def _iq2_xxs(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    groups = x[..., 2:].unflatten(-1, (8, 8))  # four entries, and a word
+    groups = x[..., 2:].reshape(*x.shape[:2], 8, 8)  # four entries, and a word
     words = _words(groups[..., 4:], torch.int32)[..., 0]
     return groups[..., :4].flatten(-2), *_of_words(words), half(x, 0)
 
@@ -185,7 +186,7 @@ def _codebook(name: str) -> tuple[Tensor, Tensor]:
         raise WeightError(f'{message}: pip install "quire[gguf]"') from error
     source = getattr(quants, name)
     source.init_grid()
-    values, codes = torch.from_numpy(source.grid)[0, 0].unique(return_inverse=True)
+    values, codes = torch.unique(torch.from_numpy(source.grid)[0, 0], return_inverse=True)
     entries = codes.to(torch.uint8).view(torch.int64 if codes.shape[1] == 8 else torch.int32)[:, 0]
     unit, table = _LAYOUTS[name][1], torch.zeros(2, 8)
     halves = (values + _SHIFT, values - _SHIFT) if unit is None else (values * unit, -values * unit)
