@@ -196,8 +196,8 @@ def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
 
 
 def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
-    """The files that the index lists, those of other folders first: of a tensor that several have, the last counts.
-    Without an index: the file `single`, or else all files that match the pattern."""
+    """The files that the index lists, in the directory or in one beside it. Without an index: the file `single`, or
+    else all files that match the pattern. Raises WeightError."""
     index = read_json(directory, f"{single}.index.json").get("weight_map")
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
         raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that does not map to file names")
