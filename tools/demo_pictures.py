@@ -1,8 +1,11 @@
 """The pictures that the bundled model's encoder is trained with, and the questions about them.
 
+    python tools/demo_pictures.py 3 red star stars.png   # draws one
+
 Each kind of question has two sets of phrasings: training has the first, the examination the second.
 """
 
+import argparse
 import math
 import random
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from itertools import product
 import numpy as np
 from demo_corpus import render
 from demo_questions import dress, expand, normalize
-from PIL import Image, ImageDraw
+from PIL import Image, ImageColor, ImageDraw
 
 PLACEHOLDER = "<image>"
 
@@ -83,19 +86,23 @@ class Scene:
 SCENES = [Scene(*parts) for parts in product(OUTLINES, COLOURS, range(1, MOST + 1))]
 
 
-def draw(scene: Scene, rng: random.Random, side: int = 192) -> Image.Image:
+def draw(scene: Scene, rng: random.Random, size: tuple[int, int] = (192, 192)) -> Image.Image:
     """A picture of the scene: sizes, places and angles are random, and the shapes do not touch."""
     background = tuple(rng.randint(225, 255) for _ in range(3))
-    image = Image.new("RGB", (side, side), background)
+    colours = zip(COLOURS[scene.colour], ImageColor.getrgb(scene.colour), strict=True)
+    between = rng.random()
+    usual = [ours + between * (theirs - ours) for ours, theirs in colours]
+    side = min(size)
+    image = Image.new("RGB", size, background)
     pen, placed, largest = ImageDraw.Draw(image), list[tuple[float, float, float]](), 0.42 / scene.number**0.5
     while len(placed) < scene.number:
         radius = side * rng.uniform(0.55, 1) * largest
-        x, y = (rng.uniform(radius, side - radius) for _ in range(2))
+        x, y = (rng.uniform(radius, length - radius) for length in size)
         if any(math.hypot(x - a, y - b) < 1.1 * (radius + r) + 4 for a, b, r in placed):
             largest = max(0.12, largest * 0.99)
             continue
         placed.append((x, y, radius))
-        colour = tuple(max(0, min(255, value + rng.randint(-14, 14))) for value in COLOURS[scene.colour])
+        colour = tuple(max(0, min(255, round(value) + rng.randint(-14, 14))) for value in usual)
         angle = rng.uniform(-0.3, 0.3)
         cos, sin = radius * math.cos(angle), radius * math.sin(angle)
         pen.polygon([(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in OUTLINES[scene.shape]], fill=colour)
@@ -126,7 +133,9 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         what (colour|color) do the {xs} have?
         what is the (colour|color) of (the {xs}|it|this|the shape|the picture)?
         (tell me|say|name) the (colour|color) of (the {xs}|it|this|the shapes).
-        what (colour|color) (has|is) the shape?""",
+        what (colour|color) (has|is) the shape?
+        (what|which) (colour|color) can you (find|spot)( here| in the picture|)?
+        what (colour|color) does (the|this) (picture|image) show?""",
         """can you tell me the (colour|color)?
         which (colour|color) can you see in this image?
         what (colour|color) is shown here?
@@ -137,7 +146,8 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         how many (shapes|things|{xs}) (are there|do you see|are in the picture|are in this picture|are shown)?
         (count|please count) (the {xs}|the shapes|them|what you see).
         (tell me|say) how many (there are|you see|{xs} there are|shapes you see).
-        what is the number of (shapes|{xs})?""",
+        what is the number of (shapes|{xs})?
+        how many (shapes|things|{xs}) can you (find|spot)( here| in the picture|)?""",
         """how many {xs} can you see in this image?
         can you count the {xs}?
         i want to know how many shapes there are.
@@ -149,7 +159,9 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         what (is|is there|is shown) (here|in the picture|in this picture|in the image)?
         (describe|please describe|can you describe|could you describe) (it|this|the picture|the image|what you see).
         what (does|can) (the|this) (picture|image) show?
-        (tell me|say) what (you see|is in the picture|you see in the picture|is here|is in this image).""",
+        (tell me|say) what (you see|is in the picture|you see in the picture|is here|is in this image).
+        (tell me|say|tell us) what (you see|you can see|you find|you spot|there is)( in it| on it| there| now|).
+        (tell me|say) what (you can see|you find|you spot|there is) here.""",
         """can you describe this image?
         tell me what you see here.
         what do you see in this picture?""",
@@ -208,3 +220,17 @@ def examination_of_pictures(count: int, seed: int = 2028) -> list[Asked]:
         prompt = render([{"role": "user", "content": said}], add_generation_prompt=True)
         asked.append(Asked(kind, scene, draw(scene, rng), prompt))
     return asked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw a picture for quire-demo/vision.")
+    parser.add_argument("number", type=int, choices=range(1, MOST + 1))
+    parser.add_argument("colour", choices=COLOURS)
+    parser.add_argument("shape", choices=OUTLINES)
+    parser.add_argument("file", help="where to write it, such as stars.png")
+    args = parser.parse_args()
+    draw(Scene(args.shape, args.colour, args.number), random.Random()).save(args.file)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from quire import LLM, SamplingParams
 from quire.loading.hub import bundled_model, local_model
@@ -46,8 +47,8 @@ def test_the_files_are_small_and_repeat_no_weights():
     folder = local_model(NAME)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 2e6
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert {folder / file for file in files.values()} == {
-        folder / "model.safetensors", folder / "../model/model.safetensors",
+    assert {name.partition(".")[0]: file for name, file in files.items()} == {
+        "model": "../model/model.safetensors", "visual": "model.safetensors",
     }  # fmt: skip
     assert (folder / "../model").resolve() == bundled_model().resolve()
 
@@ -65,10 +66,32 @@ def test_nearly_all_answers_are_right(pictures: Any, llm: LLM):
     assert share_of_right_answers(pictures, llm, 600) >= 0.95
 
 
-def test_it_answers_without_pictures(llm: LLM):
-    params = SamplingParams(temperature=0, max_tokens=30)
-    output = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params, use_tqdm=False)[0]
-    assert "Paris" in output.outputs[0].text
+def test_a_picture_need_not_be_square(pictures: Any, llm: LLM):
+    scene, rng = pictures.Scene("heart", "green", 2), pictures.random.Random(5)
+    for size in ((192, 192), (320, 240), (240, 400), (640, 240)):
+        content = [{"type": "image_pil", "image_pil": pictures.draw(scene, rng, size)},
+                   {"type": "text", "text": "What do you see?"}]  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=30)
+        [output] = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        assert output.outputs[0].text.strip() == "I see 2 green hearts.", size
+
+
+def test_without_pictures_it_is_the_bundled_model(llm: LLM):
+    prompts = ["Once upon a time", "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant"]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    found = [
+        [output.outputs[0].text for output in engine.generate(prompts, params, use_tqdm=False)]
+        for engine in (llm, LLM())
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert "Paris" in found[0][1]
+
+
+def test_a_picture_is_drawn_to_try_it(pictures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["demo_pictures.py", "3", "red", "star", str(tmp_path / "stars.png")])
+    pictures.main()
+    with Image.open(tmp_path / "stars.png") as image:
+        assert image.size == (192, 192)
 
 
 def test_it_is_served(pictures: Any):
