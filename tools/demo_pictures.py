@@ -123,9 +123,10 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         (tell me|say|name) (which|what) shape (it is|you see|is in the picture|that is).
         (tell me|say|name|do you know) the (shape|kind of shape) (in the picture|of it|that you see|here).
         what (is it|is this|is that|are they|are these)?""",
-        """can you tell me the shape?
-        what shape can you see in this image?
-        which kind of shape is in the picture?""",
+        """what shape do we have here?
+        please tell me what shape this is.
+        which shape is shown in the image?
+        name the shape you can see.""",
     ),
     "colour": (
         """what (colour|color) (is it|are they|is this|do you see|is in the picture)?
@@ -136,10 +137,10 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         what (colour|color) (has|is) the shape?
         (what|which) (colour|color) can you (find|spot)( here| in the picture|)?
         what (colour|color) does (the|this) (picture|image) show?""",
-        """can you tell me the (colour|color)?
-        which (colour|color) can you see in this image?
-        what (colour|color) is shown here?
-        i want to know the (colour|color) of the {xs}.""",
+        """what (colour|color) do the shapes have?
+        please tell me the (colour|color).
+        which (colour|color) is shown in the picture?
+        say what (colour|color) it is.""",
     ),
     "number": (
         """how many (are there|do you see|are in the picture|are in the image|shapes are there|things do you see)?
@@ -148,10 +149,10 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         (tell me|say) how many (there are|you see|{xs} there are|shapes you see).
         what is the number of (shapes|{xs})?
         how many (shapes|things|{xs}) can you (find|spot)( here| in the picture|)?""",
-        """how many {xs} can you see in this image?
-        can you count the {xs}?
-        i want to know how many shapes there are.
-        how many of them are here?""",
+        """how many are shown here?
+        please tell me how many there are.
+        how many {xs} are in the image?
+        count how many you see.""",
     ),
     "all": (
         """what (do|can) you see?
@@ -162,9 +163,9 @@ PHRASINGS: dict[str, tuple[str, str]] = {
         (tell me|say) what (you see|is in the picture|you see in the picture|is here|is in this image).
         (tell me|say|tell us) what (you see|you can see|you find|you spot|there is)( in it| on it| there| now|).
         (tell me|say) what (you can see|you find|you spot|there is) here.""",
-        """can you describe this image?
-        tell me what you see here.
-        what do you see in this picture?""",
+        """please describe what is in this picture.
+        what can be seen here?
+        say what is shown in the image.""",
     ),
 }  # fmt: skip
 
