@@ -196,10 +196,14 @@ def parts_of(checkpoint: Checkpoint, builder: Builder) -> Parts:
 
 
 def weight_files(directory: Path, single: str, pattern: str) -> list[Path]:
-    """The files that the index lists. Without an index: the file `single`, or else all files that match the pattern."""
+    """The files that the index lists, in the directory or in one beside it. Without an index: the file `single`, or
+    else all files that match the pattern. Raises WeightError."""
     index = read_json(directory, f"{single}.index.json").get("weight_map")
     if index is not None and not (isinstance(index, dict) and all(isinstance(f, str) for f in index.values())):
         raise WeightError(f"{directory / f'{single}.index.json'} has a weight_map that does not map to file names")
+    for file in map(Path, (index or {}).values()):
+        if file.is_absolute() or ".." in file.parts[1:]:  # judged as it is written: files of the hub's cache are links
+            raise WeightError(f"{directory / f'{single}.index.json'} names {file}, which is outside {directory.parent}")
     if index:
         return sorted({directory / f for f in index.values()})
     if (directory / single).is_file():  # other files may be second copies, such as consolidated.safetensors
