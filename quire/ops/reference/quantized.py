@@ -94,18 +94,6 @@ class QuantizedMatrix:
         """[out, groups], float32"""
         return None if self.offsets is None else self._multiplied(self.offsets, 1)
 
-    def with_integers(self) -> "QuantizedMatrix":
-        """The same weights with codes of 8 bits in place of a table, if the table's values are small multiples of the
-        smallest one, as those of four-bit floats are; else this matrix itself."""
-        if self.table is None:
-            return self
-        step = self.table[self.table != 0].abs().min()
-        values = self.table / step
-        if not torch.equal(values, values.round().clamp(-127, 127)):
-            return self
-        codes = values.to(torch.int8)[self.single_codes().int()]
-        return replace(self, codes=codes, scales=self.effective_scales() * step, factors=None, table=None)
-
     def _multiplied(self, values: Tensor, index: int) -> Tensor:
         values = values.float()
         if self.factors is not None:

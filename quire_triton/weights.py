@@ -1,0 +1,139 @@
+"""What stored weights mean: integers, float8, and codes of 4 bits, in the type of the product's other operand."""
+
+import triton
+import triton.language as tl
+
+from quire_triton.float8 import from_float8
+
+
+@triton.constexpr_function
+def _unpacking(dtype, quarter, centre):
+    """PTX that makes two floats of 16 bits of the codes of 4 bits in one quarter of two words of 16 bits.
+
+    A code in the last bits of a float's mantissa adds itself to the float: to 128 in bfloat16, to 1024 in float16. What
+    is too much is then taken away, together with the centre.
+    """
+    name, base, one, minus = ("bf16", 0x4300, 0x3F80, 0xC300) if dtype.is_bf16() else ("f16", 0x6400, 0x3C00, 0xE400)
+    return f"""{{
+        .reg .b32 a, one, minus;
+        mov.b32 one, {one * 0x10001};
+        mov.b32 minus, {(minus + centre) * 0x10001};
+        shr.u32 a, $1, {4 * quarter};
+        lop3.b32 a, a, 0x000F000F, {base * 0x10001}, 0xEA;
+        fma.rn.{name}x2 $0, a, one, minus;
+    }}"""
+
+
+@triton.constexpr_function
+def _lookup(quarter):
+    """PTX that looks up, as floats of 16 bits, the codes of 4 bits in one quarter of two words of 16 bits.
+
+    `prmt` picks a byte of eight for each of four codes of 3 bits. The table is in $2 to $17, each register twice: the
+    low bytes of its floats, then the high bytes. The fourth bit of a code decides between the halves of the table. Two
+    quarters are looked up together; the assembler keeps one of equal instructions.
+    """
+    select = ("0x6240", "0x7351")[quarter % 2]
+    return f"""{{
+        .reg .b32 codes, half, a, b, low, high;
+        prmt.b32 codes, $1, 0, {("0x2020", "0x3131")[quarter // 2]};
+        shr.u32 half, codes, 1;
+        and.b32 codes, codes, 0x77777777;
+        lop3.b32 half, half, 0x44444444, 0x32103210, 0xEA;
+        prmt.b32 a, $2, $4, codes;
+        prmt.b32 b, $6, $8, codes;
+        prmt.b32 low, a, b, half;
+        prmt.b32 a, $10, $12, codes;
+        prmt.b32 b, $14, $16, codes;
+        prmt.b32 high, a, b, half;
+        prmt.b32 $0, low, high, {select};
+    }}"""
+
+
+@triton.jit
+def entries_of(table, dtype: tl.constexpr):
+    """The words of a PackedMatrix's entries that `_lookup` takes."""
+    words = table + (16 if dtype.is_bf16() else 24)
+    return (
+        tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3), tl.load(words + 4),
+        tl.load(words + 5), tl.load(words + 6), tl.load(words + 7),
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _float8_conversion(dtype):
+    """PTX that makes four floats of 16 bits of four float8_e4m3fn, for cards without an instruction. NaNs become 480.
+
+    With the bits of its exponent and mantissa moved into place, a value is too small by a power of two, since the
+    exponents' biases differ. Subnormal values are right too.
+    """
+    name, shift, mask, factor = ("bf16", 4, 0x07F0, 0x7B80) if dtype.is_bf16() else ("f16", 1, 0x3F80, 0x5C00)
+    pair = """
+        prmt.b32 a, $2, 0, {select};
+        shr.u32 b, a, {shift};
+        and.b32 b, b, {mask};
+        lop3.b32 a, a, 0x80008000, b, 0xEA;
+        fma.rn.{name}x2 {out}, a, factor, zero;"""
+    low, high = (
+        pair.format(select=select, shift=shift, mask=mask * 0x10001, name=name, out=out)
+        for select, out in (("0x1404", "$0"), ("0x3424", "$1"))
+    )
+    return f"""{{
+        .reg .b32 a, b, factor, zero;
+        mov.b32 factor, {factor * 0x10001};
+        mov.b32 zero, 0x80008000;{low}{high}
+    }}"""
+
+
+@triton.jit
+def weights_of(
+    stored, table, entries, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr,
+    FORM: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
+    if FORM == "float8" and PTX and not NATIVE:
+        values = tl.inline_asm_elementwise(
+            _float8_conversion(dtype), "=r,=r,r", [stored], dtype=dtype.value, is_pure=True, pack=4
+        )
+    elif FORM == "float8":
+        values = from_float8(stored, dtype, NATIVE)
+    elif FORM == "table" and PTX:
+        a, b, c, d, e, f, g, h = entries
+        values = tl.inline_asm_elementwise(
+            _lookup(QUARTER), "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [stored, a, b, c, d, e, f, g, h],
+            dtype=dtype.value, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORM == "table":
+        values = tl.load(table + ((stored >> (4 * QUARTER)) & 15)).to(tl.float32, bitcast=True).to(dtype)
+    elif FORM == "four" and PTX:
+        values = tl.inline_asm_elementwise(
+            _unpacking(dtype, QUARTER, CENTRE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
+        )
+    elif FORM == "four":
+        values = ((stored >> (4 * QUARTER)) & 15).to(tl.int8)
+        if CENTRE:
+            values -= CENTRE
+        values = values.to(dtype)
+    else:
+        values = stored.to(dtype)
+    if SCALING == "groups":
+        # One load for each group. All weights of a group then take its scale.
+        per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
+        count: tl.constexpr = stored.shape[1] * per_word // GROUP
+        shape: tl.constexpr = (stored.shape[0], count, GROUP // per_word)
+        groups = tl.min(place, 0) * per_word // GROUP + tl.arange(0, count)
+        inside = (groups * GROUP < ins)[None, :]
+        scale = tl.load(scale_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0).to(tl.float32)
+        wide = tl.reshape(values.to(tl.float32), shape) * scale[:, :, None]
+        if OFFSETS:
+            offset = tl.load(offset_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0)
+            wide += offset.to(tl.float32)[:, :, None]
+        values = tl.reshape(wide, stored.shape).to(dtype)
+    elif SCALING == "any":
+        inside = (at < ins)[None, :]
+        groups = (at // GROUP)[None, :] * group_stride
+        wide = values.to(tl.float32) * tl.load(scale_rows[:, None] + groups, mask=inside, other=0.0)
+        if OFFSETS:
+            wide += tl.load(offset_rows[:, None] + groups, mask=inside, other=0.0)
+        values = wide.to(dtype)
+    return values
