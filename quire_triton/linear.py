@@ -17,13 +17,13 @@ from torch import Tensor
 
 from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import grouped_linear, linear
-from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
+from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear, tensor_of
 from quire.ops.registry import Function, Op, Target
 from quire_triton.float8 import converts_float8, to_float8
 from quire_triton.packed import PackedMatrix, pack
 from quire_triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
 from quire_triton.tiles import suits_few_rows, tile_of
-from quire_triton.weights import entries_of, weights_of
+from quire_triton.weights import weights_of
 
 _FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 
@@ -84,22 +84,22 @@ def _of_quarters(scale_rows, word, groups, group_stride, RUN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def _product(
-    out, x, x_scales, codes, table, scales, offsets, bias, bounds, rows, tiles, experts, outs, ins, length, span,
-    x_stride, code_stride, scale_stride, group_stride,
-    FORM: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr,
-    GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, EVEN: tl.constexpr,
-    NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+    out, x, x_scales, codes, table, scales, offsets, factors, bias, bounds, rows, tiles, experts, outs, ins, length,
+    span, x_stride, code_stride, scale_stride, group_stride,
+    FORM: tl.constexpr, TABLE: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr,
+    FACTORS: tl.constexpr, CENTRE: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr,
+    EXPERTS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
     weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these
     inputs.
 
-    FORM: of the weights, "dense", "integer", "float8", "four" or "table". EIGHT: x has codes of 8 bits as well, with a
-    scale for each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one
-    step of the loop share a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has
-    several whole groups of GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of
-    NVIDIA's cards may be used.
+    FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values of
+    TABLE, which `table` has in float32. EIGHT: x has codes of 8 bits as well, with a scale for each row. SCALING:
+    "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share a scale;
+    "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of GROUP
+    inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
     """
     neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
@@ -125,9 +125,6 @@ def _product(
     # Tensor cores add products of float8 with few bits, so no long sums are left to them.
     in_parts: tl.constexpr = SCALING == "step" or (EIGHT and FORM == "float8")
     sums = tl.zeros([OUTS, ROWS], tl.float32 if in_parts else sum_type)
-    entries = None
-    if FORM == "table" and PTX:
-        entries = entries_of(table, x.dtype.element_ty)
     if SCALING == "step":  # scales are loaded one step ahead of their use
         at_group = split * span * per_word // GROUP * group_stride
         next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
@@ -166,8 +163,8 @@ def _product(
             left = stored
             if FORM != "dense" and not EIGHT:
                 left = weights_of(
-                    stored, table, entries, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM,
-                    SCALING, OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
+                    stored, table, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM, TABLE, SCALING,
+                    OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
                 )  # fmt: skip
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
@@ -188,6 +185,8 @@ def _product(
     results = sums.to(tl.float32)
     if SCALING == "row":
         results *= tl.load(scale_rows).to(tl.float32)[:, None]
+    if FACTORS:
+        results *= tl.load(factors + weight_rows).to(tl.float32)[:, None]
     if EIGHT:
         results *= tl.load(x_scales + at_rows, mask=is_row, other=0.0)[None, :]
     if BIAS:
@@ -325,11 +324,12 @@ def _launch(
     if not out.numel():
         return out
     per_word, form, scaling, group = 1, "dense", "none", 1
-    table, scales, offsets = None, x, None
+    scales, offsets, factors, table = x, None, None, None
     if weight is not None:
-        group, table, scales, offsets, form = weight.group, weight.entries, weight.scales, weight.offsets, "integer"
+        group, form, scales, offsets = weight.group, "integer", weight.scales, weight.offsets
+        factors, table = weight.factors, weight.table
         if weight.bits == 4:
-            per_word, form, codes = 4, "four" if weight.entries is None else "table", codes.view(torch.int16)
+            per_word, form, codes = 4, "four" if table is None else "table", codes.view(torch.int16)
         if codes.is_floating_point():
             form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
     card, length = card_of(x.device), codes.shape[1]
@@ -345,16 +345,19 @@ def _launch(
     tiles = triton.cdiv(rows, tile.rows)
     if bounds is not None:
         tiles = min(rows, rows // tile.rows + experts)  # each expert has at most one tile that is not full
-    is_native, has_ptx = converts_float8(x.device), card.backend == "cuda" and not INTERPRETED
+    is_native = converts_float8(x.device)
+    has_ptx = card.backend == "cuda" and not INTERPRETED and dtype is not torch.float32
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
-        parts, x, x if x_scales is None else x_scales, codes, codes if table is None else table, scales,
-        scales if offsets is None else offsets,
+        parts, x, x if x_scales is None else x_scales, codes,
+        codes if table is None or has_ptx else tensor_of(table, x.device), scales,
+        scales if offsets is None else offsets, scales if factors is None else factors,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
         length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        form, x_scales is not None, scaling, offsets is not None, 8 if form == "four" and offsets is None else 0,
-        1 if scaling in ("none", "row") else group, 1 if weight is None else weight.run, bias is not None,
+        form, table, x_scales is not None, scaling, offsets is not None, factors is not None,
+        8 if form == "four" and offsets is None else 0, 1 if scaling in ("none", "row") else group,
+        1 if weight is None else weight.run, bias is not None,
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,
-        is_native, has_ptx and dtype is not torch.float32, tile.rows, tile.outs, step, precision(dtype),
+        is_native, has_ptx, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=stages, enable_fp_fusion=True,
         **(card.most_registers(tile.warps, programs=1) if offsets is not None else {}),
     )  # fmt: skip

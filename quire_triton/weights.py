@@ -1,5 +1,6 @@
 """What stored weights mean: integers, float8, and codes of 4 bits, in the type of the product's other operand."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -25,38 +26,30 @@ def _unpacking(dtype, quarter, centre):
 
 
 @triton.constexpr_function
-def _lookup(quarter):
-    """PTX that looks up, as floats of 16 bits, the codes of 4 bits in one quarter of two words of 16 bits.
+def _lookup(dtype, quarter, table):
+    """PTX that looks up the codes of 4 bits in one quarter of two words of 16 bits: two floats of 16 bits.
 
-    `prmt` picks a byte of eight for each of four codes of 3 bits. The table is in $2 to $17, each register twice: the
-    low bytes of its floats, then the high bytes. The fourth bit of a code decides between the halves of the table. Two
-    quarters are looked up together; the assembler keeps one of equal instructions.
+    `prmt` picks one byte of eight for each of four codes of 3 bits. So the low bytes of the floats are looked up in both
+    halves of the table, then the high bytes, and the fourth bit of a code decides between the halves. This is done for
+    two quarters at once; of instructions that are the same for both, the assembler keeps one.
     """
-    select = ("0x6240", "0x7351")[quarter % 2]
+    floats = torch.tensor(table).to(torch.bfloat16 if dtype.is_bf16() else torch.float16)
+    lines = []
+    for name, data in zip(("low", "high"), floats.view(torch.uint8).view(16, 2).t(), strict=True):
+        words = data.contiguous().view(torch.int32).tolist()
+        lines += [f"mov.b32 {register}, {word};" for register, word in zip("abcd", words, strict=True)]
+        lines.append(f"prmt.b32 {name}, a, b, codes;")
+        if words[:2] != words[2:]:
+            lines += ["prmt.b32 c, c, d, codes;", f"prmt.b32 {name}, {name}, c, half;"]
     return f"""{{
-        .reg .b32 codes, half, a, b, low, high;
+        .reg .b32 codes, half, low, high, a, b, c, d;
         prmt.b32 codes, $1, 0, {("0x2020", "0x3131")[quarter // 2]};
         shr.u32 half, codes, 1;
-        and.b32 codes, codes, 0x77777777;
         lop3.b32 half, half, 0x44444444, 0x32103210, 0xEA;
-        prmt.b32 a, $2, $4, codes;
-        prmt.b32 b, $6, $8, codes;
-        prmt.b32 low, a, b, half;
-        prmt.b32 a, $10, $12, codes;
-        prmt.b32 b, $14, $16, codes;
-        prmt.b32 high, a, b, half;
-        prmt.b32 $0, low, high, {select};
+        and.b32 codes, codes, 0x77777777;
+        {" ".join(lines)}
+        prmt.b32 $0, low, high, {("0x6240", "0x7351")[quarter % 2]};
     }}"""
-
-
-@triton.jit
-def entries_of(table, dtype: tl.constexpr):
-    """The words of a PackedMatrix's entries that `_lookup` takes."""
-    words = table + (16 if dtype.is_bf16() else 24)
-    return (
-        tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3), tl.load(words + 4),
-        tl.load(words + 5), tl.load(words + 6), tl.load(words + 7),
-    )  # fmt: skip
 
 
 @triton.constexpr_function
@@ -86,8 +79,8 @@ def _float8_conversion(dtype):
 
 @triton.jit
 def weights_of(
-    stored, table, entries, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr,
-    FORM: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
+    stored, table, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
+    TABLE: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
     GROUP: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
@@ -98,13 +91,11 @@ def weights_of(
     elif FORM == "float8":
         values = from_float8(stored, dtype, NATIVE)
     elif FORM == "table" and PTX:
-        a, b, c, d, e, f, g, h = entries
         values = tl.inline_asm_elementwise(
-            _lookup(QUARTER), "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [stored, a, b, c, d, e, f, g, h],
-            dtype=dtype.value, is_pure=True, pack=2,
-        )  # fmt: skip
+            _lookup(dtype, QUARTER, TABLE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
+        )
     elif FORM == "table":
-        values = tl.load(table + ((stored >> (4 * QUARTER)) & 15)).to(tl.float32, bitcast=True).to(dtype)
+        values = tl.load(table + ((stored >> (4 * QUARTER)) & 15)).to(dtype)
     elif FORM == "four" and PTX:
         values = tl.inline_asm_elementwise(
             _unpacking(dtype, QUARTER, CENTRE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2

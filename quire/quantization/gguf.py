@@ -91,8 +91,7 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def _from_table(codes: Tensor, scales: Tensor, values: tuple[int, ...]) -> QuantizedMatrix:
-    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+def _from_table(codes: Tensor, scales: Tensor, table: tuple[int, ...]) -> QuantizedMatrix:
     return replace(_matrix(codes, 4, scales), table=table)
 
 
