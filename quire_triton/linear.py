@@ -20,7 +20,7 @@ from quire.ops.reference.elementwise import grouped_linear, linear
 from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear, tensor_of
 from quire.ops.registry import Function, Op, Target
 from quire_triton.float8 import converts_float8, to_float8
-from quire_triton.packed import PackedMatrix, pack
+from quire_triton.packed import PackedMatrix, pack, words_of
 from quire_triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
 from quire_triton.tiles import suits_few_rows, tile_of
 from quire_triton.weights import weights_of
@@ -86,17 +86,17 @@ def _of_quarters(scale_rows, word, groups, group_stride, RUN: tl.constexpr):
 def _product(
     out, x, x_scales, codes, table, scales, offsets, factors, bias, bounds, rows, tiles, experts, outs, ins, length,
     span, x_stride, code_stride, scale_stride, group_stride,
-    FORM: tl.constexpr, TABLE: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr,
+    FORM: tl.constexpr, WORDS: tl.constexpr, EIGHT: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr,
     FACTORS: tl.constexpr, CENTRE: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr,
-    EXPERTS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXPERTS: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, PTX: tl.constexpr, ROWS: tl.constexpr,
+    OUTS: tl.constexpr, INS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program computes ROWS x OUTS results (of one expert, if there are experts) from `span` words of each row of
     weights, which has `length`: elements, or four codes of 4 bits. It writes them to the part of `out` for these
     inputs.
 
-    FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values of
-    TABLE, which `table` has in float32. EIGHT: x has codes of 8 bits as well, with a scale for each row. SCALING:
+    FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values in
+    `table`, which WORDS has in x's type (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for each row. SCALING:
     "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share a scale;
     "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of GROUP
     inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
@@ -163,7 +163,7 @@ def _product(
             left = stored
             if FORM != "dense" and not EIGHT:
                 left = weights_of(
-                    stored, table, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM, TABLE, SCALING,
+                    stored, table, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM, WORDS, SCALING,
                     OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
                 )  # fmt: skip
             part = multiplied(left, right, part, PRECISION)
@@ -353,7 +353,7 @@ def _launch(
         scales if offsets is None else offsets, scales if factors is None else factors,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
         length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        form, table, x_scales is not None, scaling, offsets is not None, factors is not None,
+        form, words_of(table, dtype) if table and has_ptx else None, x_scales is not None, scaling, offsets is not None, factors is not None,
         8 if form == "four" and offsets is None else 0, 1 if scaling in ("none", "row") else group,
         1 if weight is None else weight.run, bias is not None,
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,

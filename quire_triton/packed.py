@@ -1,6 +1,7 @@
 """Quantized weights in the layout of the kernels' products (linear.py)."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -43,9 +44,16 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
     if factors is not None and factors.shape[1:].numel() != 1:
         scales, offsets, factors = matrix.effective_scales(), matrix.effective_offsets(), None
     return PackedMatrix(
-        codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets), factors,
-        order=matrix.order, num_inputs=matrix.num_inputs, table=matrix.table, run=run,
+        codes.contiguous(), _by_group(scales), matrix.group, ins, None if offsets is None else _by_group(offsets),
+        factors, matrix.order, matrix.num_inputs, matrix.table, run,
     )  # fmt: skip
+
+
+@cache
+def words_of(table: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """The low bytes of the table's values in a type of 16 bits, as four words, then the high bytes."""
+    pairs = torch.tensor(table, dtype=dtype).view(torch.uint8).view(16, 2)
+    return tuple(pairs.t().contiguous().view(torch.int32).flatten().tolist())
 
 
 def _run_of(matrix: QuantizedMatrix) -> int:

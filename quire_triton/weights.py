@@ -1,6 +1,5 @@
 """What stored weights mean: integers, float8, and codes of 4 bits, in the type of the product's other operand."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -26,20 +25,20 @@ def _unpacking(dtype, quarter, centre):
 
 
 @triton.constexpr_function
-def _lookup(dtype, quarter, table):
+def _lookup(quarter, words):
     """PTX that looks up the codes of 4 bits in one quarter of two words of 16 bits: two floats of 16 bits.
 
-    `prmt` picks one byte of eight for each of four codes of 3 bits. So the low bytes of the floats are looked up in both
-    halves of the table, then the high bytes, and the fourth bit of a code decides between the halves. This is done for
-    two quarters at once; of instructions that are the same for both, the assembler keeps one.
+    `prmt` picks one byte of eight for each of four codes of 3 bits. So the low bytes of the floats are looked up in
+    both halves of the table, then the high bytes, and the fourth bit of a code decides between the halves. This is done
+    for two quarters at once; of instructions that are the same for both, the assembler keeps one.
+
+    words: see words_of.
     """
-    floats = torch.tensor(table).to(torch.bfloat16 if dtype.is_bf16() else torch.float16)
     lines = []
-    for name, data in zip(("low", "high"), floats.view(torch.uint8).view(16, 2).t(), strict=True):
-        words = data.contiguous().view(torch.int32).tolist()
-        lines += [f"mov.b32 {register}, {word};" for register, word in zip("abcd", words, strict=True)]
+    for name, table in (("low", words[:4]), ("high", words[4:])):
+        lines += [f"mov.b32 {register}, {word};" for register, word in zip("abcd", table)]
         lines.append(f"prmt.b32 {name}, a, b, codes;")
-        if words[:2] != words[2:]:
+        if table[:2] != table[2:]:
             lines += ["prmt.b32 c, c, d, codes;", f"prmt.b32 {name}, {name}, c, half;"]
     return f"""{{
         .reg .b32 codes, half, low, high, a, b, c, d;
@@ -80,7 +79,7 @@ def _float8_conversion(dtype):
 @triton.jit
 def weights_of(
     stored, table, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
-    TABLE: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
+    WORDS: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
     GROUP: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The weights of a step of the loop in `dtype`, without scales if these are applied to the products."""
@@ -92,7 +91,7 @@ def weights_of(
         values = from_float8(stored, dtype, NATIVE)
     elif FORM == "table" and PTX:
         values = tl.inline_asm_elementwise(
-            _lookup(dtype, QUARTER, TABLE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
+            _lookup(QUARTER, WORDS), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
         )
     elif FORM == "table":
         values = tl.load(table + ((stored >> (4 * QUARTER)) & 15)).to(dtype)
