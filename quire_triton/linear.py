@@ -23,7 +23,7 @@ from quire_triton.float8 import converts_float8, to_float8
 from quire_triton.packed import PackedMatrix, pack, words_of
 from quire_triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
 from quire_triton.tiles import suits_few_rows, tile_of
-from quire_triton.weights import weights_of
+from quire_triton.weights import group_of_quarter, weights_of
 
 _FIXED_ROWS = 64  # rows of an expert for which tiles and splits are chosen if these must not depend on the batch
 
@@ -71,14 +71,12 @@ def _rows_of(bounds, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _of_quarters(scale_rows, word, groups, group_stride, RUN: tl.constexpr):
-    """The scales of a word's four codes, if these belong to neighbouring groups."""
-    first = word // RUN * 4
+def _scales_of_quarters(scale_rows, word, ins, group_stride, GROUP: tl.constexpr):
     return (
-        tl.load(scale_rows + tl.minimum(first, groups - 1) * group_stride),
-        tl.load(scale_rows + tl.minimum(first + 1, groups - 1) * group_stride),
-        tl.load(scale_rows + tl.minimum(first + 2, groups - 1) * group_stride),
-        tl.load(scale_rows + tl.minimum(first + 3, groups - 1) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 0, ins, GROUP) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 1, ins, GROUP) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 2, ins, GROUP) * group_stride),
+        tl.load(scale_rows + group_of_quarter(word, 3, ins, GROUP) * group_stride),
     )
 
 
@@ -96,10 +94,11 @@ def _product(
     inputs.
 
     FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values in
-    `table`, which WORDS has in x's type (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for each row. SCALING:
-    "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share a scale;
-    "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of GROUP
-    inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
+    `table`, which WORDS has in x's type (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for
+    each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
+    loop share a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has several whole
+    groups of GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may
+    be used.
     """
     neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
@@ -128,9 +127,10 @@ def _product(
     if SCALING == "step":  # scales are loaded one step ahead of their use
         at_group = split * span * per_word // GROUP * group_stride
         next_scale, next_offset = tl.load(scale_rows + at_group), tl.load(offset_rows + at_group)
-    if SCALING == "quarters":
-        groups = tl.cdiv(ins, GROUP)
-        next_scales = _of_quarters(scale_rows, split * span, groups, group_stride, RUN)
+    # Many rows share scaled weights. Scaled products of them would need more registers than there are.
+    scales_products: tl.constexpr = SCALING == "quarters" and ROWS <= 32
+    if scales_products:
+        next_scales = _scales_of_quarters(scale_rows, split * span, ins, group_stride, GROUP)
     for begin in range(split * span, tl.minimum(length, split * span + span), INS):
         place = begin + tl.arange(0, INS)
         if EVEN:
@@ -143,15 +143,15 @@ def _product(
             next_scale = tl.load(scale_rows + at_group)
             if OFFSETS:
                 next_offset = tl.load(offset_rows + at_group)
-        if SCALING == "quarters":
+        if scales_products:
             quarter_scales = next_scales
-            next_scales = _of_quarters(scale_rows, tl.minimum(begin + INS, length - 1), groups, group_stride, RUN)
+            next_scales = _scales_of_quarters(scale_rows, begin + INS, ins, group_stride, GROUP)
         part = sums
         if in_parts:
             part = tl.zeros([OUTS, ROWS], sum_type)
         total = tl.zeros([OUTS if ROWS <= 32 else 1, ROWS], tl.float32)
         for quarter in tl.static_range(per_word):
-            if SCALING == "quarters":
+            if scales_products:
                 part = tl.zeros([OUTS, ROWS], sum_type)
             at = place
             if per_word == 4:
@@ -163,8 +163,8 @@ def _product(
             left = stored
             if FORM != "dense" and not EIGHT:
                 left = weights_of(
-                    stored, table, scale_rows, offset_rows, place, at, group_stride, ins, quarter, FORM, WORDS, SCALING,
-                    OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
+                    stored, table, scale_rows, offset_rows, begin, at, group_stride, ins, quarter, FORM, WORDS,
+                    "none" if scales_products else SCALING, OFFSETS, CENTRE, NATIVE, GROUP, PTX, right.dtype,
                 )  # fmt: skip
             part = multiplied(left, right, part, PRECISION)
             if OFFSETS and SCALING == "step":
@@ -172,7 +172,7 @@ def _product(
                     total = multiplied((left * 0.0 + 1.0).to(right.dtype), right, total, PRECISION)
                 else:
                     total += tl.sum(right.to(tl.float32), 0)[None, :]
-            if SCALING == "quarters":
+            if scales_products:
                 sums += part * quarter_scales[quarter].to(tl.float32)[:, None]
         if SCALING == "step":
             sums += part.to(tl.float32) * scale.to(tl.float32)[:, None]
@@ -180,7 +180,7 @@ def _product(
                 sums += offset.to(tl.float32)[:, None] * total
         elif in_parts:
             sums += part
-        elif SCALING != "quarters":
+        elif not scales_products:
             sums = part
     results = sums.to(tl.float32)
     if SCALING == "row":
@@ -353,13 +353,14 @@ def _launch(
         scales if offsets is None else offsets, scales if factors is None else factors,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
         length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),
-        form, words_of(table, dtype) if table and has_ptx else None, x_scales is not None, scaling, offsets is not None, factors is not None,
+        form, words_of(table, dtype) if table and has_ptx else None, x_scales is not None, scaling,
+        offsets is not None, factors is not None,
         8 if form == "four" and offsets is None else 0, 1 if scaling in ("none", "row") else group,
         1 if weight is None else weight.run, bias is not None,
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,
         is_native, has_ptx, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=stages, enable_fp_fusion=True,
-        **(card.most_registers(tile.warps, programs=1) if offsets is not None else {}),
+        **(card.most_registers(tile.warps, programs=1) if offsets is not None or table else {}),
     )  # fmt: skip
     if splits > 1:
         _total[(triton.cdiv(out.numel(), 512),)](

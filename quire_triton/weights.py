@@ -36,7 +36,7 @@ def _lookup(quarter, words):
     """
     lines = []
     for name, table in (("low", words[:4]), ("high", words[4:])):
-        lines += [f"mov.b32 {register}, {word};" for register, word in zip("abcd", table)]
+        lines += [f"mov.b32 {register}, {word};" for register, word in zip("abcd", table, strict=True)]
         lines.append(f"prmt.b32 {name}, a, b, codes;")
         if table[:2] != table[2:]:
             lines += ["prmt.b32 c, c, d, codes;", f"prmt.b32 {name}, {name}, c, half;"]
@@ -77,8 +77,14 @@ def _float8_conversion(dtype):
 
 
 @triton.jit
+def group_of_quarter(word, QUARTER: tl.constexpr, ins, GROUP: tl.constexpr):
+    """The group of a quarter of a word, if each quarter has its own. Words behind the inputs have that of the last."""
+    return tl.minimum(word // GROUP * 4 + QUARTER, (ins - 1) // GROUP)
+
+
+@triton.jit
 def weights_of(
-    stored, table, scale_rows, offset_rows, place, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
+    stored, table, scale_rows, offset_rows, begin, at, group_stride, ins, QUARTER: tl.constexpr, FORM: tl.constexpr,
     WORDS: tl.constexpr, SCALING: tl.constexpr, OFFSETS: tl.constexpr, CENTRE: tl.constexpr, NATIVE: tl.constexpr,
     GROUP: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -106,12 +112,15 @@ def weights_of(
         values = values.to(dtype)
     else:
         values = stored.to(dtype)
-    if SCALING == "groups":
+    if SCALING == "quarters":
+        scale = tl.load(scale_rows + group_of_quarter(begin, QUARTER, ins, GROUP) * group_stride)
+        values = (values * scale.to(tl.float32)[:, None]).to(dtype)
+    elif SCALING == "groups":
         # One load for each group. All weights of a group then take its scale.
         per_word: tl.constexpr = 4 if FORM == "four" or FORM == "table" else 1
         count: tl.constexpr = stored.shape[1] * per_word // GROUP
         shape: tl.constexpr = (stored.shape[0], count, GROUP // per_word)
-        groups = tl.min(place, 0) * per_word // GROUP + tl.arange(0, count)
+        groups = begin * per_word // GROUP + tl.arange(0, count)
         inside = (groups * GROUP < ins)[None, :]
         scale = tl.load(scale_rows[:, None] + groups[None, :] * group_stride, mask=inside, other=0.0).to(tl.float32)
         wide = tl.reshape(values.to(tl.float32), shape) * scale[:, :, None]

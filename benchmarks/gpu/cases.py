@@ -47,7 +47,7 @@ class Case:
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
     """In order of value: every model on every card with default options, then encoders, adapters, compressed caches,
-    recurrent layers, divided contexts and sparse attention on every card, then pairs of options.
+    recurrent layers, divided contexts, sparse attention and tables of 4 bits on every card, then pairs of options.
 
     On each card, every pair of values of two options occurs; every value of every option occurs with every model on
     some card.
@@ -60,7 +60,10 @@ def all_cases(cards: Sequence[str]) -> list[Case]:
               (Served("jamba-1.5-mini", 2), ()),
               (Served("deepseek-v3", 8), (("decode_context_parallel_size", "8"),)),
               (Served("deepseek-v3.2", 8), ()), (Served("deepseek-v3.2", 8), (("kv_cache_dtype", "fp8"),)),
-              (Served("gpt-oss-120b"), (("prefill_context_parallel_size", "3"),))]  # fmt: skip
+              (Served("gpt-oss-120b"), (("prefill_context_parallel_size", "3"),)),
+              (Served("gpt-oss-120b"), (("quantization", "mxfp4"),)),
+              (Served("llama-3-8b"), (("quantization", "nvfp4"),)),
+              (Served("llama-3-8b"), (("quantization", "nf4"),))]  # fmt: skip
     return [*plain, *(Case(card, *other) for other in others for card in cards), *_pairs(cards, plain)]
 
 
