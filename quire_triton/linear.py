@@ -272,7 +272,7 @@ def _quantized(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, bounds: 
     if x.dtype is torch.float32:
         return _launch(x, None, packed.codes, packed, bias, bounds, "float32", x.dtype, fixed)
     if packed.bits == 4:
-        kind = "four" if packed.offsets is None else "offsets"
+        kind = "table" if packed.table else "four" if packed.offsets is None else "offsets"
         return _launch(x, None, packed.codes, packed, bias, bounds, kind, x.dtype, fixed)
     native = converts_float8(x.device)
     is_float8 = packed.codes.is_floating_point()
@@ -334,11 +334,9 @@ def _launch(
             form, codes = "float8", codes if x_scales is not None else codes.view(torch.uint8)
     card, length = card_of(x.device), codes.shape[1]
     tile = tile_of(card, kind, _FIXED_ROWS * experts if fixed else rows, outs, length, experts)
-    step, stages = tile.ins, tile.stages
+    step = tile.ins
     if weight is not None:
         scaling, step = _scaling(weight, step)
-    if scaling == "quarters" and card.backend == "cuda":
-        stages *= tile.ins // step  # as many bytes are under way
     span = triton.cdiv(length, step * tile.splits) * step
     splits = triton.cdiv(length, span)
     parts = out if splits == 1 else torch.empty(splits, rows, outs, dtype=torch.float32, device=x.device)
@@ -359,7 +357,7 @@ def _launch(
         1 if weight is None else weight.run, bias is not None,
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,
         is_native, has_ptx, tile.rows, tile.outs, step, precision(dtype),
-        num_warps=tile.warps, num_stages=stages, enable_fp_fusion=True,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         **(card.most_registers(tile.warps, programs=1) if offsets is not None or table else {}),
     )  # fmt: skip
     if splits > 1:

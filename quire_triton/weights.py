@@ -29,8 +29,8 @@ def _lookup(quarter, words):
     """PTX that looks up the codes of 4 bits in one quarter of two words of 16 bits: two floats of 16 bits.
 
     `prmt` picks one byte of eight for each of four codes of 3 bits. So the low bytes of the floats are looked up in
-    both halves of the table, then the high bytes, and the fourth bit of a code decides between the halves. This is done
-    for two quarters at once; of instructions that are the same for both, the assembler keeps one.
+    both halves of the table, then the high bytes, and the fourth bit of a code decides between the halves. Two quarters
+    are looked up together: the assembler keeps one of the instructions that are the same for both.
 
     words: see words_of.
     """
@@ -40,9 +40,11 @@ def _lookup(quarter, words):
         lines.append(f"prmt.b32 {name}, a, b, codes;")
         if table[:2] != table[2:]:
             lines += ["prmt.b32 c, c, d, codes;", f"prmt.b32 {name}, {name}, c, half;"]
+    if quarter >= 2:
+        lines = ["shr.u32 half, half, 16;", "shr.u32 codes, codes, 16;", *lines]
     return f"""{{
         .reg .b32 codes, half, low, high, a, b, c, d;
-        prmt.b32 codes, $1, 0, {("0x2020", "0x3131")[quarter // 2]};
+        prmt.b32 codes, $1, 0, 0x3120;
         shr.u32 half, codes, 1;
         lop3.b32 half, half, 0x44444444, 0x32103210, 0xEA;
         and.b32 codes, codes, 0x77777777;

@@ -163,7 +163,7 @@ def test_with_fixed_tiles_a_row_has_the_same_bits_in_any_batch(bits, monkeypatch
 
 @pytest.mark.parametrize("card", [card for name, card in CARDS.items() if name != "gfx942"], ids=lambda card: card.name)
 def test_tiles_change_only_at_the_row_sizes(card):
-    for kind in ("dense", "int8", "float8", "wide", "four", "float32"):
+    for kind in ("dense", "int8", "float8", "wide", "four", "table", "float32"):
         for experts in (1, 128):
             for outs in (1024, 6144, 28672):
                 limits = [0, *row_sizes(experts)]
