@@ -358,7 +358,7 @@ def _launch(
         0 if bounds is None else triton.next_power_of_2(experts), length % step == 0 and ins == length * per_word,
         is_native, has_ptx, tile.rows, tile.outs, step, precision(dtype),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-        **(card.most_registers(tile.warps, programs=1) if offsets is not None or table else {}),
+        **(card.most_registers(tile.warps, tile.programs) if offsets is not None or table else {}),
     )  # fmt: skip
     if splits > 1:
         _total[(triton.cdiv(out.numel(), 512),)](

@@ -10,8 +10,8 @@ class Tile:
     """What a program computes, and how.
 
     rows, outs: of its results. ins: words of a row of weights that a step of its loop loads; a word is an element, or
-    four codes of 4 bits. stages: steps whose loads are under way at a time. splits: parts of the inputs, each computed
-    by a program of its own.
+    four codes of 4 bits. stages: steps whose loads are under way at a time. programs: for so many, a processor has
+    registers (of the kinds "offsets" and "table"). splits: parts of the inputs, each computed by a program of its own.
     """
 
     rows: int
@@ -19,6 +19,7 @@ class Tile:
     ins: int
     warps: int
     stages: int
+    programs: int = 1
     splits: int = 1
 
 
@@ -65,7 +66,7 @@ _TILES = {
     ("offsets", 32): (Tile(32, 32, 32, 2, 6),),
     ("offsets", 64): (Tile(64, 64, 32, 4, 3),),
     ("offsets", 128): (Tile(128, 64, 32, 8, 3),),  # with more outputs, Triton 3.6 spills
-    ("table", 16): (Tile(16, 32, 32, 2, 5),),
+    ("table", 16): (Tile(16, 32, 32, 2, 5, 8),),
     ("table", 32): (Tile(32, 32, 32, 2, 4),),
     ("table", 64): (Tile(64, 64, 32, 4, 3),),
     ("table", 128): (Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 4, 3)),
