@@ -124,7 +124,8 @@ def tile_of(card: Card, kind: str, rows: int, outs: int, ins: int, experts: int 
         return _fitted(tiles[0], card, outs, 1)
     tile = next((tile for tile in tiles if -(-outs // tile.outs) * at_once >= enough), tiles[-1])
     programs = -(-outs // tile.outs) * at_once
-    enough *= 4 if kind == "table" else 1  # looking up takes a warp longer than its weights need to arrive
+    if kind == "table" and tile.rows <= 32:  # looking up takes a warp longer than its weights need to arrive
+        enough *= 4
     splits = 1
     while programs * splits < enough and splits < 8 and ins >= splits * 2 * 4 * tile.ins:
         splits *= 2  # each part has at least four steps
