@@ -94,7 +94,7 @@ def _product(
     inputs.
 
     FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values in
-    `table`, which WORDS has in x's type (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for
+    `table`, or in WORDS (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for
     each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
     loop share a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has several whole
     groups of GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may
@@ -347,7 +347,7 @@ def _launch(
     has_ptx = card.backend == "cuda" and not INTERPRETED and dtype is not torch.float32
     _product[(tiles * triton.cdiv(outs, tile.outs), splits)](
         parts, x, x if x_scales is None else x_scales, codes,
-        codes if table is None or has_ptx else tensor_of(table, x.device), scales,
+        codes if table is None or has_ptx else tensor_of(table, x.device, dtype), scales,
         scales if offsets is None else offsets, scales if factors is None else factors,
         x if bias is None else bias.contiguous(), x if bounds is None else bounds, rows, tiles, experts, outs, ins,
         length, span, x.stride(0), codes.stride(0), scales.stride(0), scales.stride(1),

@@ -102,7 +102,7 @@ def weights_of(
             _lookup(QUARTER, WORDS), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2
         )
     elif FORM == "table":
-        values = tl.load(table + ((stored >> (4 * QUARTER)) & 15)).to(dtype)
+        values = tl.load(table + ((stored >> (4 * QUARTER)) & 15))
     elif FORM == "four" and PTX:
         values = tl.inline_asm_elementwise(
             _unpacking(dtype, QUARTER, CENTRE), "=r,r", [stored], dtype=dtype.value, is_pure=True, pack=2

@@ -104,9 +104,9 @@ class QuantizedMatrix:
 
 
 @cache
-def tensor_of(table: tuple[float, ...], device: torch.device) -> Tensor:
-    """The table in float32. It stays on the device, since steps that graphs record cannot copy it there."""
-    return torch.tensor(table, dtype=torch.float32, device=device)
+def tensor_of(table: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The table as a tensor that stays on the device, since steps that graphs record cannot copy it there."""
+    return torch.tensor(table, dtype=dtype, device=device)
 
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
