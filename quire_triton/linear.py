@@ -94,11 +94,10 @@ def _product(
     inputs.
 
     FORM: of the weights, "dense", "integer", "float8", "four", or "table": four bits that stand for the values in
-    `table`, or in WORDS (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for
-    each row. SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the
-    loop share a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has several whole
-    groups of GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may
-    be used.
+    `table`, or in WORDS (see words_of) if PTX. EIGHT: x has codes of 8 bits as well, with a scale for each row.
+    SCALING: "none"; "row" if an output has one scale; "step" if the weights of an output in one step of the loop share
+    a scale; "quarters" if those in the same quarter of their words do; "groups" if a step has several whole groups of
+    GROUP inputs; "any" for other groups. EVEN: inputs need no masks. PTX: instructions of NVIDIA's cards may be used.
     """
     neighbours: tl.constexpr = 8  # so many tiles of rows read the same weights one after another, from the L2 cache
     blocks = tl.cdiv(outs, OUTS)
