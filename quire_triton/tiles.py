@@ -39,6 +39,8 @@ class Tile:
 #   wide, 128     48 KB, 240 (float8 on 8.0)
 #   four, 16      54 KB, 64 | 54 KB, 66 | 54 KB, 63 | 54 KB, 64                        mma.sync, mma.sync
 #   four, 128     72 KB, 174 | 112 KB, 193 | 80 KB, 170 | 72 KB, 176                   wgmma, tcgen05
+#   table, 16     24 KB, 120 | 24 KB, 122 | 24 KB, 117 | 24 KB, 118 (MXFP4)            mma.sync, mma.sync
+#   table, 128    72 KB, 248 | 112 KB, 155 | 112 KB, 89 | 72 KB, 210 (MXFP4)           wgmma, tcgen05
 #   dense, 16     36 KB, 72 | 36 KB, 66 | 36 KB, 66 |                                  mma.sync, mma.sync
 #   dense, 128    64 KB, 186 | 96 KB, 113 | 96 KB, 78 |                                wgmma, tcgen05
 _TILES = {
