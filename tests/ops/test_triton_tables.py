@@ -11,8 +11,8 @@ import torch
 
 from quire.gpu.cards import CARDS
 from quire.ops.reference.quantized import QuantizedMatrix, concatenate, grouped_quantized_linear, quantized_linear
-from quire.quantization.gguf import _IQ4
 from quire.quantization.tables import _TABLES
+from quire_formats.ggml_blocks import _IQ4
 from quire_triton import linear
 from quire_triton.packed import pack, words_of
 from quire_triton.targets import INTERPRETED

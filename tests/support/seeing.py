@@ -497,6 +497,7 @@ SEEING = {
     "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "WhisperForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration", "BartForConditionalGeneration", "MBartForConditionalGeneration",
+    "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
 }  # fmt: skip
 
 
