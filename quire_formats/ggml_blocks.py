@@ -67,9 +67,9 @@ _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 _E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def _from_table(codes: Tensor, scales: Tensor, values: tuple[int, ...]) -> QuantizedMatrix:
+def _from_table(codes: Tensor, scales: Tensor, table: tuple[int, ...]) -> QuantizedMatrix:
     """codes: [out, blocks, elements]; scales: [out, groups]"""
-    codes, table = codes.flatten(1), torch.tensor(values, dtype=torch.float32, device=codes.device)
+    codes = codes.flatten(1)
     return replace(integer_matrix(codes, 4, scales, codes.shape[1] // scales.shape[1]), table=table)
 
 
@@ -176,7 +176,7 @@ _LAYOUTS: dict[str, tuple[_Layout, float | None]] = {
 
 
 @cache
-def _codebook(name: str) -> tuple[Tensor, Tensor]:
+def _codebook(name: str) -> tuple[Tensor, tuple[float, ...]]:
     """The entries [count], each of which is 8 or 4 codes, a byte each, in one integer; and the values of codes [16],
     where the second half has the other sign. Raises WeightError without the gguf package."""
     try:
@@ -191,13 +191,13 @@ def _codebook(name: str) -> tuple[Tensor, Tensor]:
     unit, table = _LAYOUTS[name][1], torch.zeros(2, 8)
     halves = (values + _SHIFT, values - _SHIFT) if unit is None else (values * unit, -values * unit)
     table[:, : len(values)] = torch.stack(halves)
-    return entries, table.flatten()
+    return entries, tuple(table.flatten().tolist())
 
 
 def _i_quant(name: str, x: Tensor) -> QuantizedMatrix:
-    entries, table = (tensor.to(x.device) for tensor in _codebook(name))
+    entries, table = _codebook(name)
     index, signs, scales, factors = _LAYOUTS[name][0](x)
-    codes = entries[index.int()].view(torch.uint8) | _SIGNS.to(x.device)[signs.int()].view(torch.uint8)
+    codes = entries.to(x.device)[index.int()].view(torch.uint8) | _SIGNS.to(x.device)[signs.int()].view(torch.uint8)
     packed, scales = pack_pairs(codes.flatten(1)), (scales * 2 + 1).to(torch.uint8).flatten(1)
     width = x.shape[1] * 256
     return QuantizedMatrix(packed, scales, width // scales.shape[1], width, factors=factors[..., None], table=table)

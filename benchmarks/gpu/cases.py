@@ -47,8 +47,8 @@ class Case:
 
 def all_cases(cards: Sequence[str]) -> list[Case]:
     """In order of value: every model on every card with default options, then encoders, adapters, compressed caches,
-    recurrent layers, an encoder-decoder, a model that sees, divided contexts and sparse attention on every card, then
-    pairs of options.
+    recurrent layers, an encoder-decoder, a model that sees, divided contexts, sparse attention and tables of 4 bits on
+    every card, then pairs of options.
 
     On each card, every pair of values of two options occurs; every value of every option occurs with every model on
     some card.
@@ -62,7 +62,10 @@ def all_cases(cards: Sequence[str]) -> list[Case]:
               (Served("qwen2.5-vl-7b"), ()),
               (Served("deepseek-v3", 8), (("decode_context_parallel_size", "8"),)),
               (Served("deepseek-v3.2", 8), ()), (Served("deepseek-v3.2", 8), (("kv_cache_dtype", "fp8"),)),
-              (Served("gpt-oss-120b"), (("prefill_context_parallel_size", "3"),))]  # fmt: skip
+              (Served("gpt-oss-120b"), (("prefill_context_parallel_size", "3"),)),
+              (Served("gpt-oss-120b"), (("quantization", "mxfp4"),)),
+              (Served("llama-3-8b"), (("quantization", "nvfp4"),)),
+              (Served("llama-3-8b"), (("quantization", "nf4"),))]  # fmt: skip
     return [*plain, *(Case(card, *other) for other in others for card in cards), *_pairs(cards, plain)]
 
 

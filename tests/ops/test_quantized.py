@@ -47,8 +47,9 @@ def quantized_matrices() -> Iterator[QuantizedMatrix]:
             minima = torch.randint(0, 64, (out, count), dtype=torch.uint8)
             factors = torch.rand(out, 1 if count % 2 else count // 2, 2).half() * 0.01
             yield QuantizedMatrix(codes, minima.flip(0), group, width, minima, factors)
-        yield QuantizedMatrix(four, scales, group, width, table=torch.randn(16))
-        yield QuantizedMatrix(four, sub, group, width, factors=torch.rand(out, 1, 1), table=torch.randn(16))
+        table = tuple(torch.randn(16).tolist())
+        yield QuantizedMatrix(four, scales, group, width, table=table)
+        yield QuantizedMatrix(four, sub, group, width, factors=torch.rand(out, 1, 1), table=table)
         yield QuantizedMatrix((torch.randn(out, width) * 2).to(torch.float8_e4m3fn), scales, group, width)
 
 
@@ -118,7 +119,7 @@ def check_products(product: Product) -> None:
             matrices.append(QuantizedMatrix(codes, scales, group, width))
             matrices.append(QuantizedMatrix(codes, scales, group, width, scales * -7.5))
             if bits == 4:
-                matrices.append(QuantizedMatrix(codes, scales, group, width, table=torch.randn(16)))
+                matrices.append(QuantizedMatrix(codes, scales, group, width, table=tuple(torch.randn(16).tolist())))
     in_panels = 0
     for matrix in matrices:
         packed = product.pack(replace(matrix, **{name: t.clone() for name, t in matrix.by_row.items()}))

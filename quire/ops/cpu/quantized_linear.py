@@ -19,18 +19,20 @@ from quire.ops.reference.quantized import (
     grouped_quantized_linear,
     quantize,
     quantized_linear,
+    tensor_of,
 )
 from quire.ops.registry import Target
 
 
 @dataclass(frozen=True)
 class QuantizedPanels:
-    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties."""
+    """A QuantizedMatrix in panels. form: the matrix without its rows, for its other properties. table: its own."""
 
     form: QuantizedMatrix
     codes: Panels
     scales: Panels
     offsets: Panels | None
+    table: Tensor | None
     bits: int
     out_features: int
 
@@ -89,7 +91,7 @@ def _multiply(
     kernel("quire_quantized_linear", "ipllpppplllpplpi")(
         weight.bits, x.data_ptr(), stride, rows, weight.codes.data.data_ptr(), weight.scales.data.data_ptr(),
         None if weight.offsets is None else weight.offsets.data.data_ptr(),
-        None if form.table is None else form.table.data_ptr(), outs, form.in_features, form.group,
+        None if weight.table is None else weight.table.data_ptr(), outs, form.in_features, form.group,
         None if bias is None else bias.data_ptr(), None if bounds is None else bounds.data_ptr(),
         weight.out_features // outs, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -103,7 +105,8 @@ def _pack(matrix: QuantizedMatrix) -> QuantizedMatrix | QuantizedPanels:
     scales, offsets = matrix.effective_scales(), matrix.effective_offsets()
     form = replace(matrix.rows(0, 0), scales=scales[:0], offsets=None if offsets is None else offsets[:0], factors=None)
     codes, in_panels = Panels.of(matrix.codes), None if offsets is None else Panels.of(offsets)
-    return QuantizedPanels(form, codes, Panels.of(scales), in_panels, matrix.bits, matrix.out_features)
+    table = None if matrix.table is None else tensor_of(matrix.table, matrix.codes.device)
+    return QuantizedPanels(form, codes, Panels.of(scales), in_panels, table, matrix.bits, matrix.out_features)
 
 
 @grouped_quantized_linear.implementation("cpu", supports=_in_bfloat16)
