@@ -44,9 +44,10 @@ class Checkpoint(ABC):
 
     def alias(self, name: str) -> str:
         """The checkpoint's name of a tensor: a model may have been saved without its head, or inside a larger model."""
-        bare = name.partition(".")[2]
-        names = [name, bare, f"language_model.{name}", f"model.language_model.{bare}", f"model.{name}"]
-        names.append(f"model.text_model.{bare}")
+        root, _, bare = name.partition(".")
+        names = [name, bare, f"language_model.{name}", f"model.{name}"]
+        if root == "model":
+            names += [f"model.language_model.{bare}", f"model.text_model.{bare}"]
         if name.startswith("vision_tower."):  # which some versions of transformers nest deeper
             names += [f"vision_tower.vision_model.{bare}", f"model.vision_tower.vision_model.{bare}"]
         return next((n for n in names if n in self.names), name)

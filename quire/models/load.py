@@ -133,7 +133,9 @@ def load_model(
     experts = _expert_ranks(config, spec, mesh, device, adapters)
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     quantizer = quantizer_of(config.model.quantization, spec.names)
-    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream)
+    is_dense = quantization_kind(description.config) is None  # dummy weights, if quantized, have each expert for itself
+    has = (lambda name: is_dense) if checkpoint is None else checkpoint.has
+    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream, has)
     stage, elsewhere = None, set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
