@@ -1,5 +1,7 @@
 """Mixture of experts: a router chooses experts for each token, and each expert computes all its tokens at once."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,16 @@ def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
     return (Exchanged if ranks.buffer is None else DeepEP)(builder, ranks, num_experts)
 
 
+def _as_saved(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> MoESpec:
+    """The spec with the layout of the checkpoint, where there are several in use. transformers 5 saves some models in
+    another one than that in which they were published."""
+    shape = builder.shape_of(names["experts_gate_up"])
+    if shape is None:
+        return replace(spec, layout="separate")
+    is_stacked = shape == (spec.num_experts, 2 * spec.intermediate_size, hidden)
+    return replace(spec, layout="stacked") if is_stacked else spec
+
+
 class MoE:
     """A mixture of experts.
 
@@ -32,6 +44,8 @@ class MoE:
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
+        if spec.layout != "separate" and "expert_gate" in names:
+            spec = _as_saved(builder, spec, hidden, names)
         self.spec, self.kernels = spec, builder.kernels
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
@@ -44,7 +58,7 @@ class MoE:
         if builder.experts is not None and builder.experts.measures:
             self.loads = torch.zeros(spec.num_experts, dtype=torch.int64, device=builder.device)
         self.adapters: list[LowRank] = []  # of gate_up and of down
-        is_fused = spec.layout != "separate" and ("expert_gate" not in names or builder.has(names["experts_gate_up"]))
+        is_fused = spec.layout != "separate"
         inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
         if builder.experts is None:
             reader = names["experts_down" if is_fused else "expert_down"].replace("{e}", "0")

@@ -38,6 +38,11 @@ class Checkpoint(ABC):
         """Of a tensor with one of the `names`. Raises WeightError in formats whose tensors are not the model's."""
         raise WeightError("weights in this format can be replaced from a folder only")
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor of the model, None if there is none of that name."""
+        name = self.alias(name)
+        return self.shape(name) if name in self.names else None
+
     def linear_method(self) -> Callable[[str], LinearMethod] | None:
         """The `method_of` of a `Builder`, if the files and not config.json say how each layer is stored."""
         return None

@@ -85,13 +85,15 @@ def write(directory: Path, model: Model) -> Path:
 
 
 @torch.inference_mode()
-def continuations(directory: Path, model: Model) -> list[tuple[list[Image.Image], str, Continuation]]:
-    """For each prompt: its pictures, its text, and what transformers says, with the tokens as its processor makes
-    them."""
+def continuations(
+    directory: Path, model: Model, prompts: list[tuple[str, list[Image.Image]]] | None = None
+) -> list[tuple[list[Image.Image], str, Continuation]]:
+    """For each prompt, by default those of the model: its pictures, its text, and what transformers says, with the
+    tokens as its processor makes them."""
     network = type(model.make()).from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     processor = model.processor(tokenizer(model.tokens))
     found = []
-    for text, pictures in model.prompts():
+    for text, pictures in prompts or model.prompts():
         inputs = processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
         made = network.generate(
             **inputs, do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None,

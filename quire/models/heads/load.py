@@ -56,8 +56,10 @@ def load_head(
     method_of = quantization_method(fields, None if checkpoint is None else checkpoint.has)
     # A head has few weights, and a wrong draft costs a step, so 4 bits are not worth it.
     quantization = "int8" if config.model.quantization in ("int8", "int4") else None
+    builder = Builder(target.kernels, group, method_of, quantizer_of(quantization, {}))
     has = checkpoint.has if checkpoint is not None else lambda name: is_mtp
-    builder = Builder(target.kernels, group, method_of, quantizer_of(quantization, {}), has=has)
+    if checkpoint is not None:
+        builder.shape_of = checkpoint.shape_of
     try:
         head = maker(builder, fields, target, has, max_model_len)
     except KeyError as missing:
