@@ -20,7 +20,7 @@ from support.reference import Continuation
 from support.seeing import FIRST, MODELS, NUM_TOKENS, continuations, picture, prepared
 from support.seeing_qwen import QWEN_MARK
 
-COMBINES = ["recurrent layers × multimodal input, prefix caching, chunked prefill, drafts"]
+COMBINES = ["recurrent layers × multimodal input", "multimodal input × drafters on the device"]
 
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -40,7 +40,8 @@ def test_cached_states_belong_to_the_picture_before_them(folder):
     lengths = [len(continuation.prompt) for _, _, continuation in expected]
     start = expected[0][2].prompt.index(FIRST)
     assert (lengths[0] - 1) // 16 - (start + 20) // 16 >= 2
-    for number, cached in ((0, 0), (1, start // 16 * 16), (0, (lengths[0] - 1) // 16 * 16), (1, lengths[1] // 16 * 16)):
+    whole = (lengths[0] - 1) // 16 * 16
+    for number, cached in ((0, 0), (1, start // 16 * 16), (0, whole), (1, whole)):
         pictures, text, continuation = expected[number]
         [output] = generate(llm, [prompt(text, pictures)], PARAMS)
         assert output.prompt_token_ids == continuation.prompt
