@@ -22,6 +22,7 @@ class Scores(TypedDict):
     window: NotRequired[int | None]
     soft_cap: NotRequired[float | None]
     sinks: NotRequired[Tensor | None]
+    bias: NotRequired[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,11 @@ class AttentionBackend(CacheBackend):
 
         A query at position p sees the keys at positions max(0, p - window + 1) ... p. A scaled score s becomes
         soft_cap * tanh(s / soft_cap) (Gemma 2, arXiv:2408.00118). sinks: [heads], float32; one more logit in the
-        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). lse is the natural logarithm of the sum of
-        the exponentiated scores, including the sink's. It allows merging partial results over disjoint keys, of which
-        at most one may include the sinks.
+        softmax of each head, without a value (gpt-oss; arXiv:2309.17453). bias: [heads, 2 * reach + 1], float32,
+        contiguous; it is added to the scores of a head, by the distance (position of the key) - p, from -reach to
+        reach; keys that are farther away have the bias of that end (T5, arXiv:1910.10683). lse is the natural logarithm
+        of the sum of the exponentiated scores, including the sink's. It allows merging partial results over disjoint
+        keys, of which at most one may include the sinks.
         """
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:

@@ -132,14 +132,15 @@ class CpuAttention(PreparingBackend):
 
     def attend(self, q: Tensor, cache: Tensor, plan: CpuPlan, **scores: Unpack[Scores]) -> tuple[Tensor, Tensor]:
         window, soft_cap, sinks = scores.get("window"), scores.get("soft_cap"), scores.get("sinks")
-        q = _dense(q)
+        bias, q = scores.get("bias"), _dense(q)
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, self.shape.out_dim)
         lse = torch.empty(tokens, heads, dtype=torch.float32)
-        kernel("quire_attention_attend", "pppllplfifppp")(
+        kernel("quire_attention_attend", "pppllplfifppipp")(
             self._geometry_address, ctypes.addressof(plan.step), q.data_ptr(), q.stride(0), q.stride(1),
             cache.data_ptr(), cache.stride(0), scores["scale"], window or 0, soft_cap or 0.0,
-            None if sinks is None else sinks.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(), None if bias is None else bias.data_ptr(),
+            0 if bias is None else bias.shape[1] // 2, out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
         return out, lse
 

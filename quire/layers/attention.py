@@ -7,6 +7,7 @@ from quire.attention.base import AttentionBackend, Preparation, PreparingBackend
 from quire.layers.alibi import AlibiSlopes
 from quire.layers.attention_spec import AttentionSpec, HeadShare, LayerPlace
 from quire.layers.build import Builder
+from quire.layers.distance_bias import distance_bias
 from quire.layers.forward_state import ForwardState, pick
 from quire.layers.linear import ColumnParallelLinear, RowParallelLinear
 from quire.layers.norm import RMSNorm
@@ -55,6 +56,7 @@ class Attention(CachedAttention):
         self.norm_after_rotary, self.qkv_clip = spec.norm_after_rotary, spec.qkv_clip
         self.temperature = spec.temperature
         self.alibi = AlibiSlopes(spec.num_heads, share.heads, builder) if spec.alibi else None
+        self.bias = distance_bias(builder, spec, names["distance_bias"], share.heads) if spec.buckets else None
         self.sinks = None
         if spec.sinks:
             self.sinks = builder.parameter(self.num_heads, dtype=torch.float32)
@@ -98,8 +100,9 @@ class Attention(CachedAttention):
             lengths = (state.inputs.positions + temperature.offset) // temperature.length
             q = (q * (1 + temperature.scale * torch.log1p(lengths.float()))[:, None, None]).to(q.dtype)
         out, lse = self.backend.attend(
-            q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks
-        )
+            q, self.cache, plan, scale=self.scale, window=place.window, soft_cap=self.soft_cap, sinks=self.sinks,
+            bias=self.bias,
+        )  # fmt: skip
         if (media := state.inputs.media) is not None and media.spans:
             ahead, ahead_lse = media.look_ahead(q, k, v, self.scale)
             out, _ = self.kernels.merge_partials(torch.stack((out, ahead)), torch.stack((lse, ahead_lse)))
@@ -153,5 +156,5 @@ class EncoderAttention(Attention):
         q, k, v, _ = self.project(x)
         q, k = self.rotate(q, k, state)
         starts = state.inputs.query_start_loc
-        out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window)
+        out = self.kernels.encoder_attention(q, k, v, starts, self.scale, self.place.window, self.bias)
         return self.out(pick(out.flatten(1), wanted))

@@ -60,7 +60,7 @@ class Builder:
         self.residual_stream = residual_stream or ResidualStream(tensor_group)
         self.method_of, self.quantizer_of, self.adapters = method_of, quantizer_of, adapters
         self.shape_of = shape_of
-        self.embeddings: dict[str, Any] = {}  # by name: an encoder and a decoder may have the same one
+        self.shared: dict[str, Any] = {}  # tables by name: an encoder and a decoder, or layers, may have the same one
         self.slots: list[WeightSlot] = []
         self._sizes: dict[str, int] = {}  # parameters by the name of a checkpoint tensor
         self._actions: list[tuple[int, Callable[[], None]]] = []  # with how many slots must be filled before

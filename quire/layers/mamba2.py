@@ -71,7 +71,7 @@ class Mamba2(Recurrent):
         heads, key_heads = (self.num_heads, self.value_dim), (self.num_kv_heads, self.key_dim)
         y = kernels.scan(
             by_head(q, *key_heads), by_head(k, *key_heads), by_head(v, *heads), decay, steps, self.skip, self.pages,
-            plan, False,
+            plan, "plain",
         )  # fmt: skip
         y, z = pick(y.flatten(1), wanted), pick(z, wanted)
         size = self.values // self.num_kv_heads

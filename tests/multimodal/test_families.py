@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from quire.engine.llm import LLM
+from quire.messages.media import EncoderLimits
 from quire.messages.sampling_params import SamplingParams
 from support.engines import MAX_MODEL_LEN, assert_preempted, generate, make_llm, tokens_of
 from support.late_device import run_late
+from support.rehearsal import rehearsed
 from support.seeing import FIRST, MODELS, NUM_TOKENS, prepared
 
 COMBINES = [
@@ -112,6 +114,15 @@ def test_two_ranks_say_the_same(folder, name):
 def test_two_stages_say_the_same(folder):
     path, expected = prepared("llava", folder)
     check(make_llm(path, "cpu", pipeline_parallel_size=2, max_num_batched_tokens=64, max_num_seqs=8), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_largest_pictures_are_encoded_to_measure_memory(folder, name):
+    llm = make_llm(prepared(name, folder)[0], max_num_seqs=8)
+    items, width = rehearsed(llm, EncoderLimits(400, 400, 400))
+    assert [item.modality for item in items] == list(llm.processor.media.kinds)
+    assert all(8 <= item.place.num_embeds <= 400 for item in items)
+    assert width == (3 if name == "qwen3_vl" else 1)
 
 
 def test_token_ids_with_one_placeholder_for_each_picture_are_expanded(folder):

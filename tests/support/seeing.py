@@ -424,6 +424,7 @@ SEEING = {
     "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "WhisperForConditionalGeneration",
     "Qwen2AudioForConditionalGeneration", "BartForConditionalGeneration", "MBartForConditionalGeneration",
+    "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration",
 }  # fmt: skip
 
 
