@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.messages.sampling_params import SamplingParams
 from quire.worker.media import tensor_of
 from quire_multimodal.families.base import Frames
-from support.engines import generate, make_llm
+from support.engines import generate, make_llm, runner_of
 from support.layers import draw
 from support.layouts import edit_tensors
 from support.reference import Continuation
@@ -111,6 +111,17 @@ def test_a_published_checkpoint_with_experts_makes_its_own_drafts(folder, tmp_pa
     outputs = generate(llm, [prompt(text, pictures) for pictures, text, _ in expected], PARAMS)
     for (_, _, continuation), output in zip(expected, outputs, strict=True):
         continuation.check(output.outputs[0].token_ids)
+    layers = runner_of(llm).drafter.forward.model
+    [table], seen = layers.rotary, []
+
+    def noted(positions: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(int(positions.max()))
+        return table(positions)
+
+    layers.rotary = [noted]
+    [output] = generate(llm, [prompt(f"{QWEN_MARK}?", [picture(1, 160, 128)])], PARAMS)
+    length = len(output.prompt_token_ids)  # the picture has 20 tokens, but no more than 5 positions
+    assert length - 15 < max(seen) < length - 15 + NUM_TOKENS + 3
 
 
 def test_a_published_qwen3_vl_with_experts_says_the_same(folder, tmp_path):
