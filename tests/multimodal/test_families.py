@@ -69,7 +69,7 @@ def with_a_warm_cache(make: MakeLLM, expected: list[Any], chunk: int) -> None:
 def preempted(make: MakeLLM, expected: list[Any], chunk: int) -> None:
     needed, longest = 198, max(len(c.prompt) for _, _, c in expected) + NUM_TOKENS + 8
     for _ in range(2):  # the second time, few more than one request of full length needs
-        llm = make(num_gpu_blocks_override=needed + 3, max_model_len=longest, max_num_batched_tokens=2 * chunk)
+        llm = make(num_gpu_blocks_override=needed + 3, max_model_len=longest, max_num_batched_tokens=chunk)
         needed = llm.core.scheduler.kv.max_blocks(longest)
     check(llm, expected * 3)
     assert_preempted(llm)
@@ -96,6 +96,7 @@ def test_greedy_tokens_equal_transformers(folder, name, way):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_kernels_say_the_same(folder, name):
     path, expected = prepared(name, folder)
