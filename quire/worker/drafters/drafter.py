@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class DraftInputs:
         table = self.staging.state.block_tables[self.group, :, :blocks].index_select(0, step.rows)
         slots = table.gather(1, entries // self.block_size) * self.block_size + entries % self.block_size
         slots = torch.where(positions < step.limits[:, None], slots, -1).view(-1)
-        kind, more = StepInputs, dict[str, Tensor]()
+        kind, more = StepInputs, dict[str, Any]()
         if isinstance(step.inputs, SectionedInputs):  # the text goes on at the distance of the last token before it
             offsets = step.inputs.rotary_offsets.index_select(1, step.last_kept())
             kind, more = SectionedInputs, {"rotary_offsets": offsets.repeat_interleave(count, 1)}
