@@ -133,7 +133,8 @@ def test_a_published_qwen3_vl_with_experts_says_the_same(folder, tmp_path):
     config["text_config"]["rope_scaling"] = config["text_config"].pop("rope_parameters")
     config["text_config"]["rope_theta"] = config["text_config"]["rope_scaling"].pop("rope_theta")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    llm = make_llm(tmp_path, max_num_batched_tokens=24, max_num_seqs=8, tensor_parallel_size=2)
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    llm = make_llm(tmp_path, max_num_batched_tokens=24, max_num_seqs=8, **ranks)
     for pictures, text, continuation in expected[:2]:
         [output] = generate(llm, [prompt(text, pictures)], PARAMS)
         continuation.check(output.outputs[0].token_ids)
