@@ -8,6 +8,7 @@ A product is computed transposed: weights are the left operand. Tensor cores tak
 columns of the right one, and decoding has many outputs and few tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from quire.gpu.cards import card_of
 from quire.ops.reference.elementwise import grouped_linear, linear
-from quire.ops.reference.quantized import QuantizedMatrix, grouped_quantized_linear, quantized_linear
+from quire.ops.reference.quantized import QuantizedMatrix, concatenate, grouped_quantized_linear, quantized_linear
 from quire.ops.registry import Function, Op, Target
 from quire_triton.float8 import converts_float8, from_float8, to_float8
 from quire_triton.targets import INTERPRETED, on_gpu, on_gpu_in_any_batch, precision
@@ -488,7 +489,16 @@ def _register_fixed(op: Op, function: Function) -> Function:
     return op.implementation("triton-fixed", supports=on_gpu_in_any_batch)(partial(function, fixed=True))
 
 
+def _join(weights: Sequence[object]) -> object | None:
+    """The weights of all experts in one, if they have the same form."""
+    matrices = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
+    merged = concatenate(matrices) if len(matrices) == len(weights) else []
+    return _pack(merged[0]) if len(merged) == 1 else None
+
+
 _register_fixed(grouped_linear, grouped_linear_triton)
-_register_fixed(grouped_quantized_linear, grouped_quantized_linear_triton)
+_fixed = _register_fixed(grouped_quantized_linear, grouped_quantized_linear_triton)
+for _function in (grouped_quantized_linear_triton, _fixed):
+    _function.join = _join  # type: ignore[attr-defined]
 for _function in (quantized_linear_triton, _register_fixed(quantized_linear, quantized_linear_triton)):
     _function.pack = _pack  # type: ignore[attr-defined]

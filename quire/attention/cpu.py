@@ -123,10 +123,10 @@ class CpuAttention(PreparingBackend):
 
     def select(self, q: Tensor, weights: Tensor, cache: Tensor, selection: Selection) -> None:
         q, weights, slots = q.contiguous(), weights.contiguous(), selection.slots
-        kernel("quire_select", "pplllpplplpppll")(
+        kernel("quire_select", "pplllpplppppll")(
             self._geometry_address, q.data_ptr(), *q.shape[:2], q.stride(0), weights.data_ptr(), cache.data_ptr(),
-            cache.stride(0), selection.block_table.data_ptr(), selection.block_table.stride(0),
-            selection.rows.data_ptr(), selection.seen.data_ptr(), slots.data_ptr(), slots.shape[1],
+            cache.stride(0), ctypes.addressof(selection.place), selection.rows.data_ptr(),
+            selection.seen.data_ptr(), slots.data_ptr(), slots.shape[1],
             torch.get_num_threads(),
         )  # fmt: skip
 

@@ -67,7 +67,7 @@ class ReferenceAttention(AttentionBackend):
             table, positions = selection.block_table[row], torch.arange(seen, device=q.device)
             if seen > most:
                 keys = self._keys(cache, table, seen)[0, :, 0]
-                scores = weights[token] @ (q[token].float() @ keys.T).relu()
+                scores = weights[token].float() @ (q[token].float() @ keys.T).relu()
                 positions = scores.argsort(descending=True, stable=True)[:most].sort().values
             selection.slots[token, : len(positions)] = table[positions // size] * size + positions % size
 

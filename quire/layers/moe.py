@@ -13,6 +13,7 @@ from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make
 from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
 from quire.layers.specs import MoESpec, OutputPart
+from quire.ops.reference.routing import Routing
 
 
 def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
@@ -52,6 +53,10 @@ class MoE:
         if spec.correction_bias:
             shape = (1, spec.num_experts) if spec.correction_bias == "row" else (spec.num_experts,)
             self.correction_bias = builder.whole(names["correction_bias"], *shape, dtype=torch.float32)
+        self.routing = Routing(
+            spec.top_k, spec.scoring, spec.jitter, spec.normalize, spec.scale, spec.groups, spec.topk_groups,
+            spec.group_score,
+        )  # fmt: skip
         self.activation = activation(builder.kernels, spec.activation, True, spec.swiglu)
         self.dispatch = make_dispatch(builder, spec.num_experts)
         self.loads: Tensor | None = None  # [experts]: for how many tokens each was chosen
@@ -101,21 +106,22 @@ class MoE:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""
         own = self.dispatch.own(x)
-        weights, experts = self.route(own)  # [own tokens, top_k]
+        weights, experts = self.kernels.choose_experts(self.router(own), self.correction_bias, self.routing)
         if self.spec.weigh_inputs:
-            own, weights = (own * weights).to(own.dtype), torch.ones_like(weights)
+            own, weights = self.kernels.multiply(own, weights), None
         if self.loads is not None:
             self.loads += experts.flatten().bincount(minlength=self.spec.num_experts)
         sent = self.dispatch.send(own, experts, weights, len(x))
         shared = self._shared(x)  # meanwhile, tokens are on their way
         routed = sent.collect(self._compute(x, sent.receive()))
-        return routed if shared is None else routed + shared
+        return routed if shared is None else self.kernels.add(routed, shared, routed)
 
     def _compute(self, x: Tensor, routed: Routed) -> Tensor:
         """The results of this rank's experts, [rows, hidden]. x: the tokens of the step."""
         slots = None
         if self.adapters:
-            slots = self.adapters[0].slots.of_copies(x, len(self.dispatch.local), routed.tokens, routed.experts)
+            tokens, experts = (part[: len(routed.rows)] for part in routed.origins())
+            slots = self.adapters[0].slots.of_copies(x, len(self.dispatch.local), tokens, experts)
         out = self.gate_up(routed.rows, routed.offsets)
         if slots is not None:
             self.adapters[0].add_rows(out, routed.rows, slots)
@@ -130,43 +136,11 @@ class MoE:
         if self.shared is None:
             return None
         shared = self.shared(x)
-        return shared if self.shared_gate is None else shared * self.kernels.activate(self.shared_gate(x), "sigmoid")
+        if self.shared_gate is None:
+            return shared
+        gated: Tensor = self.kernels.multiply(shared, self.kernels.activate(self.shared_gate(x), "sigmoid"))
+        return gated
 
     def expert(self, index: int) -> list[Tensor]:
         """All that this rank has of the expert in one of its slots."""
         return self.gate_up.tensors_of(index) + self.down.tensors_of(index)
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [tokens, hidden] -> the chosen experts' weights (float32) and ids: [tokens, top_k]"""
-        spec = self.spec
-        logits = self.router(x).float()
-        if spec.scoring == "sparse_mixer":
-            return self.sparse_mixer(logits)
-        scores = logits.softmax(-1) if spec.scoring == "softmax" else self.kernels.activate(logits, "sigmoid")
-        choice = scores if self.correction_bias is None else scores + self.correction_bias
-        if spec.groups > 1:
-            grouped = choice.view(len(x), spec.groups, choice.shape[1] // spec.groups)
-            best = grouped.topk(1 if spec.group_score == "best" else 2, dim=-1).values.sum(-1)
-            excluded = torch.ones_like(best, dtype=torch.bool).scatter_(
-                1, best.topk(spec.topk_groups, dim=-1).indices, False
-            )
-            choice = grouped.masked_fill(excluded[:, :, None], float("-inf")).flatten(1)
-        experts = choice.topk(spec.top_k, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if spec.normalize:
-            weights = weights / (self.kernels.row_sums(weights) + 1e-20)
-        return weights * spec.scale, experts
-
-    def sparse_mixer(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights and ids of two experts by SparseMixer-v2 (arXiv:2409.12136): the best, and the best of the
-        others. The weight of each is its share of the softmax over those that are nearly as good; the second choice
-        leaves the first out. logits: [tokens, experts]"""
-        weights, experts, left = [], [], logits
-        for _ in range(2):
-            best, index = left.max(-1, keepdim=True)
-            distance = (best - logits) / torch.maximum(logits.abs(), best)
-            near = left.masked_fill(distance > 2 * self.spec.jitter, float("-inf"))
-            weights.append(near.softmax(-1).gather(1, index))
-            experts.append(index)
-            left = left.scatter(1, index, float("-inf"))
-        return torch.cat(weights, 1), torch.cat(experts, 1)

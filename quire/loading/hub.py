@@ -21,7 +21,7 @@ _LEFT_OUT = ["consolidated*", "[!0-9]*/*.safetensors", "[!0-9]*/*.json", "[!0-9]
 _BUNDLED = "quire-demo/"
 # A GGUF file of a repository: its kind, such as Q4_K_M or UD-Q4_K_XL, and its number among the parts of a split file.
 _GGUF = re.compile(
-    r"(?:.*?[-._/])?((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
+    r"(?:.*?[-._/])?((?:UD-)?(?:[IT]?Q\d\w*|(?:MX|NV)FP4\w*|BF16|F16|F32))(?:-\d{5}-of-(\d{5}))?\.gguf", re.IGNORECASE
 )
 _USUAL_KIND = "Q4_K_M"
 

@@ -95,9 +95,12 @@ class DecoderLayer:
         x, residual = self.attention_norm.add(x, residual)
         out = self.mixer(stream.whole(x, tokens), state, wanted)
         x, residual = self.attention_post_norm(stream.sum(out)), stream.pick(residual, wanted, tokens)
-        x, residual = self.mlp_norm.add(x if self.scale == 1 else x * self.scale, residual)
+        x, residual = self.mlp_norm.add(self._scaled(x), residual)
         x = self.mlp_post_norm(stream.sum(self.mlp(stream.whole(x, out))))
-        return x if self.scale == 1 else x * self.scale, residual
+        return self._scaled(x), residual
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1 else self.kernels.multiply(x, self.scale)
 
 
 class ParallelLayer(DecoderLayer):

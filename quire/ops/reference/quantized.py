@@ -116,17 +116,25 @@ class QuantizedMatrix:
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
     """The outputs of all matrices, in order, in as few matrices as their forms allow."""
-    merged: list[QuantizedMatrix] = []
+    runs: list[list[QuantizedMatrix]] = []
     for matrix in matrices:
-        if merged and _alike(merged[-1], matrix):
-            last = merged.pop()
-            joined = {name: torch.cat([tensor, getattr(matrix, name)]) for name, tensor in last.by_row.items()}
-            matrix = replace(last, **joined)  # type: ignore[arg-type]
-        merged.append(matrix)
-    return merged
+        if runs and alike(runs[-1][0], matrix):
+            runs[-1].append(matrix)
+        else:
+            runs.append([matrix])
+    return [_concatenated(run) for run in runs]
 
 
-def _alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
+def _concatenated(run: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """The outputs of matrices of the same form."""
+    if len(run) == 1:
+        return run[0]
+    names = run[0].by_row
+    return replace(run[0], **{name: torch.cat([getattr(matrix, name) for matrix in run]) for name in names})  # type: ignore[arg-type]
+
+
+def alike(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
+    """Whether their outputs could be those of one matrix."""
     forms = [(m.group, {name: (t.dtype, t.shape[1:]) for name, t in m.by_row.items()}) for m in (a, b)]
     return forms[0] == forms[1] and _same(a.order, b.order) and _same(a.table, b.table)
 
@@ -192,10 +200,11 @@ def quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None) ->
     return torch.cat(parts, dim=-1) if parts else x.new_empty(len(x), 0)
 
 
-@declare_invariant("cpu")  # where no layer calls it: experts are multiplied one after the other
+@declare_invariant("cpu")  # where layers call it for joined weights only, and the reference joins none
 def grouped_quantized_linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None, offsets: Tensor) -> Tensor:
     """Like grouped_linear, with the experts' weights concatenated. weight: [experts * out, in], bias: [experts, out].
-    The weight may have been packed for quantized_linear."""
+    The weight may have been packed for quantized_linear. An implementation may have an attribute `join`: it makes one
+    weight of those of the experts, each packed for quantized_linear, or returns None if it cannot."""
     bounds = offsets.tolist()
     outs = weight.out_features // (len(bounds) - 1)
     out = x.new_empty(len(x), outs)
