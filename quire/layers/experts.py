@@ -121,7 +121,7 @@ def fused_experts(
     """
     count, size, (start, stop) = spec.num_experts, spec.intermediate_size, inner
     share, everything = stop - start, slice(None)
-    method = builder.method_of(names["experts_gate_up"])
+    method = builder.method_of(names["experts_gate_up"].removesuffix(".weight"))
     if method is not DenseWeight:
         return _packed_experts(builder, method, spec, hidden, names, local, inner)
     gate_up = GroupedExperts(builder, len(local), 2 * share, hidden, spec.bias)
@@ -131,7 +131,7 @@ def fused_experts(
             outputs, half = slice(which * share, (which + 1) * share), slice(which * size + start, which * size + stop)
             target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
             if spec.layout == "stacked":
-                builder.part(f"{names['experts_gate_up']}.weight", target, (count, 2 * size, hidden), picked, half)
+                builder.part(names["experts_gate_up"], target, (count, 2 * size, hidden), picked, half)
                 continue
             columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
             builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
@@ -139,8 +139,8 @@ def fused_experts(
                 name = f"{names['experts_gate_up']}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
         if spec.layout == "stacked":
-            name, inputs = f"{names['experts_down']}.weight", slice(start, stop)
-            builder.part(name, down.weight[here], (count, hidden, size), picked, everything, inputs)
+            shape, inputs = (count, hidden, size), slice(start, stop)
+            builder.part(names["experts_down"], down.weight[here], shape, picked, everything, inputs)
             continue
         shape = (count, size, hidden)
         builder.part(names["experts_down"], down.weight[here], shape, picked, slice(start, stop), transposed=True)

@@ -1,12 +1,14 @@
 """Mixture of experts: a router chooses experts for each token, and each expert computes all its tokens at once."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from quire.layers.build import Builder
 from quire.layers.deep_ep import DeepEP
 from quire.layers.dispatch import Dispatch, Everywhere, Exchanged, Replicated, Routed
-from quire.layers.experts import Experts, fused_experts, separate_experts
+from quire.layers.experts import fused_experts, separate_experts
 from quire.layers.linear import LinearShape, ReplicatedLinear, inner_share, make_weight
 from quire.layers.lora import LowRank
 from quire.layers.mlp import MLP, activation
@@ -24,15 +26,27 @@ def make_dispatch(builder: Builder, num_experts: int) -> Dispatch:
     return (Exchanged if ranks.buffer is None else DeepEP)(builder, ranks, num_experts)
 
 
+def _as_saved(builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> MoESpec:
+    """The spec with the layout of the checkpoint, where there are several in use. transformers 5 saves some models in
+    another one than that in which they were published."""
+    shape = builder.shape_of(names["experts_gate_up"])
+    if shape is None:
+        return replace(spec, layout="separate")
+    is_stacked = shape == (spec.num_experts, 2 * spec.intermediate_size, hidden)
+    return replace(spec, layout="stacked") if is_stacked else spec
+
+
 class MoE:
     """A mixture of experts.
 
     names: of router and correction_bias; of expert_gate, expert_up and expert_down with {e} for the expert, or of
-    experts_gate_up and experts_down for all; of shared_gate and shared_up, or shared_gate_up; of shared_down and
-    shared_expert_gate.
+    experts_gate_up and experts_down for all, or of both if the checkpoint decides; of shared_gate and shared_up, or
+    shared_gate_up; of shared_down and shared_expert_gate.
     """
 
     def __init__(self, builder: Builder, spec: MoESpec, hidden: int, names: dict[str, str]) -> None:
+        if spec.layout != "separate" and "expert_gate" in names:
+            spec = _as_saved(builder, spec, hidden, names)
         self.spec, self.kernels = spec, builder.kernels
         self.router = ReplicatedLinear(builder, names["router"], hidden, spec.num_experts, spec.bias)
         self.correction_bias = None
@@ -49,14 +63,15 @@ class MoE:
         if builder.experts is not None and builder.experts.measures:
             self.loads = torch.zeros(spec.num_experts, dtype=torch.int64, device=builder.device)
         self.adapters: list[LowRank] = []  # of gate_up and of down
+        is_fused = spec.layout != "separate"
         inner = (0, spec.intermediate_size)  # each expert is whole on a rank, or all ranks have a share of it
         if builder.experts is None:
-            reader = names["expert_down" if spec.layout == "separate" else "experts_down"].replace("{e}", "0")
+            reader = names["experts_down" if is_fused else "expert_down"].replace("{e}", "0")
             inner = inner_share(builder, spec.intermediate_size, reader)
-        if spec.layout == "separate":
-            self.gate_up, self.down = self._separate(builder, hidden, names, inner)
-        else:
+        if is_fused:
             self.gate_up, self.down = fused_experts(builder, spec, hidden, names, self.dispatch.local, inner)
+        if "expert_gate" in names:
+            self._separate(builder, hidden, names, inner, is_fused)
         self.shared = self.shared_gate = None
         if spec.shared is not None:
             keys = ("gate", "up", "gate_up", "down")
@@ -66,9 +81,10 @@ class MoE:
                 self.shared_gate = ReplicatedLinear(builder, names["shared_expert_gate"], hidden, 1)
 
     def _separate(
-        self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int]
-    ) -> tuple[Experts, Experts]:
-        """(gate_up, down) of a checkpoint with tensors for each expert. Notes which of them other ranks have."""
+        self, builder: Builder, hidden: int, names: dict[str, str], inner: tuple[int, int], is_fused: bool
+    ) -> None:
+        """Make what has a name for each expert: the adapters and, unless is_fused, gate_up and down. Notes which of
+        their tensors other ranks have."""
         size, (start, stop) = self.spec.intermediate_size, inner
 
         def shapes(expert: int) -> tuple[LinearShape, LinearShape]:
@@ -78,14 +94,14 @@ class MoE:
             return LinearShape(ups, hidden, 0, hidden), LinearShape((down,), size, start, stop)
 
         here = [shapes(expert) for expert in self.dispatch.local]
-        for expert in set(range(self.spec.num_experts)) - set(self.dispatch.local):
-            for shape in shapes(expert):
-                make_weight(builder.elsewhere, shape)
         ups, downs = [up for up, _ in here], [down for _, down in here]
-        experts = separate_experts(builder, ups), separate_experts(builder, downs)
+        if not is_fused:
+            for expert in set(range(self.spec.num_experts)) - set(self.dispatch.local):
+                for shape in shapes(expert):
+                    make_weight(builder.elsewhere, shape)
+            self.gate_up, self.down = separate_experts(builder, ups), separate_experts(builder, downs)
         if builder.adapters is not None:
             self.adapters = [LowRank(builder, builder.adapters, of_projection) for of_projection in (ups, downs)]
-        return experts
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [tokens, hidden], this rank's summand"""

@@ -121,12 +121,13 @@ def load_model(
     checkpoint: Checkpoint | None = None
     if directory.is_file():
         checkpoint = gguf = GgufCheckpoint(gguf_tensors(read_gguf(directory)))
-        method_of = gguf.linear_method()
+        method_of, shape_of = gguf.linear_method(), gguf.shape_of
     elif config.model.load_format == "dummy" and weights is None:
-        method_of = quantization_method(description.config)
+        method_of, is_dense = quantization_method(description.config), quantization_kind(description.config) is None
+        shape_of = lambda name: () if is_dense else None  # noqa: E731  # quantized experts have tensors of their own
     else:
-        checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
-        checkpoint = presented(checkpoint, description.config)
+        files = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights or directory)
+        checkpoint, shape_of = presented(files, description.config), files.shape_of
         method_of = checkpoint.linear_method() or quantization_method(description.config, checkpoint.has)
     if spec.tie_embeddings is None and checkpoint is not None:
         spec = replace(spec, tie_embeddings=not checkpoint.has(f"{spec.names['lm_head']}.weight"))
@@ -139,7 +140,7 @@ def load_model(
     experts = _expert_ranks(config, spec, mesh, device, adapters)
     stream = (DividedStream if config.parallel.enable_sequence_parallel else ResidualStream)(mesh.tp)
     quantizer = quantizer_of(config.model.quantization, spec.names)
-    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream)
+    builder = Builder(kernels, mesh.tp, method_of, quantizer, adapters, experts, stream, shape_of)
     stage, elsewhere = None, set[str]()
     if mesh.pp.size > 1:
         drafts = config.scheduler.speculation is not None and config.scheduler.speculation.on_device
