@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.gpu.cards import card_of
 from quire.ops.reference import states as reference
 from quire.ops.reference.states import Pages, StatePlan
 from quire_triton.linear import multiplied
@@ -41,6 +42,8 @@ _SHORT = 16  # tokens of a span that are taken one after the other
 _CHUNK = 32  # tokens
 _COLUMNS = 32  # of a head's state in a program of _scan_chunks
 _VALUES = 64  # columns of a product in _prepare
+_WARPS = 8  # of a program of _scan_chunks
+_STAGES_MEMORY = 96 * 1024  # bytes of shared memory that a card must have for two chunks of keys of 128 at once
 
 
 @triton.jit
@@ -60,8 +63,10 @@ def _decays(decay, at, element, valid, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.con
     """The decays of tokens, [tokens, KEYS or 1], and 1 for those that are not valid. at: of the head's, [tokens]"""
     if BY_CHANNEL:
         inside = valid[:, None] & (element < KEY_DIM)[None, :]
-        return tl.load(decay + at[:, None] * KEY_DIM + element[None, :], mask=inside, other=1.0)
-    return tl.load(decay + at, mask=valid, other=1.0)[:, None]
+        decays = tl.load(decay + at[:, None] * KEY_DIM + element[None, :], mask=inside, other=1.0)
+    else:
+        decays = tl.load(decay + at, mask=valid, other=1.0)[:, None]
+    return decays
 
 
 @triton.jit
@@ -293,11 +298,12 @@ def scan(
             value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, _CHUNK.bit_length() - 1, *sizes[1:], _VALUES,
             *kind, removes, numbers,
         )  # fmt: skip
+        stages = 2 if card_of(v.device).shared_memory >= _STAGES_MEMORY else 1
         _scan_chunks[requests, heads, triton.cdiv(value_dim, _COLUMNS)](
             out, mixed, keys, values, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts,
             plan.lengths, plan.table, *strides, pages.state.stride(0), plan.table.stride(0), heads, ratio, token,
             value_dim, plan.block_size, plan.drafts, _SHORT, *sizes, _COLUMNS, *kind, skip is not None, removes,
-            numbers,
+            numbers, num_warps=_WARPS, num_stages=stages,
         )  # fmt: skip
     scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule, _SHORT)
     return out

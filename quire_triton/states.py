@@ -185,8 +185,8 @@ def _scan(
     known, exists = i < KEY_DIM, column < value_dim
     inside = known[:, None] & exists[None, :]
     first, start, end, certain = of_span(starts, lengths, request, drafts)
-    if end - start > most:
-        start, end = 0, 0
+    is_short = end - start <= most
+    start, end = tl.where(is_short, start, 0), tl.where(is_short, end, 0)
     table += request * table_stride
     place = (head * KEY_DIM + i)[:, None] * value_dim + column[None, :]
     group, per_head = head // ratio, KEY_DIM if BY_CHANNEL else 1
