@@ -41,9 +41,8 @@ from quire_triton.targets import on_gpu, precision
 _SHORT = 16  # tokens of a span that are taken one after the other
 _CHUNK = 32  # tokens
 _COLUMNS = 32  # of a head's state in a program of _scan_chunks
-_VALUES = 64  # columns of a product in _prepare
+_PART = 32  # elements of keys and values that _prepare takes at a time; half as many if each has its own decays
 _WARPS = 8  # of a program of _scan_chunks
-_STAGES_MEMORY = 96 * 1024  # bytes of shared memory that a card must have for two chunks of keys of 128 at once
 
 
 @triton.jit
@@ -116,15 +115,18 @@ def _inverse(lower, i, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["requests", "block_size", "drafts"])
 def _prepare(
-    mixed, keys, values, q, k, v, decay, scale, starts, lengths, q_stride, q_head, k_stride, k_head, v_stride,
+    mixed, keys, values, decayed, q, k, v, decay, scale, starts, lengths, q_stride, q_head, k_stride, k_head, v_stride,
     scale_stride, requests, heads, ratio, value_dim, block_size, drafts, SHORT: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    DELTA: tl.constexpr, REMOVAL: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, KEY_DIM: tl.constexpr, PART: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    REMOVAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """mixed: [tokens, heads, CHUNK], what changes of the chunk's tokens add to a token's result, and with REMOVAL as
     much again for values. A change is a row of values: [tokens, heads, value_dim] minus a row of keys: [tokens, heads,
-    KEY_DIM] times the state before the chunk. LEVELS: CHUNK is 2^LEVELS."""
+    KEY_DIM] times the state before the chunk. decayed: BY_CHANNEL, [tokens, heads, 3 or 4, KEY_DIM]: the query and the
+    key that writes, with their decays in the chunk; in its first row all decays; with REMOVAL the key of the values.
+    PART: elements of keys and values that are taken at a time. LEVELS: CHUNK is 2^LEVELS."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
+    KINDS: tl.constexpr = 4 if REMOVAL else 3
     slot, head = tl.program_id(0), tl.program_id(1)
     low, high = 0, requests
     while low < high:
@@ -136,87 +138,116 @@ def _prepare(
     request = low - 1
     first, start, end, certain = of_span(starts, lengths, request, drafts)
     number = slot - _slots(tl.load(starts + request), request, block_size, CHUNK) + _number(start, block_size, CHUNK)
-    stop = certain
-    if number > _number(certain - 1, block_size, CHUNK):  # in the second part of the span
-        number += _number(certain, block_size, CHUNK) - _number(certain - 1, block_size, CHUNK) - 1
-        start, stop = certain, end
-    chunks = tl.cdiv(block_size, CHUNK)
-    i, element = tl.arange(0, CHUNK), tl.arange(0, KEYS)
-    position = number // chunks * block_size + number % chunks * CHUNK + i
-    stop = tl.minimum(stop, (number // chunks + 1) * block_size)
-    span_start = tl.load(lengths + request) - (tl.load(starts + request + 1) - tl.load(starts + request))
-    if (end - span_start > SHORT) & (start < stop) & (tl.min(position) < stop):
-        valid = (position >= start) & (position < stop)
-        at, group = first + position - span_start, head // ratio
-        of_head, inside = at * heads + head, valid[:, None] & (element < KEY_DIM)[None, :]
-        query = tl.load(q + at[:, None] * q_stride + group * q_head + element[None, :], mask=inside, other=0.0)
-        key = tl.load(k + at[:, None] * k_stride + group * k_head + element[None, :], mask=inside, other=0.0)
-        query, key = query.to(tl.float32), key.to(tl.float32)
-        decays = _decays(decay, of_head, element, valid, KEY_DIM, BY_CHANNEL)
-        reading, writing = key, key
-        if REMOVAL:
-            places = scale + at[:, None] * scale_stride + head * 2 * KEY_DIM + element[None, :]
-            reading, writing = tl.load(places, mask=inside, other=0.0), tl.load(places + KEY_DIM, mask=inside, other=0.0)
-            before = _decays(decay, of_head - heads, element, valid & (position > start), KEY_DIM, BY_CHANNEL)
-        if BY_CHANNEL:
-            behind = _decays(decay, of_head + heads, element, valid & (position < stop - 1), KEY_DIM, BY_CHANNEL)
-            same = i[:, None] == i[None, :]
-            change = tl.where(same, tl.sum(query * writing, 1)[:, None], 0.0)
-            found = tl.zeros_like(change)
-            if REMOVAL:
-                added, read = tl.where(same, tl.sum(query * key, 1)[:, None], 0.0), tl.zeros_like(change)
-            for level in tl.static_range(LEVELS):
-                half = i // (CHUNK >> (level + 1))
-                pairs = (half // 2)[:, None] == (half // 2)[None, :]
-                pairs = tl.where(pairs & (half % 2 == 1)[:, None] & (half % 2 == 0)[None, :], 1.0, 0.0)
-                into = _products(decays, CHUNK >> (level + 1), False)
-                rest = _to_last(behind, i, CHUNK >> (level + 1))
-                change += _pairs(query * into, writing * rest, pairs, PRECISION)
+    is_first_part = number <= _number(certain - 1, block_size, CHUNK)
+    skipped = _number(certain, block_size, CHUNK) - _number(certain - 1, block_size, CHUNK) - 1
+    number = tl.where(is_first_part, number, number + skipped)
+    chunks, i = tl.cdiv(block_size, CHUNK), tl.arange(0, CHUNK)
+    begin = number // chunks * block_size + number % chunks * CHUNK
+    low = tl.maximum(begin, tl.where(is_first_part, start, certain))
+    high = tl.minimum(tl.where(is_first_part, certain, end), (number // chunks + 1) * block_size)
+    high = tl.minimum(high, begin + CHUNK)
+    if (end - start > SHORT) & (low < high):
+        position, group = begin + i, head // ratio
+        valid, at = (position >= low) & (position < high), first + position - start
+        is_before, is_behind = valid & (position > low), valid & (position < high - 1)
+        of_head, same, below = at * heads + head, i[:, None] == i[None, :], i[:, None] > i[None, :]
+        queries, all_keys = q + at[:, None] * q_stride + group * q_head, k + at[:, None] * k_stride + group * k_head
+        removing = scale + at[:, None] * scale_stride + head * 2 * KEY_DIM
+        change, found = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+        added, read = change, found
+        for part in range(0, KEY_DIM, PART):
+            element = part + tl.arange(0, PART)
+            inside, column = valid[:, None] & (element < KEY_DIM)[None, :], element[None, :]
+            query = tl.load(queries + column, mask=inside, other=0.0).to(tl.float32)
+            key = tl.load(all_keys + column, mask=inside, other=0.0).to(tl.float32)
+            if BY_CHANNEL:
+                reading, writing = key, key
                 if REMOVAL:
-                    added += _pairs(query * into, key * rest, pairs, PRECISION)
-                    into = _from_first(before, i, CHUNK >> (level + 1))
-                    read += _pairs(reading * into, key * rest, pairs, PRECISION)
-                found += _pairs(reading * into, writing * rest, pairs, PRECISION)
-        else:
-            apart = tl.cumprod(tl.where(i[:, None] > i[None, :], decays, 1.0), 0)
-            apart = tl.where(i[:, None] >= i[None, :], apart, 0.0)
-            change = _pairs(query, key, apart, PRECISION)
-            if DELTA:
-                found = _pairs(key, key, tl.where(i[:, None] > i[None, :], apart, 0.0), PRECISION)
+                    reading = tl.load(removing + column, mask=inside, other=0.0)
+                    writing = tl.load(removing + KEY_DIM + column, mask=inside, other=0.0)
+                    before = _decays(decay, of_head - heads, element, is_before, KEY_DIM, True)
+                    added += tl.where(same, tl.sum(query * key, 1)[:, None], 0.0)
+                decays = _decays(decay, of_head, element, valid, KEY_DIM, True)
+                behind = _decays(decay, of_head + heads, element, is_behind, KEY_DIM, True)
+                change += tl.where(same, tl.sum(query * writing, 1)[:, None], 0.0)
+                for level in tl.static_range(LEVELS):
+                    half = i // (CHUNK >> (level + 1))
+                    pairs = (half // 2)[:, None] == (half // 2)[None, :]
+                    pairs = tl.where(pairs & (half % 2 == 1)[:, None] & (half % 2 == 0)[None, :], 1.0, 0.0)
+                    into = _products(decays, CHUNK >> (level + 1), False)
+                    rest = _to_last(behind, i, CHUNK >> (level + 1))
+                    change += _pairs(query * into, writing * rest, pairs, PRECISION)
+                    if REMOVAL:
+                        added += _pairs(query * into, key * rest, pairs, PRECISION)
+                        into = _from_first(before, i, CHUNK >> (level + 1))
+                        read += _pairs(reading * into, key * rest, pairs, PRECISION)
+                    found += _pairs(reading * into, writing * rest, pairs, PRECISION)
+            else:
+                change = multiplied(query, tl.trans(key), change, PRECISION)
+                if DELTA:
+                    found = multiplied(key, tl.trans(key), found, PRECISION)
+        if not BY_CHANNEL:
+            apart = tl.cumprod(tl.where(below, _decays(decay, of_head, i, valid, KEY_DIM, False), 1.0), 0)
+            change *= tl.where(below | same, apart, 0.0)
+            found *= tl.where(below, apart, 0.0)
         places = mixed + (of_head * PARTS)[:, None] + i[None, :]
         tl.store(places, change, mask=valid[:, None])
         if REMOVAL:
             tl.store(places + CHUNK, added, mask=valid[:, None])
         if DELTA or REMOVAL:
-            into = _from_first(before, i, CHUNK) if REMOVAL else _products(decays, CHUNK, False)
             if DELTA:
                 rate = tl.load(scale + at * scale_stride + head, mask=valid, other=0.0).to(tl.float32)
                 found *= rate[:, None]
             solved = _inverse(found, i, CHUNK)
             if DELTA:
                 solved *= rate[None, :]
-            made = multiplied(solved, reading * into, tl.zeros([CHUNK, KEYS], tl.float32), PRECISION)
-            tl.store(keys + of_head[:, None] * KEY_DIM + element[None, :], made, mask=inside)
+        if DELTA or BY_CHANNEL:
+            for part in range(0, KEY_DIM, PART):
+                element = part + tl.arange(0, PART)
+                inside, column = valid[:, None] & (element < KEY_DIM)[None, :], element[None, :]
+                key = tl.load(all_keys + column, mask=inside, other=0.0).to(tl.float32)
+                into = _products(_decays(decay, of_head, element, valid, KEY_DIM, BY_CHANNEL), CHUNK, False)
+                reading, into_reading = key, into
+                if BY_CHANNEL:
+                    query = tl.load(queries + column, mask=inside, other=0.0).to(tl.float32)
+                    rest = _to_last(_decays(decay, of_head + heads, element, is_behind, KEY_DIM, True), i, CHUNK)
+                    places = decayed + (of_head * (KINDS * KEY_DIM))[:, None] + column
+                    tl.store(places, query * into, mask=inside)
+                    writing = key
+                    if REMOVAL:
+                        writing = tl.load(removing + KEY_DIM + column, mask=inside, other=0.0)
+                        tl.store(places + 3 * KEY_DIM, key * rest, mask=inside)
+                        reading = tl.load(removing + column, mask=inside, other=0.0)
+                        before = _decays(decay, of_head - heads, element, is_before, KEY_DIM, True)
+                        into_reading = _from_first(before, i, CHUNK)
+                    tl.store(places + KEY_DIM, writing * rest, mask=inside)
+                    tl.store(places + 2 * KEY_DIM, into * rest, mask=inside & (position == low)[:, None])
+                if DELTA or REMOVAL:
+                    made = tl.zeros([CHUNK, PART], tl.float32)
+                    made = multiplied(solved, reading * into_reading, made, PRECISION)
+                    tl.store(keys + of_head[:, None] * KEY_DIM + column, made, mask=inside)
+        if DELTA or REMOVAL:
             if REMOVAL:
-                solved = -multiplied(solved, read, tl.zeros_like(read), PRECISION)
-            for begin in range(0, value_dim, VALUES):
-                column = begin + tl.arange(0, VALUES)
+                solved = -multiplied(solved, read, tl.zeros([CHUNK, CHUNK], tl.float32), PRECISION)
+            for part in range(0, value_dim, PART):
+                column = part + tl.arange(0, PART)
                 mask = valid[:, None] & (column < value_dim)[None, :]
                 value = tl.load(v + at[:, None] * v_stride + head * value_dim + column[None, :], mask=mask, other=0.0)
-                total = multiplied(solved, value.to(tl.float32), tl.zeros([CHUNK, VALUES], tl.float32), PRECISION)
-                tl.store(values + of_head[:, None] * value_dim + column[None, :], total, mask=mask)
+                made = multiplied(solved, value.to(tl.float32), tl.zeros([CHUNK, PART], tl.float32), PRECISION)
+                tl.store(values + of_head[:, None] * value_dim + column[None, :], made, mask=mask)
 
 
 @triton.jit(do_not_specialize=["block_size", "drafts"])
 def _scan_chunks(
-    out, mixed, keys, values, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table, q_stride,
-    q_head, k_stride, k_head, v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim, block_size,
-    drafts, SHORT: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr, REMOVAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out, mixed, keys, values, decayed, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table,
+    q_stride, q_head, k_stride, k_head, v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim,
+    block_size, drafts, SHORT: tl.constexpr, CHUNK: tl.constexpr, KEY_DIM: tl.constexpr, KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, HAS_SKIP: tl.constexpr,
+    REMOVAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program takes COLUMNS columns of one head's state through the chunks of a span."""
     PARTS: tl.constexpr = 2 * CHUNK if REMOVAL else CHUNK
+    KINDS: tl.constexpr = 4 if REMOVAL else 3
     request, head = tl.program_id(0), tl.program_id(1)
     i, element = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -238,38 +269,43 @@ def _scan_chunks(
                 valid = (begin + i >= low) & (begin + i < high)
                 at = first + begin - start + i
                 of_head, inside = at * heads + head, valid[:, None] & known[None, :]
-                query = tl.load(q + at[:, None] * q_stride + group * q_head + element[None, :], mask=inside, other=0.0)
-                key = tl.load(k + at[:, None] * k_stride + group * k_head + element[None, :], mask=inside, other=0.0)
-                query, key = query.to(tl.float32), key.to(tl.float32)
-                decays = _decays(decay, of_head, element, valid, KEY_DIM, BY_CHANNEL)
-                after = _decays(decay, of_head + heads, element, valid & (begin + i < high - 1), KEY_DIM, BY_CHANNEL)
-                into, rest = _products(decays, CHUNK, False), _to_last(after, i, CHUNK)
+                if BY_CHANNEL:
+                    places = decayed + (of_head * (KINDS * KEY_DIM))[:, None] + element[None, :]
+                    query = tl.load(places, mask=inside, other=0.0)
+                    key = tl.load(places + KEY_DIM, mask=inside, other=0.0)
+                    token_of_all = first + tl.maximum(begin, low) - start
+                    all_decays = decayed + ((token_of_all * heads + head) * KINDS + 2) * KEY_DIM
+                    all_decays = tl.load(all_decays + element, mask=known, other=1.0)[:, None]
+                else:
+                    query = q + at[:, None] * q_stride + group * q_head + element[None, :]
+                    key = k + at[:, None] * k_stride + group * k_head + element[None, :]
+                    into = _products(_decays(decay, of_head, element, valid, KEY_DIM, False), CHUNK, False)
+                    rest = _decays(decay, of_head + heads, element, valid & (begin + i < high - 1), KEY_DIM, False)
+                    query = tl.load(query, mask=inside, other=0.0).to(tl.float32) * into
+                    key = tl.load(key, mask=inside, other=0.0).to(tl.float32) * _to_last(rest, i, CHUNK)
+                    all_decays = tl.sum(tl.where((i == CHUNK - 1)[:, None], into, 0.0), 0)[:, None]
                 mask = valid[:, None] & exists[None, :]
                 if HAS_SKIP or not DELTA:
                     value = v + at[:, None] * v_stride + head * value_dim + column[None, :]
                     value = tl.load(value, mask=mask, other=0.0).to(tl.float32)
                 if DELTA or REMOVAL:
-                    places = values + of_head[:, None] * value_dim + column[None, :]
+                    change = tl.load(values + of_head[:, None] * value_dim + column[None, :], mask=mask, other=0.0)
                     made = tl.load(keys + of_head[:, None] * KEY_DIM + element[None, :], mask=inside, other=0.0)
-                    change = tl.load(places, mask=mask, other=0.0) - multiplied(
-                        made, matrix, tl.zeros([CHUNK, COLUMNS], tl.float32), PRECISION
-                    )
+                    change -= multiplied(made, matrix, tl.zeros([CHUNK, COLUMNS], tl.float32), PRECISION)
                 else:
                     rate = tl.load(scale + at * scale_stride + head, mask=valid, other=0.0).to(tl.float32)
                     change = rate[:, None] * value
-                places = mixed + (of_head * PARTS)[:, None] + i[None, :]
-                found = multiplied(query * into, matrix, tl.zeros([CHUNK, COLUMNS], tl.float32), PRECISION)
-                found = multiplied(tl.load(places, mask=valid[:, None], other=0.0), change, found, PRECISION)
+                found = multiplied(query, matrix, tl.zeros([CHUNK, COLUMNS], tl.float32), PRECISION)
+                factors = mixed + (of_head * PARTS)[:, None] + i[None, :]
+                found = multiplied(tl.load(factors, mask=valid[:, None], other=0.0), change, found, PRECISION)
                 if HAS_SKIP:
                     found += tl.load(skip + head) * value
-                matrix *= tl.sum(tl.where((i == CHUNK - 1)[:, None], into, 0.0), 0)[:, None]
-                writing = key
+                matrix = multiplied(tl.trans(key), change, matrix * all_decays, PRECISION)
                 if REMOVAL:
-                    found = multiplied(tl.load(places + CHUNK, mask=valid[:, None], other=0.0), value, found, PRECISION)
-                    matrix = multiplied(tl.trans(key * rest), value, matrix, PRECISION)
-                    places = scale + at[:, None] * scale_stride + (head * 2 + 1) * KEY_DIM + element[None, :]
-                    writing = tl.load(places, mask=inside, other=0.0)
-                matrix = multiplied(tl.trans(writing * rest), change, matrix, PRECISION)
+                    factors = tl.load(factors + CHUNK, mask=valid[:, None], other=0.0)
+                    found = multiplied(factors, value, found, PRECISION)
+                    key = tl.load(places + 3 * KEY_DIM, mask=inside, other=0.0)
+                    matrix = multiplied(tl.trans(key), value, matrix, PRECISION)
                 tl.store(out + of_head[:, None] * value_dim + column[None, :], found, mask=mask)
             store_state(state, table, matrix, place, stored, high, end, certain, page, block_size)
             low = high
@@ -281,29 +317,28 @@ def scan(
     rule: str,
 ) -> Tensor:  # fmt: skip
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
-    if tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
-        token, ratio, requests = pages.behind.shape[2], heads // k.shape[1], len(plan.lengths)
-        removes, changes = rule == "removal", rule != "plain"
-        mixed, keys, values = (
-            torch.empty(tokens, heads, size, dtype=torch.float32, device=v.device)
-            for size in (_CHUNK * (1 + removes), key_dim * changes, value_dim * changes)
-        )
-        sizes = _CHUNK, key_dim, max(16, triton.next_power_of_2(key_dim))
+    by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
+    keys = max(16, triton.next_power_of_2(key_dim))
+    stage = keys * (_CHUNK * (2 * (4 if by_channel else v.itemsize) + 4 + 4 * removes) + 72)  # bytes, see _scan_chunks
+    stages = min(2, card_of(v.device).shared_memory // stage)
+    if stages and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
+        sizes = _CHUNK * (1 + removes), key_dim * solves, value_dim * solves, key_dim * (3 + removes) * by_channel
+        made = [torch.empty(tokens, heads, size, dtype=torch.float32, device=v.device) for size in sizes]
+        slots = tokens // _CHUNK + tokens // plan.block_size + 4 * len(plan.lengths)  # as in _slots
         strides = q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0)
-        kind = decay.shape[1] > heads, rule == "delta"
-        numbers = precision(v.dtype)
-        slots = tokens // _CHUNK + tokens // plan.block_size + 4 * requests  # as in _slots
+        ratio, numbers = heads // k.shape[1], precision(v.dtype)
         _prepare[slots, heads](
-            mixed, keys, values, q, k, v, decay, scale, plan.starts, plan.lengths, *strides, requests, heads, ratio,
-            value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, _CHUNK.bit_length() - 1, *sizes[1:], _VALUES,
-            *kind, removes, numbers,
+            *made, q, k, v, decay, scale, plan.starts, plan.lengths, *strides, len(plan.lengths), heads, ratio,
+            value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, _CHUNK.bit_length() - 1, key_dim,
+            _PART // (1 + by_channel), by_channel, rule == "delta", removes, numbers,
         )  # fmt: skip
-        stages = 2 if card_of(v.device).shared_memory >= _STAGES_MEMORY else 1
-        _scan_chunks[requests, heads, triton.cdiv(value_dim, _COLUMNS)](
-            out, mixed, keys, values, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts,
-            plan.lengths, plan.table, *strides, pages.state.stride(0), plan.table.stride(0), heads, ratio, token,
-            value_dim, plan.block_size, plan.drafts, _SHORT, *sizes, _COLUMNS, *kind, skip is not None, removes,
-            numbers, num_warps=_WARPS, num_stages=stages,
+        _scan_chunks[len(plan.lengths), heads, triton.cdiv(value_dim, _COLUMNS)](
+            out, *made, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
+            plan.table, *strides, pages.state.stride(0), plan.table.stride(0), heads, ratio, pages.behind.shape[2],
+            value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, key_dim, keys, _COLUMNS, by_channel,
+            rule == "delta", skip is not None, removes, numbers, num_warps=_WARPS, num_stages=stages,
         )  # fmt: skip
-    scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule, _SHORT)
+        scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule, _SHORT)
+    else:
+        scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule)
     return out
