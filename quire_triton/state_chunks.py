@@ -190,10 +190,10 @@ def _prepare(
             apart = tl.cumprod(tl.where(below, _decays(decay, of_head, i, valid, KEY_DIM, False), 1.0), 0)
             change *= tl.where(below | same, apart, 0.0)
             found *= tl.where(below, apart, 0.0)
-        places = mixed + (of_head * PARTS)[:, None] + i[None, :]
-        tl.store(places, change, mask=valid[:, None])
+        factors = mixed + (of_head * PARTS)[:, None] + i[None, :]
+        tl.store(factors, change, mask=valid[:, None])
         if REMOVAL:
-            tl.store(places + CHUNK, added, mask=valid[:, None])
+            tl.store(factors + CHUNK, added, mask=valid[:, None])
         if DELTA or REMOVAL:
             if DELTA:
                 rate = tl.load(scale + at * scale_stride + head, mask=valid, other=0.0).to(tl.float32)
@@ -330,7 +330,7 @@ def scan(
         _prepare[slots, heads](
             *made, q, k, v, decay, scale, plan.starts, plan.lengths, *strides, len(plan.lengths), heads, ratio,
             value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, _CHUNK.bit_length() - 1, key_dim,
-            _PART // (1 + by_channel), by_channel, rule == "delta", removes, numbers,
+            _PART // (1 + by_channel), by_channel, rule == "delta", removes, numbers, num_warps=8 if removes else 4,
         )  # fmt: skip
         _scan_chunks[len(plan.lengths), heads, triton.cdiv(value_dim, _COLUMNS)](
             out, *made, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
