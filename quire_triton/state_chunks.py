@@ -319,7 +319,8 @@ def scan(
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
     by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
     keys = max(16, triton.next_power_of_2(key_dim))
-    stage = keys * (_CHUNK * (2 * (4 if by_channel else v.itemsize) + 4 + 4 * removes) + 72)  # bytes, see _scan_chunks
+    # Bytes of shared memory for a chunk in _scan_chunks, as compiled for sm_90, so that the next one can be loaded ahead.
+    stage = keys * ((360 if by_channel else 200 + 64 * v.itemsize) + 240 * removes)
     stages = min(2, card_of(v.device).shared_memory // stage)
     if stages and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
         sizes = _CHUNK * (1 + removes), key_dim * solves, value_dim * solves, key_dim * (3 + removes) * by_channel
@@ -330,7 +331,7 @@ def scan(
         _prepare[slots, heads](
             *made, q, k, v, decay, scale, plan.starts, plan.lengths, *strides, len(plan.lengths), heads, ratio,
             value_dim, plan.block_size, plan.drafts, _SHORT, _CHUNK, _CHUNK.bit_length() - 1, key_dim,
-            _PART // (1 + by_channel), by_channel, rule == "delta", removes, numbers, num_warps=8 if removes else 4,
+            _PART // (1 + by_channel), by_channel, rule == "delta", removes, numbers, num_warps=8 if by_channel else 4,
         )  # fmt: skip
         _scan_chunks[len(plan.lengths), heads, triton.cdiv(value_dim, _COLUMNS)](
             out, *made, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,

@@ -120,27 +120,16 @@ struct Sizes {
   int64_t token() const { return key_heads * key_dim + heads * (value_dim + decays + scales); }
 };
 
-// A token's key, and its decay, which in a selective scan are the rates, with rows that are TILE apart.
-struct Key {
-  const float *k, *decay;
-};
-
-// Take N vectors of the columns of a head's state through a token; rows of the state are TILE apart. scale: with
-// removal, the key that reads and the one that writes. q, out: null for a token without a result. next: with the delta
-// rule, the next token if the state in between is not needed. Then the state is left as it is when that token has
-// decayed it, and `kept` what its key finds, so that this token, which has `ahead` then, does not go through the state
-// once more.
+// N vectors of the columns of a head's state; its rows are TILE apart. decay: in a selective scan, the rates, with rows
+// that are TILE apart, too. scale: with removal, the key that reads and the one that writes. q, out: null for a token
+// without a result.
 template <Rule RULE, int N>
-void advance(float* state, int64_t key_dim, Key token, const float* v, int64_t decay_stride, const float* scale,
-             const float* q, float* out, bool ahead, const Key* next, float* kept) {
-  const float *k = token.k, *decay = token.decay;
-  f32x16 change[N], by[N], known[N] = {}, found[N] = {}, coming[N] = {};
+void advance(float* state, int64_t key_dim, const float* k, const float* v, const float* decay, int64_t decay_stride,
+             const float* scale, const float* q, float* out) {
+  f32x16 change[N], by[N], known[N] = {}, found[N] = {};
 #pragma GCC unroll 4
   for (int j = 0; j < N; j++) change[j] = load(v + j * LANES);
-  if (RULE == DELTA && ahead) {
-#pragma GCC unroll 4
-    for (int j = 0; j < N; j++) change[j] -= load(kept + j * LANES);
-  } else if (RULE == DELTA) {
+  if (RULE == DELTA) {
     for (int64_t i = 0; i < key_dim; i++) {
       const f32x16 factor = splat(decay[i * decay_stride]), key = splat(k[i]);
 #pragma GCC unroll 4
@@ -163,23 +152,6 @@ void advance(float* state, int64_t key_dim, Key token, const float* v, int64_t d
     by[j] = RULE == SELECTIVE ? load(scale + j * LANES) : splat(*scale);
     change[j] *= by[j];
     by[j] *= -LOG2_E;
-  }
-  if (RULE == DELTA && next) {
-    for (int64_t i = 0; i < key_dim; i++) {
-      const f32x16 key = splat(k[i]), query = splat(q[i]), factor = splat(next->decay[i * decay_stride]);
-      const f32x16 key_of_next = splat(next->k[i]);
-#pragma GCC unroll 4
-      for (int j = 0; j < N; j++) {
-        f32x16 s = fma(change[j], key, load(state + i * TILE + j * LANES));
-        found[j] = fma(s, query, found[j]);
-        s *= factor;
-        store(state + i * TILE + j * LANES, s);
-        coming[j] = fma(s, key_of_next, coming[j]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < N; j++) store(kept + j * LANES, coming[j]), store(out + j * LANES, found[j]);
-    return;
   }
   for (int64_t i = 0; i < key_dim; i++) {
     const f32x16 factor = splat(decay[i * decay_stride]), key = splat(k[i]), query = splat(q ? q[i] : 0.0f);
@@ -215,24 +187,22 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
     const int64_t in_page = head * z.key_dim * z.value_dim + from;
     thread_local std::vector<float> memory;
     const int64_t rate_rows = RULE == SELECTIVE ? z.key_dim : 0;
-    memory.assign((z.key_dim + rate_rows + 4) * TILE + 5 * (z.key_dim + LANES), 0.0f);
+    memory.assign((z.key_dim + rate_rows + 3) * TILE + 4 * (z.key_dim + LANES), 0.0f);
     float *state = memory.data(), *value = state + z.key_dim * TILE, *found = value + TILE, *factor = found + TILE;
     float *rates = factor + TILE + 2 * (z.key_dim + LANES), *key = rates + rate_rows * TILE;
-    float *query = key + z.key_dim + LANES, *next_key = query + z.key_dim + LANES, *kept = next_key + z.key_dim + LANES;
+    float* query = key + z.key_dim + LANES;
     // The scales of the task: those of the head, or of its columns.
     const int64_t scale_at = head * z.scales + (RULE == SELECTIVE ? from : 0);
     const int64_t scales = RULE == SELECTIVE ? columns : z.scales;
     for (int64_t i = 0; i < rate_rows; i++)
       memcpy(rates + i * TILE, decay + i * z.value_dim + from, columns * sizeof(float));
     int64_t at = span.start;
-    auto take = [&](Key token, const float* q, float* result, bool ahead, const Key* next) {
+    auto take = [&](const float* k, const float* decay, const float* q, float* result) {
       in_pieces<TILE / LANES>(int((columns + LANES - 1) / LANES), [&](auto vectors, int first) {
         const int64_t c = first * LANES;
         const bool by_column = RULE == SELECTIVE;
-        if (by_column) token.decay = rates + c;
-        advance<RULE, vectors.value>(state + c, z.key_dim, token, value + c, z.decays > 1,
-                                     by_column ? factor + c : factor, q, result ? result + c : nullptr, ahead, next,
-                                     kept + c);
+        advance<RULE, vectors.value>(state + c, z.key_dim, k, value + c, by_column ? rates + c : decay, z.decays > 1,
+                                     by_column ? factor + c : factor, q, result ? result + c : nullptr);
       });
     };
     auto store_pages = [&] {  // of the state behind the token `at`
@@ -250,20 +220,13 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
         const float* row = behind + source * page + at % step.drafts * token;
         memcpy(value, row + at_v + head * z.value_dim + from, columns * sizeof(float));
         memcpy(factor, row + at_scale + scale_at, scales * sizeof(float));
-        take({row + head / ratio * z.key_dim, row + at_decay + head * z.decays}, nullptr, nullptr, false, nullptr);
+        take(row + head / ratio * z.key_dim, row + at_decay + head * z.decays, nullptr, nullptr);
       }
     }
-    auto load_key = [&](float* to, int64_t index) {
-      const T* from = k + index * k_stride + head / ratio * k_head;
-      for_lanes(z.key_dim, [&](int64_t i, int n) { store(to + i, load_up_to(from + i, n)); });
-      return Key{to, decay + (index * z.heads + head) * z.decays};
-    };
-    Key now = load_key(key, span.first);
-    for (bool ahead = false; at < span.end;) {
+    for (; at < span.end;) {
       const int64_t index = span.first + at - span.start;
-      const bool is_kept = at + 1 == span.certain || (at + 1) % step.block_size == 0 || at + 1 == span.end;
-      const Key next = at + 1 == span.end ? now : load_key(now.k == key ? next_key : key, index + 1);
       for_lanes(z.key_dim, [&](int64_t i, int n) {
+        store(key + i, load_up_to(k + index * k_stride + head / ratio * k_head + i, n));
         store(query + i, load_up_to(q + index * q_stride + head / ratio * q_head + i, n));
       });
       const T* given = v + index * v_stride + head * z.value_dim + from;
@@ -271,7 +234,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
       for_lanes(scales, [&](int64_t c, int n) {
         store(factor + c, load_up_to(scale + index * scale_stride + scale_at + c, n));
       });
-      take(now, query, found, ahead, RULE != DELTA || is_kept ? nullptr : &next);
+      take(key, decay + (index * z.heads + head) * z.decays, query, found);
       for_lanes(columns, [&](int64_t c, int n) {
         f32x16 result = load(found + c);
         if (RULE == SELECTIVE) result = fma(load(value + c), load_up_to(skip + from + c, n), result);
@@ -279,9 +242,7 @@ void scan(const Step& step, const Sizes& z, const T* q, int64_t q_stride, int64_
         store_up_to(out + (index * z.heads + head) * z.value_dim + from + c, result, n);
       });
       at++;
-      if (is_kept) store_pages();
-      ahead = RULE == DELTA && !is_kept;
-      now = next;
+      store_pages();
     }
   });
   // The tokens behind a page's state, which other tasks may still have read until now.
