@@ -96,9 +96,10 @@ def _to_last(decays, i, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pairs(x, y, factors, PRECISION: tl.constexpr):
-    """x y^T, times factors: [tokens, tokens]"""
-    return factors * multiplied(x, tl.trans(y), tl.zeros_like(factors), PRECISION)
+def _pairs(x, y, wanted, PRECISION: tl.constexpr):
+    """x y^T where it is wanted, and else 0: [tokens, tokens]"""
+    products = multiplied(x, tl.trans(y), tl.zeros([x.shape[0], x.shape[0]], tl.float32), PRECISION)
+    return tl.where(wanted, products, 0.0)
 
 
 @triton.jit
@@ -151,6 +152,7 @@ def _prepare(
         valid, at = (position >= low) & (position < high), first + position - start
         is_before, is_behind = valid & (position > low), valid & (position < high - 1)
         of_head, same, below = at * heads + head, i[:, None] == i[None, :], i[:, None] > i[None, :]
+        bits = tl.where(below, i[:, None] ^ i[None, :], 0)  # the first one is the level of a pair
         queries, all_keys = q + at[:, None] * q_stride + group * q_head, k + at[:, None] * k_stride + group * k_head
         removing = scale + at[:, None] * scale_stride + head * 2 * KEY_DIM
         change, found = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -171,9 +173,7 @@ def _prepare(
                 behind = _decays(decay, of_head + heads, element, is_behind, KEY_DIM, True)
                 change += tl.where(same, tl.sum(query * writing, 1)[:, None], 0.0)
                 for level in tl.static_range(LEVELS):
-                    half = i // (CHUNK >> (level + 1))
-                    pairs = (half // 2)[:, None] == (half // 2)[None, :]
-                    pairs = tl.where(pairs & (half % 2 == 1)[:, None] & (half % 2 == 0)[None, :], 1.0, 0.0)
+                    pairs = bits >> (LEVELS - 1 - level) == 1
                     into = _products(decays, CHUNK >> (level + 1), False)
                     rest = _to_last(behind, i, CHUNK >> (level + 1))
                     change += _pairs(query * into, writing * rest, pairs, PRECISION)
@@ -319,7 +319,7 @@ def scan(
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
     by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
     keys = max(16, triton.next_power_of_2(key_dim))
-    # Bytes of shared memory for a chunk in _scan_chunks, as compiled for sm_90, so that the next one can be loaded ahead.
+    # Bytes of shared memory that _scan_chunks takes for a chunk, as compiled for sm_90; the next one is loaded ahead.
     stage = keys * ((360 if by_channel else 200 + 64 * v.itemsize) + 240 * removes)
     stages = min(2, card_of(v.device).shared_memory // stage)
     if stages and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
