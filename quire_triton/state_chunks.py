@@ -319,8 +319,9 @@ def scan(
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
     by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
     keys = max(16, triton.next_power_of_2(key_dim))
-    # Bytes of shared memory that _scan_chunks takes for a chunk, as compiled for sm_90; the next one is loaded ahead.
-    stage = keys * ((360 if by_channel else 200 + 64 * v.itemsize) + 240 * removes)
+    # Bytes of shared memory that _scan_chunks takes for a chunk, as compiled for sm_80 and sm_90. The next one is loaded
+    # ahead where it fits.
+    stage = keys * ((360 if by_channel else 242 + 64 * v.itemsize) + 240 * removes)
     stages = min(2, card_of(v.device).shared_memory // stage)
     if stages and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
         sizes = _CHUNK * (1 + removes), key_dim * solves, value_dim * solves, key_dim * (3 + removes) * by_channel
