@@ -319,8 +319,8 @@ def scan(
     out, (tokens, heads, value_dim), key_dim = v.new_empty(v.shape), v.shape, k.shape[2]
     by_channel, removes, solves = decay.shape[1] > heads, rule == "removal", rule != "plain"
     keys = max(16, triton.next_power_of_2(key_dim))
-    # Bytes of shared memory that _scan_chunks takes for a chunk, as compiled for sm_80 and sm_90. The next one is loaded
-    # ahead where it fits.
+    # Bytes of shared memory that _scan_chunks takes for a chunk, as compiled for sm_80 and sm_90. The next chunk
+    # is loaded ahead where it fits.
     stage = keys * ((360 if by_channel else 242 + 64 * v.itemsize) + 240 * removes)
     stages = min(2, card_of(v.device).shared_memory // stage)
     if stages and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
