@@ -60,5 +60,5 @@ def test_the_chunks_fit_the_card_and_its_registers(card):
             assert kernel["broken"] == [], (name, kernel["name"])
             assert kernel["dots"], (name, kernel["name"])
             assert all(dot[0] != "fma" for dot in kernel["dots"]), (name, kernel["dots"])  # TF32
-            assert kernel["spilled"] <= 800, (name, kernel["name"], kernel["spilled"])  # bytes of all instructions
+            assert kernel["spilled"] <= 1200, (name, kernel["name"], kernel["spilled"])  # bytes of all instructions
     assert decoding == ["_scan", "_keep"]
