@@ -43,6 +43,7 @@ _CHUNK = 32  # tokens
 _COLUMNS = 32  # of a head's state in a program of _scan_chunks
 _PART = 32  # elements of keys and values that _prepare takes at a time; half as many if each has its own decays
 _WARPS = 8  # of a program of _scan_chunks
+_MOST_KEYS = 128  # elements of a key; longer ones need more registers than a thread has
 
 
 @triton.jit
@@ -323,7 +324,7 @@ def scan(
     # is loaded ahead where it fits.
     stage = keys * ((360 if by_channel else 242 + 64 * v.itemsize) + 240 * removes)
     stages = min(2, card_of(v.device).shared_memory // stage)
-    if stages and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
+    if stages and keys <= _MOST_KEYS and tokens > _SHORT and not 0 < plan.tokens_per_request <= _SHORT:
         sizes = _CHUNK * (1 + removes), key_dim * solves, value_dim * solves, key_dim * (3 + removes) * by_channel
         made = [torch.empty(tokens, heads, size, dtype=torch.float32, device=v.device) for size in sizes]
         slots = tokens // _CHUNK + tokens // plan.block_size + 4 * len(plan.lengths)  # as in _slots

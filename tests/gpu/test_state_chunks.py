@@ -21,7 +21,7 @@ CODE = """
 
     gpu = torch.device("cuda", 0)
     SHAPES = {  # heads, heads of keys, sizes of keys and values, decays and scales of a head
-        "Mamba-2": (48, 1, 128, 64, 1, 1, "plain"), "Falcon-H1": (24, 1, 256, 64, 1, 1, "plain"),
+        "Mamba-2": (48, 1, 128, 64, 1, 1, "plain"),
         "Qwen3-Next": (32, 16, 128, 128, 1, 1, "delta"), "Kimi Linear": (16, 16, 128, 128, 128, 1, "delta"),
         "RWKV-7": (32, 32, 64, 64, 64, 128, "removal"),
     }
