@@ -10,5 +10,6 @@ import quire_triton.lora
 import quire_triton.masks
 import quire_triton.partials
 import quire_triton.sampling
+import quire_triton.state_chunks
 import quire_triton.states
 import quire_triton.sums  # noqa: F401

@@ -2,7 +2,7 @@
 
 A program has some channels of one request, or some columns of one head's state, which are independent of each other,
 and takes them through all tokens of the step. So a launch depends only on numbers of requests, and results do not
-depend on how a text is cut up.
+depend on how a text is cut up. state_chunks.py has a faster scan of long spans, whose results do.
 """
 
 import torch
@@ -16,10 +16,11 @@ from quire_triton.targets import on_gpu
 
 _CHANNELS = 128  # of a program
 _COLUMNS = 32  # of a head's state
+_ALL = 2**30  # more tokens than a span has
 
 
 @triton.jit
-def _span(starts, lengths, request, drafts):
+def of_span(starts, lengths, request, drafts):
     """First token in the flat batch, positions of the first one and behind the last one, and how far all is certain."""
     first, end = tl.load(starts + request), tl.load(lengths + request)
     start = end - (tl.load(starts + request + 1) - first)
@@ -49,7 +50,7 @@ def _convolve(
     request = tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels
-    first, start, end, certain = _span(starts, lengths, request, drafts)
+    first, start, end, certain = of_span(starts, lengths, request, drafts)
     rows, table = WIDTH - 1 + drafts, table + request * table_stride
     source = tl.load(table + tl.maximum(start - 1, 0) // block_size, mask=start > 0, other=0).to(tl.int64)
     before = inputs + source * page
@@ -124,23 +125,16 @@ def _advance(state, key, value, rates, factor, writing, DELTA: tl.constexpr, REM
     return state
 
 
-@triton.jit(do_not_specialize=["block_size", "drafts"])
-def _scan(
-    out, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table, q_stride, q_head, k_stride, k_head,
-    v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim, block_size, drafts,
-    KEY_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
-    HAS_SKIP: tl.constexpr, SELECTIVE: tl.constexpr, REMOVAL: tl.constexpr,
+@triton.jit
+def resume(
+    state, behind, number, table, start, place, inside, i, column, head, speed, page, heads, ratio, token, value_dim,
+    block_size, drafts, KEY_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, SELECTIVE: tl.constexpr,
+    REMOVAL: tl.constexpr,
 ):  # fmt: skip
-    """KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a key decays for itself. SELECTIVE: decay has a
-    rate for each element of the state, and scale and skip have an element for each of its columns. REMOVAL: scale has
-    the keys that read and write what is removed."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    """The state before a span: what the page keeps, taken through the tokens that were computed before, but were not
+    certain then. place: [keys, columns], in the states of a page; inside: which of them there are. speed: of decays in
+    a selective scan."""
     known, exists = i < KEY_DIM, column < value_dim
-    inside = known[:, None] & exists[None, :]
-    first, start, end, certain = _span(starts, lengths, request, drafts)
-    table += request * table_stride
-    place = (head * KEY_DIM + i)[:, None] * value_dim + column[None, :]
     source = tl.load(table + tl.maximum(start - 1, 0) // block_size, mask=start > 0, other=0).to(tl.int64)
     matrix = tl.load(state + source * page + place, mask=inside & (place * 0 + start > 0), other=0.0)
     at_v, per_head = heads // ratio * KEY_DIM, KEY_DIM if BY_CHANNEL else 1
@@ -149,8 +143,6 @@ def _scan(
     of_scale, scaled = column if SELECTIVE else column * 0 + head, exists
     if REMOVAL:
         of_scale, scaled = head * 2 * KEY_DIM + i, known
-    speed = tl.load(decay + place, mask=inside, other=0.0) if SELECTIVE else 0.0
-    # What was computed before, but was not certain then.
     for position in range(tl.load(number + source * page, mask=start > 0, other=start), start):
         row = behind + source * page + (position % drafts) * token
         key = tl.load(row + group * KEY_DIM + i, mask=known, other=0.0)
@@ -165,6 +157,47 @@ def _scan(
             of_head = row + at_decay + head * per_head
             rates = tl.load(of_head + (i if BY_CHANNEL else i * 0), mask=known, other=0.0)[:, None]
         matrix = _advance(matrix, key, value, rates, factor, writing, DELTA, REMOVAL)
+    return matrix
+
+
+@triton.jit
+def store_state(state, table, matrix, place, inside, number, end, certain, page, block_size):
+    """Store the state behind `number` tokens in all pages that keep just this one, see Span.pages."""
+    for block_index in range((number - 1) // block_size, tl.cdiv(end, block_size)):
+        reached = tl.minimum((block_index + 1) * block_size, certain)
+        block = tl.load(table + block_index).to(tl.int64)
+        stored = inside & (place * 0 + block > 0) & (place * 0 + reached == number)
+        tl.store(state + block * page + place, matrix, mask=stored)
+
+
+@triton.jit(do_not_specialize=["block_size", "drafts", "most"])
+def _scan(
+    out, q, k, v, decay, scale, skip, state, behind, number, starts, lengths, table, q_stride, q_head, k_stride, k_head,
+    v_stride, scale_stride, page, table_stride, heads, ratio, token, value_dim, block_size, drafts, most,
+    KEY_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr,
+    HAS_SKIP: tl.constexpr, SELECTIVE: tl.constexpr, REMOVAL: tl.constexpr,
+):  # fmt: skip
+    """most: tokens of a span that is computed here. KEYS: KEY_DIM with padding. BY_CHANNEL: whether each element of a
+    key decays for itself. SELECTIVE: decay has a rate for each element of the state, and scale and skip have an element
+    for each of its columns. REMOVAL: scale has the keys that read and write what is removed."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    i, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    known, exists = i < KEY_DIM, column < value_dim
+    inside = known[:, None] & exists[None, :]
+    first, start, end, certain = of_span(starts, lengths, request, drafts)
+    is_short = end - start <= most
+    start, end = tl.where(is_short, start, 0), tl.where(is_short, end, 0)
+    table += request * table_stride
+    place = (head * KEY_DIM + i)[:, None] * value_dim + column[None, :]
+    group, per_head = head // ratio, KEY_DIM if BY_CHANNEL else 1
+    of_scale, scaled = column if SELECTIVE else column * 0 + head, exists
+    if REMOVAL:
+        of_scale, scaled = head * 2 * KEY_DIM + i, known
+    speed = tl.load(decay + place, mask=inside, other=0.0) if SELECTIVE else 0.0
+    matrix = resume(
+        state, behind, number, table, start, place, inside, i, column, head, speed, page, heads, ratio, token,
+        value_dim, block_size, drafts, KEY_DIM, BY_CHANNEL, DELTA, SELECTIVE, REMOVAL,
+    )  # fmt: skip
     for position in range(start, end):
         index = first + position - start
         key = tl.load(k + index * k_stride + group * k_head + i, mask=known, other=0.0).to(tl.float32)
@@ -185,11 +218,7 @@ def _scan(
             found += tl.load(skip + of_scale, mask=exists, other=0.0) * value
         tl.store(out + (index * heads + head) * value_dim + column, found, mask=exists)
         if ((position + 1) % block_size == 0) | (position + 1 == certain):
-            for block_index in range(position // block_size, tl.cdiv(end, block_size)):
-                reached = tl.minimum((block_index + 1) * block_size, certain)
-                block = tl.load(table + block_index).to(tl.int64)
-                stored = inside & (place * 0 + block > 0) & (place * 0 + reached == position + 1)
-                tl.store(state + block * page + place, matrix, mask=stored)
+            store_state(state, table, matrix, place, inside, position + 1, end, certain, page, block_size)
 
 
 @triton.jit(do_not_specialize=["block_size", "drafts"])
@@ -199,7 +228,7 @@ def _keep(
 ):  # fmt: skip
     """Store the tokens behind the states of pages, and how far these reach, when all programs of _scan have ended."""
     request, e = tl.program_id(0), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    first, start, end, certain = _span(starts, lengths, request, drafts)
+    first, start, end, certain = of_span(starts, lengths, request, drafts)
     is_k, is_v = e < at_v, (e >= at_v) & (e < at_decay)
     is_decay, is_scale = (e >= at_decay) & (e < at_scale), (e >= at_scale) & (e < token)
     for block_index in range(start // block_size, tl.cdiv(end, block_size)):
@@ -224,25 +253,29 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
     rule: str,
 ) -> Tensor:  # fmt: skip
-    decays, scales = (part.shape[1] // v.shape[1] for part in (decay, scale))
-    return _launch(q, k, v, decay, scale, skip, pages, plan, decays, scales, rule)
+    out = v.new_empty(v.shape)
+    scan_spans(out, q, k, v, decay, scale, skip, pages, plan, rule)
+    return out
 
 
 @reference.selective_scan.implementation("triton", supports=on_gpu)
 def selective_scan(
     q: Tensor, k: Tensor, v: Tensor, steps: Tensor, rate: Tensor, skip: Tensor, pages: Pages, plan: StatePlan
 ) -> Tensor:
-    return _launch(q[:, None], k[:, None], v[:, None], rate, steps, skip, pages, plan, 0, v.shape[1], "selective")[:, 0]
+    out = v.new_empty(v.shape)
+    scan_spans(out[:, None], q[:, None], k[:, None], v[:, None], rate, steps, skip, pages, plan, "selective")
+    return out
 
 
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages, plan: StatePlan,
-    decays: int, scales: int, rule: str,
-) -> Tensor:  # fmt: skip
-    """decays, scales: the numbers of each head's, see StateShape."""
-    tokens, heads, value_dim = v.shape
+def scan_spans(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, scale: Tensor, skip: Tensor | None, pages: Pages,
+    plan: StatePlan, rule: str, most: int = _ALL,
+) -> None:  # fmt: skip
+    """Scan the spans of up to `most` tokens, then store what the pages of all spans keep besides their states."""
+    heads, value_dim = v.shape[1:]
     key_heads, key_dim = k.shape[1:]
-    out = torch.empty(tokens, heads, value_dim, dtype=v.dtype, device=v.device)
+    # The numbers of each head's, see StateShape.
+    decays, scales = (0, value_dim) if rule == "selective" else (part.shape[1] // heads for part in (decay, scale))
     requests, page = len(plan.lengths), pages.state.stride(0)
     at_v = key_heads * key_dim
     at_decay = at_v + heads * value_dim
@@ -251,7 +284,7 @@ def _launch(
     _scan[requests, heads, triton.cdiv(value_dim, _COLUMNS)](
         out, q, k, v, decay, scale, skip, pages.state, pages.behind, pages.number, plan.starts, plan.lengths,
         plan.table, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), scale.stride(0), page,
-        plan.table.stride(0), heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, key_dim,
+        plan.table.stride(0), heads, heads // key_heads, token, value_dim, plan.block_size, plan.drafts, most, key_dim,
         triton.next_power_of_2(key_dim), _COLUMNS, decays > 1, rule == "delta", skip is not None,
         rule == "selective", rule == "removal",
     )  # fmt: skip
@@ -260,7 +293,6 @@ def _launch(
         v.stride(0), scale.stride(0), page, plan.table.stride(0), key_dim, at_v, at_decay, at_scale, token, heads,
         plan.block_size, plan.drafts, 256,
     )  # fmt: skip
-    return out
 
 
 @triton.jit

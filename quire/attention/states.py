@@ -29,7 +29,7 @@ class StateBackend(CacheBackend):
         table = layout.block_table if layout.block_table.stride(1) == 1 else layout.block_table.contiguous()
         given = layout.query_start_loc.contiguous(), layout.seq_lens.contiguous(), table
         if previous is None:
-            return StatePlan.of(*given, self.block_size, self.drafts)
+            return StatePlan.of(*given, self.block_size, self.drafts, layout.tokens_per_request)
         previous.set(*given)
         return previous
 

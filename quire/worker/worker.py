@@ -275,7 +275,7 @@ def _backends(
     for cache in model.cache_shapes:
         if isinstance(cache, StateShape):
             drafts = 0 if speculation is None else speculation.num_speculative_tokens
-            by_shape[cache] = StateBackend(cache, block_size, drafts, kernels.chosen["scan"] == "triton")
+            by_shape[cache] = StateBackend(cache, block_size, drafts, "triton" in kernels.chosen["scan"])
         elif cache not in by_shape:
             shape = AttentionShape(
                 cache.num_heads, cache.num_kv_heads, cache.head_dim, block_size, target.dtype, target.device,

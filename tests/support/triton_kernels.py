@@ -30,6 +30,7 @@ if INSTALLED:
     import quire_triton.masks
     import quire_triton.partials
     import quire_triton.sampling
+    import quire_triton.state_chunks
     import quire_triton.states
     import quire_triton.sums  # noqa: F401
 

@@ -80,7 +80,7 @@ class StatePlan:
     be rejected drafts: the first token of a step is never one, and no more than `drafts` are.
 
     starts: [requests + 1], int32, of the flat batch; lengths: [requests], int32, with the step's tokens; table:
-    [requests, blocks], int32. C++ kernels read `step`, which points to these.
+    [requests, blocks], int32. C++ kernels read `step`, which points to these. tokens_per_request: see StepLayout.
     """
 
     starts: Tensor
@@ -89,6 +89,7 @@ class StatePlan:
     block_size: int
     drafts: int
     step: _Step
+    tokens_per_request: int = 0
 
     def set(self, starts: Tensor, lengths: Tensor, table: Tensor) -> None:
         self.starts, self.lengths, self.table = starts, lengths, table
@@ -99,8 +100,10 @@ class StatePlan:
             self.step.threads = torch.get_num_threads()
 
     @classmethod
-    def of(cls, starts: Tensor, lengths: Tensor, table: Tensor, block_size: int, drafts: int) -> StatePlan:
-        plan = cls(starts, lengths, table, block_size, drafts, _Step())
+    def of(
+        cls, starts: Tensor, lengths: Tensor, table: Tensor, block_size: int, drafts: int, tokens_per_request: int = 0
+    ) -> StatePlan:
+        plan = cls(starts, lengths, table, block_size, drafts, _Step(), tokens_per_request)
         plan.set(starts, lengths, table)
         return plan
 
