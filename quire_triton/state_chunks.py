@@ -43,7 +43,7 @@ _CHUNK = 32  # tokens
 _COLUMNS = 32  # of a head's state in a program of _scan_chunks
 _PART = 32  # elements of keys and values that _prepare takes at a time; half as many if each has its own decays
 _WARPS = 8  # of a program of _scan_chunks
-_MOST_KEYS = 128  # elements of a key; longer ones need more registers than a thread has
+_MOST_KEYS = 128  # elements of a key; longer ones were not compiled without values outside the registers
 
 
 @triton.jit
