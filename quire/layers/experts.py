@@ -15,6 +15,8 @@ from quire.ops.reference.quantized import QuantizedMatrix, concatenate
 class GroupedExperts:
     """One projection of all experts with dense weights: a grouped product over tokens sorted by expert."""
 
+    lasting = "weight"
+
     def __init__(self, builder: Builder, num_experts: int, out_features: int, in_features: int, bias: bool) -> None:
         self.grouped_linear = builder.kernels.grouped_linear
         self.weight = builder.parameter(num_experts, out_features, in_features)
@@ -89,6 +91,7 @@ def _dense_experts(builder: Builder, name: str, experts: GroupedExperts) -> Expe
     """
     quantizer = builder.quantizer_of(name)
     if quantizer is None:
+        builder.weights.append(experts)
         return experts
     weights = [quantizer(builder, [weight].pop) for weight in experts.weight]
     return SeparateExperts(builder, weights, experts.weight.shape[1], experts.bias)
@@ -124,19 +127,22 @@ def fused_experts(
             outputs, half = slice(which * share, (which + 1) * share), slice(which * size + start, which * size + stop)
             target, shape = gate_up.weight[here, outputs], (count, hidden, 2 * size)
             if spec.layout == "stacked":
-                builder.part(f"{names['experts_gate_up']}.weight", target, (count, 2 * size, hidden), picked, half)
+                name = f"{names['experts_gate_up']}.weight"
+                builder.part(name, target, (count, 2 * size, hidden), picked, half, is_raw=True)
                 continue
             columns = half if spec.layout == "fused_halves" else slice(2 * start + which, 2 * stop, 2)
-            builder.part(names["experts_gate_up"], target, shape, picked, everything, columns, transposed=True)
+            columns_of_half = (picked, everything, columns)
+            builder.part(names["experts_gate_up"], target, shape, *columns_of_half, transposed=True, is_raw=True)
             if gate_up.bias is not None:
                 name = f"{names['experts_gate_up']}_bias"
                 builder.part(name, gate_up.bias[here, outputs], (count, 2 * size), picked, columns)
         if spec.layout == "stacked":
             name, inputs = f"{names['experts_down']}.weight", slice(start, stop)
-            builder.part(name, down.weight[here], (count, hidden, size), picked, everything, inputs)
+            builder.part(name, down.weight[here], (count, hidden, size), picked, everything, inputs, is_raw=True)
             continue
         shape = (count, size, hidden)
-        builder.part(names["experts_down"], down.weight[here], shape, picked, slice(start, stop), transposed=True)
+        pick = (picked, slice(start, stop))
+        builder.part(names["experts_down"], down.weight[here], shape, *pick, transposed=True, is_raw=True)
         if down.bias is not None:
             builder.part(f"{names['experts_down']}_bias", down.bias[here], (count, hidden), picked)
     projections = [

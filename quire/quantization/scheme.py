@@ -21,16 +21,21 @@ class QuantizedWeight(LinearWeight):
     """A weight of one or more pieces, whose outputs are concatenated. Fused tensors may differ in scheme, so the weight
     has as few pieces as possible, but sometimes more than one."""
 
+    lasting = "pieces"
+
     def __init__(self, builder: Builder, parts: Sequence[Callable[[], Piece]]) -> None:
         """parts: functions that make the parts of the weight; called once the slots are filled."""
         self.kernels, self.dtype = builder.kernels, builder.dtype
         self.parts = parts
         self.pieces: list[Piece] = []
+        builder.weights.append(self)
         builder.when_loaded(self._convert)
 
     def _convert(self) -> None:
-        pieces = [part() for part in self.parts]
+        pieces = [] if self.pieces else [part() for part in self.parts]
         self.parts = ()  # frees the checkpoint's tensors, which these functions hold
+        if self.pieces:  # they have been restored
+            return
         matrices = [piece for piece in pieces if isinstance(piece, QuantizedMatrix)]
         self.pieces = [*concatenate(matrices)] if len(matrices) == len(pieces) else pieces
         pack = getattr(self.kernels.quantized_linear, "pack", None)
