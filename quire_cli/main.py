@@ -14,8 +14,6 @@ from quire._version import __version__
 from quire.messages.errors import error_text
 from quire.metrics.logging import configure_logging, log_options, logger
 from quire.system.garbage import skip_last_collection
-from quire_cli.errors import with_flags
-from quire_cli.parser import Parser
 
 # Importing torch creates 170,000 objects that stay alive. Python's default, a garbage collection after every 700 new
 # objects, takes a fifth of the import time. The processes that a command starts import this file first, too.
@@ -42,6 +40,8 @@ _COMMANDS = {  # the modules of this package by the names of commands
 
 def build_parser(wanted: str | None = None) -> argparse.ArgumentParser:
     """wanted: if this is the name of a command, the parser has no others, whose modules then need not be imported."""
+    from quire_cli.parser import Parser
+
     parser = Parser(
         prog="quire", description="Quire, an LLM inference engine. Without a model, commands use the bundled one."
     )
@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if getattr(arguments, "log_level", "INFO").upper() == "DEBUG":
             raise
+        from quire_cli.errors import with_flags
+
         message = with_flags(error_text(error), arguments.parser, argv)
         if log_options().format == "json":
             logger.error("%s", message)

@@ -17,13 +17,17 @@ from quire.ops.cpu.build import library
 from quire.system.folders import cache_folder
 from quire_weights.folder import WeightFolder
 from quire_weights.forms import FormError, decode, encode
-from quire_weights.packed_file import DamagedError, StoppedError, read, size_of, write
+from quire_weights.packed_file import StoppedError, read, size_of, write
 
 logger = logging.getLogger("quire")
 
 WORTHWHILE = 1 << 26  # bytes of weights; less is read and packed in no time
 _OF_A_CHECKPOINT = {".safetensors", ".bin", ".pt", ".json", ".gguf"}
-_PACKAGES = ("quire", "quire_formats")  # whose code makes the weights
+# The packages whose code makes weights of a checkpoint's tensors, or keeps them
+_PACKAGES = (
+    "quire/layers", "quire/loading", "quire/models", "quire/ops", "quire/quantization", "quire_formats",
+    "quire_weights",
+)  # fmt: skip
 
 
 def open_cache(config: EngineConfig, directory: Path, builder: Builder) -> "WeightCache | None":
@@ -59,7 +63,7 @@ class WeightCache:
             values = decode(kept, tensors)
         except FileNotFoundError:
             return False
-        except (DamagedError, FormError) as error:
+        except ValueError as error:
             logger.warning("The kept weights in %s are damaged, and are made anew: %s", self._folder.path, error)
             self._folder.delete(self._key)
             return False
@@ -120,7 +124,7 @@ def _files(directory: Path) -> list[Path]:
 
 @cache
 def _code() -> str:
-    """A hash of the sources of the packages that read, convert and pack weights."""
+    """A hash of the sources of _PACKAGES."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for source in sorted(Path(__file__).parents[1].joinpath(package).rglob("*.py")):

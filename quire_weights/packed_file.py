@@ -64,14 +64,13 @@ def write(handle: int, weights: Any, tensors: list[Tensor], is_stopped: Callable
         )
     header = _Header(weights, entries)
     start = _rounded(_PREFIX.size + len(msgspec.msgpack.encode(header)), _PAGE)  # checksums do not change its length
-    os.posix_fallocate(handle, 0, start + size_of(tensors))  # a full disk is noticed here
     for entry, tensor in zip(entries, tensors, strict=True):
         content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         entry.checksum = xxhash.xxh3_64_digest(content)
         for begin in range(0, len(content), _WRITTEN_AT_ONCE):
-            if is_stopped():
-                raise StoppedError
             _write(handle, content[begin : begin + _WRITTEN_AT_ONCE], start + entry.begin + begin)
+            if is_stopped():  # what was written may be what the tensor has become
+                raise StoppedError
     encoded = msgspec.msgpack.encode(header)
     prefix = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
     _write(handle, memoryview(prefix + encoded), 0)

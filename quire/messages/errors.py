@@ -1,4 +1,4 @@
-"""The text of exceptions, for clients, operators and users."""
+"""The text of exceptions, for clients, operators and users; and the exception of an engine that cannot go on."""
 
 _WRITTEN_FOR_PEOPLE = (ValueError, TypeError, OSError, RuntimeError)
 

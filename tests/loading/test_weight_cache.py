@@ -210,6 +210,13 @@ def test_weights_that_change_are_not_kept(folder, checkpoints, tmp_path, monkeyp
     assert not list(folder.iterdir())
 
 
+def test_nothing_is_kept_of_weights_that_changed_while_they_were_written(tmp_path):
+    tensors = [torch.zeros(1 << 20), torch.zeros(3)]
+    changes = iter([False, True])
+    with (tmp_path / "file").open("w+b") as file, pytest.raises(packed_file.StoppedError):
+        packed_file.write(file.fileno(), None, tensors, lambda: next(changes))
+
+
 def test_the_file_counts_as_memory_that_is_used(folder, checkpoints, monkeypatch):
     """The system says that it could be freed, but the KV cache must not take its place."""
     path, free = checkpoints.path("llama"), 1 << 22
