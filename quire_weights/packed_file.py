@@ -64,6 +64,7 @@ def write(handle: int, weights: Any, tensors: list[Tensor], is_stopped: Callable
         )
     header = _Header(weights, entries)
     start = _rounded(_PREFIX.size + len(msgspec.msgpack.encode(header)), _PAGE)  # checksums do not change its length
+    os.ftruncate(handle, start + size_of(tensors))
     for entry, tensor in zip(entries, tensors, strict=True):
         content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         entry.checksum = xxhash.xxh3_64_digest(content)
