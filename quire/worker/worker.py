@@ -167,10 +167,10 @@ class Worker:
             free = memory.left_by_a_step(self.runner, budget, tokens)
             warm_up(self.runner, tokens)
         else:
-            free = free_on_host() // (mesh.ranks_on_machine * max(1, len(config.layout.here)))
+            together, cached = mesh.ranks_on_machine, model.weight_cache  # replicas map the same files
+            free = free_on_host(0 if cached is None else cached.mapped * together)
+            free //= together * max(1, len(config.layout.here))
             free -= config.cache.kv_offloading_bytes * block_bytes // sum(rank_bytes)
-            if model.weight_cache is not None:
-                free -= model.weight_cache.mapped  # which counts as free, since the system can read it anew
         num_blocks = replica.minimum(memory.num_blocks(config, free, block_bytes, useful, device))
         self.kv_memory = self._allocate(num_blocks, block_bytes)
         self.residence.know(self.kv_memory, forward)
