@@ -76,12 +76,12 @@ void transpose(const uint32_t* keys, int stride, int dims, uint32_t* values) {
   for (int w = 0; w < dims / P; w++) {
     u32x16 line = load_words(keys + w * stride);
     if (P == 2) {  // words of (token, dims 2w and 2w + 1) become words of (two tokens, dim)
-      u32x16 other = __builtin_shufflevector(line, line, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+      u32x16 other = shuffle<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(line, line);
       u32x16 first = (line & 0xffffu) | other << 16, second = (line & 0xffff0000u) | other >> 16;
-      line = __builtin_shufflevector(first, second, 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+      line = shuffle<0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31>(first, second);
     }
     uint32_t words[LANES];
-    memcpy(words, &line, sizeof(line));
+    store(words, line);
     for (int i = 0; i < LANES / P; i++) memcpy(values + i * dims + w * P, words + i * P, P * sizeof(uint32_t));
   }
 }
@@ -96,7 +96,7 @@ void expand(const uint32_t* from, int from_stride, int rows, int columns, uint32
       u32x16 lines[S::LINES];
       expand(load_words(from + w * from_stride + i), lines);
       if (ahead) fetch(ahead + w * from_stride + i);
-      for (int j = 0; j < S::LINES; j++) memcpy(to + (w * S::LINES + j) * to_stride + i, &lines[j], sizeof(lines[j]));
+      for (int j = 0; j < S::LINES; j++) store(to + (w * S::LINES + j) * to_stride + i, lines[j]);
     }
 }
 
@@ -199,7 +199,7 @@ struct Attention {
         for (int i = 0; i < count; i++) {
           u32x16 expanded[S::LINES];
           expand(lines[i], expanded);
-          for (int j = 0; j < S::LINES; j++, to_line += TILE_KEYS) memcpy(to_line, &expanded[j], sizeof(expanded[j]));
+          for (int j = 0; j < S::LINES; j++, to_line += TILE_KEYS) store(to_line, expanded[j]);
         }
       }
     }
@@ -224,7 +224,7 @@ struct Attention {
       for (int i = 0; i < 2; i++) {
         const float* stored = (i ? tile.value_scales : tile.key_scales)[c];
         f32x16 x = stored ? load(stored) : f32x16{};
-        store(scales + i * TILE_KEYS + c * LANES, (key >= from) & (key < to) ? x : f32x16{});
+        store(scales + i * TILE_KEYS + c * LANES, where((key >= from) & (key < to), x, f32x16{}));
         if (const float* next = (i ? ahead.value_scales : ahead.key_scales)[c]) fetch(next);
       }
     }
@@ -243,7 +243,7 @@ struct Attention {
       else x[c] *= scale * LOG2_E;
       if (MASKED) {
         i32x16 key = LANE + c * LANES;
-        x[c] = (key >= begin) & (key < end) ? x[c] : splat(MINUS_INFINITY);
+        x[c] = where((key >= begin) & (key < end), x[c], splat(MINUS_INFINITY));
       }
       top = larger(top, x[c]);
     }
@@ -392,7 +392,7 @@ struct Attention {
     if (split_maximum == MINUS_INFINITY) return;  // the row sees no key of the split
     const float raised = std::max(maximum, split_maximum);
     const f32x16 lost = f32x16{maximum - raised, split_maximum - raised};
-    const f32x16 weights = lost == 0.0f ? splat(1.0f) : quire::exp2(lost);  // exp2(0) is not exactly 1
+    const f32x16 weights = where(lost == 0.0f, splat(1.0f), quire::exp2(lost));  // exp2(0) is not exactly 1
     const f32x16 old_weight = splat(weights[0]), weight = splat(weights[1]);
     maximum = raised;
     sum = sum * weights[0] + split_sum * weights[1];

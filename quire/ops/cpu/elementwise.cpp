@@ -54,7 +54,7 @@ void layer_norm(const T* x, int64_t stride, T* residual, int64_t residual_stride
     const f32x16 mean = splat(sum(total) / float(dim));
     for_lanes(dim, [&](int64_t i, int n) {
       f32x16 v = load_up_to(from + i, n) - mean;
-      if (n < LANES) v = LANE < n ? v : f32x16{};
+      if (n < LANES) v = where(LANE < n, v, f32x16{});
       squares = fma(v, v, squares);
     });
     const float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
@@ -84,7 +84,7 @@ constexpr float LOG2_E = 1.44269504f;
 // 1 / (1 + exp(-x)), by an exponent that is kept from overflowing: below 1e-37 it stays what it is there.
 inline f32x16 sigmoid(f32x16 x) {
   f32x16 exponent = x * -LOG2_E;
-  return 1.0f / (1.0f + exp2(exponent > 126.0f ? splat(126.0f) : exponent));
+  return 1.0f / (1.0f + exp2(where(exponent > 126.0f, splat(126.0f), exponent)));
 }
 
 // The gated activations: what becomes of a gate and the value beside it. T is the type of the tensors.
@@ -120,8 +120,8 @@ struct SwigluOai {
   float alpha, limit;
   template <class T>
   f32x16 operator()(f32x16 gate, f32x16 up, T) const {
-    gate = gate > limit ? splat(limit) : gate;
-    up = up > limit ? splat(limit) : up < -limit ? splat(-limit) : up;
+    gate = where(gate > limit, splat(limit), gate);
+    up = where(up > limit, splat(limit), where(up < -limit, splat(-limit), up));
     return (up + 1.0f) * gate * sigmoid(alpha * gate);
   }
 };

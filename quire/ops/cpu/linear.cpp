@@ -88,7 +88,7 @@ void quire_panels(const void* weight, int64_t out, int64_t words, void* packed, 
         for (int r = 0; r < LANES; r++) block[r] = load_words(rows.data() + (i + r) * shape.words + word);
         transpose(block);
         for (int w = 0; w < std::min<int64_t>(LANES, shape.words - word); w++)
-          memcpy(to + (word + w) * width + i, &block[w], sizeof(block[w]));
+          store(to + (word + w) * width + i, block[w]);
       }
   });
 }
