@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("emulated")]
 CHARACTERISTIC = {
     "neon": {"fmla", "smull", "smull2", "sadalp", "tbl"},
     "neon-dotprod": {"fmla", "sdot", "tbl"},
-    "neon-bf16": {"fmla", "usdot", "bfdot", "bfcvtn", "tbl"},
+    "neon-bf16": {"fmla", "usdot", "usmmla", "bfdot", "bfmmla", "bfcvtn", "tbl"},
 }
 
 

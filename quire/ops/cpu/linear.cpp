@@ -1,4 +1,5 @@
 // The dense product, from weights in panels (panels.h): packing them, multiplying, and reading rows back.
+#include "blocks.h"
 #include "panels.h"
 #include "replay.h"
 
@@ -32,6 +33,13 @@ struct Dense {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) sum[r][c] = is_first ? f32x16{} : load(sums + r * PANEL + c * LANES);
+#ifdef QUIRE_BLOCKS
+    if constexpr (R > 1 && PAIR<T> == 2) {
+      Blocks<R, f32x16> blocks(sum);
+      blocks.add_lines(w, stride, words, from, bytes, [&] { ahead.fetch(pace); });
+      blocks.write(sum);
+    } else
+#endif
     for (int64_t i = 0; i < words; i++) {
       u32x16 line[C];
 #pragma GCC unroll 4

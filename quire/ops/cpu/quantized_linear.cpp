@@ -11,6 +11,7 @@
 // an instruction, and multiplied with the activations as they are.
 #include <cmath>
 
+#include "blocks.h"
 #include "panels.h"
 #include "replay.h"
 
@@ -150,6 +151,10 @@ struct Quantized {
 #pragma GCC unroll 4
         for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
       }
+#ifdef QUIRE_BLOCKS
+      if constexpr (R > 1) add_blocks<R>(w + begin * stride, stride, end - begin, word + begin, codes, sum, ahead, pace);
+      else
+#endif
       for (int64_t i = begin; i < end; i++) {
         u32x16 line[C];
 #pragma GCC unroll 4
@@ -179,6 +184,26 @@ struct Quantized {
       }
     }
   }
+
+#ifdef QUIRE_BLOCKS
+  // What the loop over the words of a group does, for several rows at a time. first: of the words.
+  template <int R>
+  QUIRE_INLINE void add_blocks(const uint32_t* w, int stride, int64_t words, int64_t first, const int8_t* codes,
+                               i32x16 (&sum)[R][1], Ahead& ahead, Ahead::Pace& pace) const {
+    Blocks<R, i32x16> blocks(sum);
+    const char* from = (const char*)codes + first * INPUTS;
+    if constexpr (BITS == 8) {
+      blocks.add_lines(w, stride, words, from, x.stride, [&] { ahead.fetch(pace); });
+    } else {
+      for (int64_t i = 0; i < words; i++) {
+        const u32x16 line = load_words(w + i * stride);
+        ahead.fetch(pace);
+        blocks.add(line & 0x0f0f0f0fu, line >> 4 & 0x0f0f0f0fu, from + i * INPUTS, x.stride);
+      }
+    }
+    blocks.write(sum);
+  }
+#endif
 
   void finish(int64_t panel, int64_t first, int rows, const float* sums) const {
     write_sums(sums, panel, first, rows, bias, result, out);
