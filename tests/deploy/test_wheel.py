@@ -19,7 +19,7 @@ from support.commands import run
 
 PROMPT = "Once upon a time"
 ARGUMENTS = ["--temperature", "0", "--max-tokens", "30", "--dtype", "float32", "--max-model-len", "256"]
-NAMES = [name for name in build.INSTRUCTION_SETS if name.startswith("avx")]
+NAMES = [name for name in build.INSTRUCTION_SETS if name.startswith(("amx", "avx"))]
 
 pytestmark = [pytest.mark.nightly, pytest.mark.xdist_group("wheel")]
 

@@ -16,7 +16,39 @@ struct Dense {
   T* result;      // [rows, out]
   int64_t out, row_words;
 
+#ifdef QUIRE_TILES
+  bool in_tiles(int64_t) const { return PAIR<T> == 2 && has_tiles(); }
+
+  // A tile's products are added up before they meet the sum, so that tiles must begin at fixed words.
+  int64_t step() const { return in_tiles(0) ? TILE : 1; }
+
+  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int, float* sums,
+                   bool is_first, Ahead& ahead) const {
+    const int stride = lines * LANES;
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
+    const char* from = reinterpret_cast<const char*>(x + row * x_stride + PAIR<T> * word);
+    const int64_t bytes = x_stride * sizeof(T);
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + TILE - 1) / TILE));
+    for (int line = 0; line < lines; line += 2) {
+      const int count = std::min(2, lines - line);
+      auto place = [&](int r, int l) { return sums + r * PANEL + (line + l) * LANES; };
+      tiles.for_sums(count, [&](auto tile, int r, int l) {
+        if (is_first) zero_tile<tile.value>();
+        else load_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+      });
+      for (int64_t i = 0; i < words; i += TILE) {
+        ahead.fetch(pace);
+        tiles.multiply<true>(from + i * 4, bytes, w + i * stride + line * LANES, stride,
+                             int(std::min<int64_t>(TILE, words - i)), count);
+      }
+      tiles.for_sums(count, [&](auto tile, int r, int l) {
+        store_tile<tile.value>(place(r, l), PANEL * sizeof(float));
+      });
+    }
+  }
+#else
   int64_t step() const { return 1; }
+#endif
 
   void expect(int64_t, int) const {}
 

@@ -12,13 +12,14 @@ from typing import Any
 # have, in Linux's names. The best of a kind are first.
 _AVX512 = {"avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX512_VNNI = {*_AVX512, "avx512_vnni", "avx512vbmi"}
+_AVX512_BF16 = "-march=x86-64-v4 -mavx512vnni -mavx512vbmi -mavx512bf16"
+_AMX = {"amx_tile", "amx_int8", "amx_bf16"}
 _DOTPROD = {"asimd", "atomics", "asimddp"}
 _IS_ARM = platform.machine() in ("aarch64", "arm64")
 INSTRUCTION_SETS = {
     "native": ("-mcpu=native" if _IS_ARM else "-march=native", set[str]()),
-    "avx512-bf16": (
-        "-march=x86-64-v4 -mavx512vnni -mavx512vbmi -mavx512bf16", {*_AVX512_VNNI, "avx512_bf16"},
-    ),
+    "amx": (f"{_AVX512_BF16} -mamx-tile -mamx-int8 -mamx-bf16", {*_AVX512_VNNI, "avx512_bf16", *_AMX}),
+    "avx512-bf16": (_AVX512_BF16, {*_AVX512_VNNI, "avx512_bf16"}),
     "avx512-vnni": ("-march=x86-64-v4 -mavx512vnni -mavx512vbmi", _AVX512_VNNI),
     "avx512": ("-march=x86-64-v4", _AVX512),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2", "f16c"}),
@@ -28,14 +29,14 @@ INSTRUCTION_SETS = {
 }  # fmt: skip
 PROCESSORS = {  # by the compiler's names of processors: the instruction set of these that the kernels can use
     "haswell": "avx2", "znver1": "avx2", "znver2": "avx2", "znver3": "avx2", "skylake-avx512": "avx512",
-    "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "avx512-bf16",
-    "graniterapids": "avx512-bf16", "znver4": "avx512-bf16", "znver5": "avx512-bf16", "cortex-a72": "neon",
+    "cascadelake": "avx512", "icelake-server": "avx512-vnni", "sapphirerapids": "amx",
+    "graniterapids": "amx", "znver4": "avx512-bf16", "znver5": "avx512-bf16", "cortex-a72": "neon",
     "cortex-a76": "neon-dotprod", "neoverse-n1": "neon-dotprod", "neoverse-v1": "neon-bf16",
     "neoverse-n2": "neon-bf16", "neoverse-v2": "neon-bf16", "apple-m1": "neon-dotprod", "apple-m2": "neon-bf16",
 }  # fmt: skip
 # What the kernels' sources distinguish. Libraries for two processors that agree in these are equally fast.
 USED_FEATURES = {
-    "avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16", "asimd", "asimddp", "i8mm", "bf16",
+    "avx2", "fma", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16", *_AMX, "asimd", "asimddp", "i8mm", "bf16",
 }  # fmt: skip
 _ARM_FEATURES = {  # where each is: the entry of Linux's auxiliary vector and its bit, and the name in macOS
     "asimd": (16, 1, "AdvSIMD"), "atomics": (16, 8, "FEAT_LSE"), "asimddp": (16, 20, "FEAT_DotProd"),

@@ -185,6 +185,64 @@ struct Quantized {
     }
   }
 
+#ifdef QUIRE_TILES
+  // The results are the same; for few rows, tiles are slower.
+  bool in_tiles(int64_t rows) const { return rows > MAX_ROWS && has_tiles(); }
+
+  void visit_tiles(Tiles& tiles, int64_t panel, int64_t word, int64_t words, int lines, int64_t row, int count,
+                   float* sums, bool is_first, Ahead& ahead) const {
+    constexpr int STEP = TILE / X_WORDS;  // words that fill a tile
+    const int stride = lines * LANES;
+    const uint32_t* w = weights + panel * PANEL * row_words + word * stride;
+    alignas(64) int32_t products[AMX_ROWS][2 * LANES];
+    alignas(64) uint32_t unpacked[TILE][2 * LANES];
+    Ahead::Pace pace = ahead.pace((lines + 1) / 2 * ((words + STEP - 1) / STEP));
+    for (int line = 0; line < lines; line += 2) {
+      const int both = std::min(2, lines - line);
+      for (int64_t begin = 0, g = word / group_words; begin < words; begin += group_words, g++) {
+        const int64_t end = std::min(begin + group_words, words);
+        tiles.for_sums(both, [](auto tile, int, int) { zero_tile<tile.value>(); });
+        for (int64_t i = begin; i < end; i += STEP) {
+          ahead.fetch(pace);
+          const int some = int(std::min<int64_t>(STEP, end - i));
+          const uint32_t* from = w + i * stride + line * LANES;
+          int64_t distance = stride;
+          if constexpr (BITS == 4) {
+            for (int j = 0; j < some; j++)
+              for (int l = 0; l < both; l++) {
+                const u32x16 codes = load_words(from + j * stride + l * LANES);
+                store(&unpacked[2 * j][l * LANES], codes & 0x0f0f0f0fu);
+                store(&unpacked[2 * j + 1][l * LANES], codes >> 4 & 0x0f0f0f0fu);
+              }
+            from = unpacked[0], distance = 2 * LANES;
+          }
+          const char* inputs = (const char*)x.codes.data() + row * x.stride + (word + i) * INPUTS;
+          tiles.multiply<false>(inputs, x.stride, from, distance, some * X_WORDS, both);
+        }
+        tiles.for_sums(both, [&](auto tile, int r, int l) {
+          store_tile<tile.value>(&products[r][l * LANES], sizeof(products[0]));
+        });
+        for (int r = 0; r < count; r++)
+          for (int l = 0; l < both; l++) {
+            const int32_t zero = offsets ? 0 : -CENTRE * x.sums[(row + r) * x.groups + g];
+            const i32x16 sum = as<i32x16>(load_words((const uint32_t*)&products[r][l * LANES])) + zero;
+            add_group(sum, row + r, g, panel * PANEL * x.groups + g * stride + (line + l) * LANES,
+                      is_first && begin == 0, sums + r * PANEL + (line + l) * LANES);
+          }
+      }
+    }
+  }
+
+  // Adds a group's products, less those of the centre, to a line of a row's sums.
+  void add_group(i32x16 sum, int64_t row, int64_t g, int64_t at, bool is_first, float* to) const {
+    const float x_scale = x.scales[row * x.groups + g];
+    f32x16 all = is_first ? f32x16{} : load(to);
+    all = fma(to_float(sum), load(scales + at) * x_scale, all);
+    if (offsets) all = fma(load(offsets + at), splat(x_scale * float(x.sums[row * x.groups + g])), all);
+    store(to, all);
+  }
+#endif
+
 #ifdef QUIRE_BLOCKS
   // What the loop over the words of a group does, for several rows at a time. first: of the words.
   template <int R>
@@ -252,6 +310,11 @@ struct Tabled {
   int64_t out, row_words, group_words, groups;
 
   int64_t step() const { return group_words; }
+
+#ifdef QUIRE_TILES
+  bool in_tiles(int64_t) const { return false; }
+  void visit_tiles(Tiles&, int64_t, int64_t, int64_t, int, int64_t, int, float*, bool, Ahead&) const {}
+#endif
 
   void expect(int64_t panel, int lines) const {
     for (int64_t i = 0; i < groups * lines; i++) __builtin_prefetch(scales + panel * PANEL * groups + i * LANES, 0, 2);
