@@ -84,7 +84,7 @@ inline V folded(V v, F combine) {
   return combine(v, shuffle<1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14>(v, v));
 }
 
-inline float maximum(f32x16 v) { return folded(v, larger)[0]; }
+inline float maximum(f32x16 v) { return folded(v, [](f32x16 a, f32x16 b) { return larger(a, b); })[0]; }
 inline float sum(f32x16 v) { return folded(v, [](f32x16 a, f32x16 b) { return a + b; })[0]; }
 
 // 16 x 16 words, by exchanging ever larger blocks across the diagonal.
