@@ -1,11 +1,12 @@
-// Sums of products with the matrix instructions of AArch64, BFMMLA and USMMLA. Each multiplies the weights of two outputs
-// with two rows of x, for four inputs of bfloat16 or eight bytes. Two lines of a panel, interleaved, are its operands:
+// Sums of products with the matrix instructions of AArch64, BFMMLA and USMMLA. Each multiplies the weights of two
+// outputs with two rows of x, for four inputs of bfloat16 or eight bytes. Two lines of a panel, interleaved, are its
+// operands:
 //
 //     line of inputs 0, 1 | v0[0 1] | v1[0 1] | ...      interleaved | v0[0 1 2 3] v1[0 1 2 3] | ...
 //     line of inputs 2, 3 | v0[2 3] | v1[2 3] | ...      rows of x   | x0[0 1 2 3] x1[0 1 2 3] |
 //
-// BFMMLA adds pairs of products one after the other and rounds each time, as BFDOT does. So a row that is computed alone,
-// with BFDOT, has the same bits.
+// BFMMLA adds pairs of products one after the other and rounds each time, as BFDOT does. So a row that is computed
+// alone, with BFDOT, has the same bits.
 #pragma once
 
 #include "vector.h"
@@ -67,7 +68,8 @@ class Blocks {
     });
   }
 
-  // Adds the products of `count` lines, `distance` words apart, and 4 bytes of each row for each. visit(): for each line.
+  // Adds the products of `count` lines, `distance` words apart, and 4 bytes of each row for each. visit(): called for
+  // each line.
   template <class F>
   QUIRE_INLINE void add_lines(const uint32_t* lines, int64_t distance, int64_t count, const char* x, int64_t stride,
                               F visit) {

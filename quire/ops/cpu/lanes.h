@@ -51,7 +51,7 @@ QUIRE_INLINE V read(const void* p) {
 template <class V>
 QUIRE_INLINE void write(void* p, V v) { memcpy(p, &v, sizeof(v)); }
 
-// Lanes of a where the mask is set, of b elsewhere.
+// Lanes of a where the mask is set, of b elsewhere. A Wide has no operator ?:.
 template <class V>
 QUIRE_INLINE V where(i32x16 mask, V a, V b) { return mask ? a : b; }
 

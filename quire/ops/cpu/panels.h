@@ -109,7 +109,8 @@ void multiply(const Format& format, const Shape& shape, int threads) {
 #ifdef QUIRE_TILES
           if (in_tiles) {
             tiles.configure(count);
-            format.visit_tiles(tiles, panel, word, words, lines, first + row, count, sums + row * PANEL, word == 0, part);
+            format.visit_tiles(tiles, panel, word, words, lines, first + row, count, sums + row * PANEL, word == 0,
+                               part);
             row += count;
             continue;
           }

@@ -152,7 +152,8 @@ struct Quantized {
         for (int c = 0; c < C; c++) sum[r][c] = splat(zero);
       }
 #ifdef QUIRE_BLOCKS
-      if constexpr (R > 1) add_blocks<R>(w + begin * stride, stride, end - begin, word + begin, codes, sum, ahead, pace);
+      if constexpr (R > 1)
+        add_blocks<R>(w + begin * stride, stride, end - begin, word + begin, codes, sum, ahead, pace);
       else
 #endif
       for (int64_t i = begin; i < end; i++) {

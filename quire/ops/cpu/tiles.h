@@ -118,7 +118,9 @@ inline bool has_tiles() {
   return allowed;
 }
 
-inline void configure_tiles(const TileConfiguration& configuration) { asm volatile("ldtilecfg %0" ::"m"(configuration)); }
+inline void configure_tiles(const TileConfiguration& configuration) {
+  asm volatile("ldtilecfg %0" ::"m"(configuration));
+}
 inline void release_tiles() { asm volatile("tilerelease" ::); }
 
 template <int T>

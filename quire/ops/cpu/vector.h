@@ -1,5 +1,5 @@
-// Arithmetic on vectors of 16 lanes (lanes.h). Only where a single instruction matters (bf16 dot products and conversions)
-// are there intrinsics.
+// Arithmetic on vectors of 16 lanes (lanes.h). Only where a single instruction matters (bf16 dot products and
+// conversions) are there intrinsics.
 #pragma once
 
 #include "lanes.h"
