@@ -27,12 +27,9 @@ pytestmark = [
 @pytest.fixture
 def sources_of_products(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only these are compiled."""
-    folder = tmp_path / "sources"
+    folder, names = tmp_path / "sources", ("attention_prepare", "linear", "quantized_linear", "team")
     folder.mkdir()
-    for source in [
-        *build.SOURCES.glob("*.h"),
-        *(build.SOURCES / f"{n}.cpp" for n in "linear quantized_linear team".split()),
-    ]:
+    for source in [*build.SOURCES.glob("*.h"), *(build.SOURCES / f"{name}.cpp" for name in names)]:
         shutil.copy(source, folder)
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O1"))
